@@ -1,0 +1,47 @@
+# make demo and make test are all that a fresh machine needs: both install first, into .venv.
+
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCH := torch==2.13.0
+INSTALLED := $(VENV)/.installed
+TYPECHECK := build/typecheck
+PACKAGES := protocol broker workers clients
+FOLDERS := $(PACKAGES) tests benchmarks
+
+.PHONY: install demo test lint bench clean
+.DEFAULT_GOAL := install
+
+install: $(INSTALLED)
+
+# torch goes first and alone: it is most of the download, and what follows then finds it there.
+$(INSTALLED): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $(TORCH)
+	$(PY) -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: install
+	@$(PY) -m tokenbus.clients.demo
+
+# make test ARGS='-k name' passes arguments on.
+test: install
+	$(PY) -m pytest $(ARGS)
+
+# The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@mkdir -p $(TYPECHECK)/tokenbus
+	@for p in $(PACKAGES); do ln -sfn ../../../$$p $(TYPECHECK)/tokenbus/$$p; done
+	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --strict $(PACKAGES:%=-p tokenbus.%)
+	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --config-file= --ignore-missing-imports \
+		--namespace-packages --explicit-package-bases \
+		$(wildcard tests/*.py tests/*/*.py benchmarks/*.py)
+
+bench: install
+	@set -e; for b in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(FOLDERS) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The broker: registry, routing, admission and flow control between clients and workers."""

@@ -1,0 +1,39 @@
+"""``python -m tokenbus.broker``: one broker, set by the environment (see ``tokenbus up``)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import msgspec
+
+from ..protocol.settings import SettingError, Settings, load
+from .server import BrokerServer
+from .settings import BrokerSettings
+from .sockets import BindError
+
+
+def broker_settings(settings: Settings) -> BrokerSettings:
+    """The broker's part of the settings."""
+    names = {field.name for field in msgspec.structs.fields(Settings)}
+    own = [f.name for f in msgspec.structs.fields(BrokerSettings) if f.name in names]
+    return BrokerSettings(**{name: getattr(settings, name) for name in own})
+
+
+def main() -> int:
+    """Runs the broker until SIGINT or SIGTERM; the exit code."""
+    try:
+        settings = load()
+        logging.basicConfig(
+            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        )
+        server = BrokerServer(settings.front, settings.back_endpoint, broker_settings(settings))
+    except (SettingError, BindError, ValueError) as error:
+        print(f"tokenbus broker: {error}", file=sys.stderr)
+        return 2
+    server.run_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What workers may say: registration, leases, and the answers that pass through to clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from ..protocol.bodies import decode_as
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.header import Flag, decode_header, decode_manifest
+from ..protocol.messages import Buffer
+from ..protocol.worker_messages import (
+    Drain,
+    Heartbeat,
+    Register,
+    Registered,
+    Reregister,
+    Unregister,
+)
+from .dispatch import RETRY_AFTER_S, Dispatcher
+from .front import Front
+from .outgoing import Outgoing, Outgoings, Side
+from .settings import BrokerSettings
+from .status import Counters
+from .tables import Worker, WorkerState
+
+log = logging.getLogger(__name__)
+
+
+class Back:
+    """The workers' half of the broker."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        dispatcher: Dispatcher,
+        front: Front,
+        out: Outgoings,
+        ids: Iterator[int],
+        counters: Counters,
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._front = front
+        self._out = out
+        self._ids = ids
+        self._counters = counters
+        self._by_peer: dict[bytes, Worker] = {}
+        self._last_beat = float("-inf")
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def on_frames(self, peer: bytes, frames: list[bytes], now: float) -> None:
+        """One message of a worker."""
+        worker = self._by_peer.get(peer)
+        if worker is not None:
+            worker.last_seen = now
+        try:
+            word, head = frames[0], frames[1]
+            if word == b"TOKEN" and worker is not None:
+                self._tokens(frames)
+            elif word == b"REGISTER":
+                self._register(peer, frames, now)
+            elif worker is None:
+                reason = "the broker does not know this worker"
+                self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
+            elif word in (b"ERROR", b"MSG", b"SYSTEM"):
+                self._pass_on(word, head, frames)
+            else:
+                self._worker_verb(worker, word, head, frames)
+        except (TokenbusError, IndexError) as error:
+            self._counters.bad_worker_messages += 1
+            name = worker.name if worker is not None else peer.hex()
+            log.warning("a bad message from worker %s was dropped: %s", name, error)
+
+    def on_gone(self, peer: bytes) -> None:
+        """A worker's connection is gone, and the worker with it."""
+        worker = self._by_peer.get(peer)
+        if worker is not None:
+            self._lose(worker, "its connection closed")
+
+    def tick(self, now: float) -> None:
+        """Ends leases that were not renewed, and sends the broker's own heartbeat."""
+        for worker in list(self._by_peer.values()):
+            if now - worker.last_seen > self._settings.expiry_s:
+                self._lose(worker, f"it was silent for {now - worker.last_seen:.1f} s")
+        if now - self._last_beat >= self._settings.heartbeat_s:
+            self._last_beat = now
+            for worker in self._by_peer.values():
+                self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+
+    # --- verbs ----------------------------------------------------------------------------------
+
+    def _tokens(self, frames: list[bytes]) -> None:
+        """A step's tokens: one body per client, each passed on as it is."""
+        manifest = decode_manifest(frames[1])
+        sessions = manifest.sessions
+        if len(frames) != 2 + len(sessions) + len(manifest.deltas):
+            raise RequestError(
+                Code.BAD_MESSAGE,
+                f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
+            )
+        out, known = self._out, self._front.sessions
+        for i, number in enumerate(sessions, 2):
+            session = known.get(number)
+            if session is not None and session.peer is not None:
+                out.append(Outgoing(Side.FRONT, session.peer, (b"TOKEN", frames[i])))
+        self._counters.token_bodies += len(sessions)
+        for number in manifest.finished:
+            request = self._dispatcher.requests.get(number)
+            if request is not None:
+                self._dispatcher.forget(request)
+
+    def _pass_on(self, word: bytes, head: bytes, frames: list[bytes]) -> None:
+        header = decode_header(head)
+        request = self._dispatcher.requests.get(header.request)
+        if header.request and (request is None or not request.open):
+            if request is not None and header.flags & Flag.FINAL:
+                self._dispatcher.forget(request)
+            return
+        self._front.forward(header.address, (word, *frames[2:]), must=True)
+        if request is not None and header.flags & Flag.FINAL:
+            self._dispatcher.forget(request)
+
+    def _worker_verb(self, worker: Worker, word: bytes, head: bytes, frames: list[bytes]) -> None:
+        if word == b"HEARTBEAT":
+            beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
+            worker.step_age_s = beat.step_age_s
+            worker.load = beat.load
+        elif word == b"DRAIN":
+            decode_as(Drain, frames[2], "msgpack")
+            worker.state = WorkerState.DRAINING
+            log.info("worker %s drains", worker.name)
+        elif word == b"UNREGISTER":
+            gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
+            self._lose(worker, gone.reason or "it left")
+        elif word == b"BUFFER":
+            self._save_buffer(head, frames)
+        else:
+            shown = word[:40].decode("ascii", "backslashreplace")
+            raise RequestError(Code.UNKNOWN_TYPE, f"a worker does not send {shown!r}")
+
+    def _register(self, peer: bytes, frames: list[bytes], now: float) -> None:
+        message: Register = decode_as(Register, frames[2], "msgpack")
+        known = self._by_peer.get(peer)
+        if known is not None:
+            self._update(known, message)
+            self._welcome(known, [])
+            return
+        for other in list(self._by_peer.values()):
+            if other.name == message.name:
+                self._lose(other, "it registered again on a new connection")
+        worker = Worker(
+            id=next(self._ids),
+            peer=peer,
+            name=message.name,
+            role=message.role,
+            pid=message.pid,
+            host=message.host,
+            capacity=message.capacity,
+            models={m.name: m for m in message.models},
+            patterns=message.patterns,
+            default=message.default,
+            last_seen=now,
+        )
+        self._by_peer[peer] = worker
+        log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
+        self._welcome(worker, [live.request for live in message.live])
+        self._dispatcher.add(worker)
+
+    def _update(self, worker: Worker, message: Register) -> None:
+        """A worker's models have changed: loaded or unloaded."""
+        worker.models = {m.name: m for m in message.models}
+        worker.patterns = message.patterns
+        worker.default = message.default
+        worker.capacity = message.capacity
+        self._dispatcher.refill(worker)
+        self._dispatcher.recheck()
+
+    def _welcome(self, worker: Worker, unknown: list[int]) -> None:
+        answer = Registered(
+            worker=worker.id,
+            heartbeat_s=self._settings.heartbeat_s,
+            expiry_s=self._settings.expiry_s,
+            unknown=unknown,
+        )
+        self._out.to_worker(worker, b"REGISTERED", answer)
+
+    def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
+        """A worker gives what a stream with ``save`` made."""
+        message: Buffer = decode_as(Buffer, frames[2], "msgpack")
+        session = self._front.sessions.get(decode_header(head).address)
+        if session is not None:
+            self._front.keep_buffer(session, message.name, frames[3])
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        self._by_peer.pop(worker.peer, None)
+        lost = len(worker.requests)
+        if lost:
+            self._counters.workers_lost += 1
+        log.info("worker %s is gone: %s; %d streams with it", worker.name, why, lost)
+        error = UnavailableError(
+            Code.WORKER_LOST,
+            f"the worker {worker.name} that ran this stream is gone ({why}); send it again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        self._dispatcher.remove(worker, error)

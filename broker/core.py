@@ -1,0 +1,81 @@
+"""The broker without its sockets: frames and times in, frames to send out."""
+
+from __future__ import annotations
+
+from ..protocol.errors import Code, UnavailableError
+from ..protocol.ids import counting_ids
+from .back import Back
+from .dispatch import Dispatcher
+from .front import Front
+from .outgoing import Outgoing, Outgoings, Side
+from .settings import BrokerSettings
+from .status import Counters
+
+PLACES_EVERY_S = 2.0
+
+
+class Broker:
+    """Routes between clients (front) and workers (back). Sans-IO: every event names its time.
+
+    ``boot`` is the start of this run in seconds since 1970, which keeps its ids apart from those
+    of earlier runs; ``now`` is any clock that does not go back, in seconds.
+    """
+
+    def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
+        self._out = Outgoings()
+        ids = counting_ids(boot)
+        self.counters = Counters()
+        self.dispatcher = Dispatcher(settings, self._out)
+        self.front = Front(settings, self.dispatcher, self._out, ids, self.counters, now)
+        self.back = Back(settings, self.dispatcher, self.front, self._out, ids, self.counters)
+        self._places_at = now
+
+    def on_client(
+        self, peer: bytes, frames: list[bytes], now: float, key: str = ""
+    ) -> list[Outgoing]:
+        """A message of the client connection ``peer``, whose CURVE key is ``key``."""
+        self.front.on_frames(peer, frames, key, now)
+        return self._taken()
+
+    def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
+        """A message of the worker connection ``peer``."""
+        self.back.on_frames(peer, frames, now)
+        return self._taken()
+
+    def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
+        """A connection turned out to be gone."""
+        if side is Side.FRONT:
+            self.front.on_gone(peer, now)
+        else:
+            self.back.on_gone(peer)
+        return self._taken()
+
+    def on_full(self, side: Side, peer: bytes) -> list[Outgoing]:
+        """What waits for a connection has reached its bound."""
+        if side is Side.FRONT:
+            self.front.on_slow(peer)
+        return self._taken()
+
+    def tick(self, now: float) -> list[Outgoing]:
+        """Time has passed: leases, deadlines, notices."""
+        self.back.tick(now)
+        self.front.tick(now)
+        self.dispatcher.expire(now)
+        if now - self._places_at >= PLACES_EVERY_S:
+            self._places_at = now
+            self.dispatcher.say_places()
+        return self._taken()
+
+    def stop(self) -> list[Outgoing]:
+        """The broker stops: every client is told."""
+        self.front.end_all(
+            UnavailableError(
+                Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=5.0
+            )
+        )
+        return self._taken()
+
+    def _taken(self) -> list[Outgoing]:
+        taken = list(self._out)
+        self._out.clear()
+        return taken

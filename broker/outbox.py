@@ -1,0 +1,83 @@
+"""What waits for peers that do not read: a bounded queue each, so that none can hold up others.
+
+A ROUTER socket drops silently when a peer's pipe is full. With ROUTER_MANDATORY it says so, and
+what it refused waits here, up to a bound in bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from .outgoing import Outgoing
+
+Frames = Sequence[bytes]
+
+
+class Sent(Enum):
+    """What became of a message that the socket was given."""
+
+    OK = "ok"
+    FULL = "full"
+    GONE = "gone"
+
+
+class Outbox:
+    """The messages to all peers of one socket.
+
+    ``send(peer, frames)`` is the socket's own, without waiting. ``post`` says whether the message
+    went out or waits (OK), found its peer's queue full (FULL: it is dropped) or its peer gone.
+    """
+
+    def __init__(self, send: Callable[[bytes, Frames], Sent], max_pending_bytes: int) -> None:
+        self._send = send
+        self._max_bytes = max_pending_bytes
+        self._waiting: dict[bytes, deque[Frames]] = {}
+        self._bytes: dict[bytes, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
+    def pending_bytes(self, peer: bytes) -> int:
+        """Bytes that wait for a peer."""
+        return self._bytes.get(peer, 0)
+
+    def post(self, message: Outgoing) -> Sent:
+        """Sends a message, or lets it wait behind those that wait for its peer already."""
+        peer, frames = message.peer, message.frames
+        if peer not in self._waiting:
+            sent = self._send(peer, frames)
+            if sent is not Sent.FULL:
+                return sent
+        size = sum(map(len, frames))
+        held = self._bytes.get(peer, 0)
+        if held + size > self._max_bytes and not message.must:
+            return Sent.FULL
+        self._waiting.setdefault(peer, deque()).append(frames)
+        self._bytes[peer] = held + size
+        return Sent.OK
+
+    def flush(self) -> list[bytes]:
+        """Tries again to send what waits; gives the peers that are gone."""
+        gone = []
+        for peer in list(self._waiting):
+            queue = self._waiting[peer]
+            while queue:
+                sent = self._send(peer, queue[0])
+                if sent is Sent.FULL:
+                    break
+                if sent is Sent.GONE:
+                    gone.append(peer)
+                    queue.clear()
+                    break
+                self._bytes[peer] -= sum(map(len, queue.popleft()))
+            if not queue:
+                self.forget(peer)
+        return gone
+
+    def forget(self, peer: bytes) -> None:
+        """Drops what waits for a peer."""
+        self._waiting.pop(peer, None)
+        self._bytes.pop(peer, None)

@@ -1,0 +1,69 @@
+"""What the broker's core wants sent, and how it says things to clients and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..protocol.bodies import Encoding, encode_body
+from ..protocol.errors import TokenbusError
+from ..protocol.header import encode_header
+from ..protocol.messages import Error, FinishReason, Token
+from .tables import Request, Session, Worker
+
+
+class Side(Enum):
+    """Which of the two sockets."""
+
+    FRONT = "front"
+    BACK = "back"
+
+
+class Outgoing(NamedTuple):
+    """Frames for a peer. One that ``must`` go out waits even beyond its peer's bound."""
+
+    side: Side
+    peer: bytes
+    frames: Sequence[bytes]
+    must: bool = False
+
+
+class Outgoings(list[Outgoing]):
+    """The messages that one event leads to, in order."""
+
+    def to_peer(self, peer: bytes, word: bytes, body: Any, encoding: Encoding) -> None:
+        """A message to a client's connection."""
+        self.append(Outgoing(Side.FRONT, peer, (word, encode_body(body, encoding)), True))
+
+    def to_session(self, session: Session, word: bytes, body: Any) -> None:
+        """A message to a client, in its encoding; dropped while it has no connection."""
+        if session.peer is not None:
+            self.to_peer(session.peer, word, body, session.encoding)
+
+    def to_worker(self, worker: Worker | bytes, word: bytes, body: Any, request: int = 0) -> None:
+        """A message of the broker's own to a worker, or to a peer that is none yet."""
+        peer = worker if isinstance(worker, bytes) else worker.peer
+        frames = (word, encode_header(request), encode_body(body, "msgpack"))
+        self.append(Outgoing(Side.BACK, peer, frames, True))
+
+    def error(self, request: Request, error: TokenbusError) -> None:
+        """The ERROR that ends a stream."""
+        self.to_session(request.session, b"ERROR", error_body(error, request.stream_id))
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """The TOKEN that ends a stream which never reached a worker."""
+        entry = Token(token=None, stream_id=request.stream_id, logprob=None, finish_reason=reason)
+        self.to_session(request.session, b"TOKEN", [entry])
+
+
+def error_body(error: TokenbusError, stream_id: int | None, word: bytes | None = None) -> Error:
+    """The body of the ERROR that says what an exception says."""
+    return Error(
+        code=error.code,
+        message=error.message,
+        stream_id=stream_id,
+        path=error.path,
+        retry_after_s=error.retry_after_s,
+        type=word[:40].decode("ascii", "backslashreplace") if word is not None else None,
+    )

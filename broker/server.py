@@ -1,0 +1,170 @@
+"""The broker's process: two ROUTER sockets around the core, on one event loop.
+
+A drain loop: on each wake-up it takes everything that both sockets have, without one await per
+message, and hands what the core answers to the outboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from .core import Broker
+from .outbox import Outbox, Sent
+from .outgoing import Outgoing, Side
+from .settings import BrokerSettings
+from .sockets import bind_router, receive, send
+
+log = logging.getLogger(__name__)
+
+BURST = 256
+"""Messages taken from one socket before the other has its turn."""
+RETRY_S = 0.01
+"""How soon to try again to send to a peer whose pipe was full."""
+
+
+class BrokerServer:
+    """A broker on its sockets. ``run`` serves until ``stop`` is called or a signal ends it."""
+
+    def __init__(
+        self,
+        front: str,
+        back: str,
+        settings: BrokerSettings | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        """Binds both sockets; raises BindError where that fails or is not allowed."""
+        self.settings = settings or BrokerSettings()
+        self._context = context or zmq.Context.instance()
+        self._front = bind_router(self._context, front)
+        try:
+            self._back = bind_router(self._context, back)
+        except Exception:
+            self._front.close(0)
+            raise
+        self.front_endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.core = Broker(self.settings, boot=int(time.time()), now=time.monotonic())
+        limit = self.settings.max_pending_bytes
+        self._outboxes = {
+            Side.FRONT: Outbox(lambda peer, frames: send(self._front, peer, frames), limit),
+            Side.BACK: Outbox(lambda peer, frames: send(self._back, peer, frames), limit),
+        }
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._drain_due = False
+        self._flush_due = False
+
+    async def run(self) -> None:
+        """Serves until ``stop``; then tells every client, and closes."""
+        self._loop = loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        for sock in (self._front, self._back):
+            loop.add_reader(sock.fileno(), self._drain)
+        log.info("clients on %s, workers on %s", self.front_endpoint, self.back_endpoint)
+        self._drain()
+        self._tick()
+        await self._stopping.wait()
+        for sock in (self._front, self._back):
+            loop.remove_reader(sock.fileno())
+        self._post(self.core.stop())
+        self._front.close()
+        self._back.close()
+
+    def stop(self) -> None:
+        """Lets ``run`` end. From another thread, call it through ``loop.call_soon_threadsafe``."""
+        if self._stopping is not None:
+            self._stopping.set()
+
+    def run_forever(self) -> None:
+        """Serves in this thread, on uvloop, until SIGINT or SIGTERM."""
+        import uvloop
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.stop)
+            await self.run()
+
+        uvloop.run(main())
+
+    # --- the drain loop -------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Takes and routes what is there.
+
+        ZeroMQ's descriptor is edge-triggered and a send can swallow an edge, so this ends only
+        after a pass in which neither socket had anything.
+        """
+        self._drain_due = False
+        if self._stopped:
+            return
+        now = time.monotonic()
+        front, back, core, post = self._front, self._back, self.core, self._post
+        taken = 0
+        for _ in range(BURST):
+            got = receive(back)
+            if got is None:
+                break
+            taken += 1
+            frames, _ = got
+            post(core.on_worker(frames[0], frames[1:], now))
+        for _ in range(BURST):
+            got = receive(front)
+            if got is None:
+                break
+            taken += 1
+            frames, key = got
+            post(core.on_client(frames[0], frames[1:], now, key))
+        if taken:
+            self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_due and self._loop is not None:
+            self._drain_due = True
+            self._loop.call_soon(self._drain)
+
+    def _post(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
+            sent = self._outboxes[message.side].post(message)
+            if sent is Sent.GONE:
+                self._gone(message.side, message.peer)
+            elif sent is Sent.FULL:
+                self._post(self.core.on_full(message.side, message.peer))
+        if messages and not self._flush_due and any(self._outboxes.values()) and self._loop:
+            self._flush_due = True
+            self._loop.call_later(RETRY_S, self._flush)
+
+    def _gone(self, side: Side, peer: bytes) -> None:
+        self._outboxes[side].forget(peer)
+        self._post(self.core.on_gone(side, peer, time.monotonic()))
+
+    # --- timers ---------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self._stopped or self._loop is None:
+            return
+        self._post(self.core.tick(time.monotonic()))
+        self._drain_soon()
+        self._loop.call_later(self.settings.tick_s, self._tick)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if self._stopped or self._loop is None:
+            return
+        for side, outbox in self._outboxes.items():
+            for peer in outbox.flush():
+                self._gone(side, peer)
+        if any(self._outboxes.values()) and not self._flush_due:
+            self._flush_due = True
+            self._loop.call_later(RETRY_S, self._flush)
+        self._drain_soon()
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stopping is None or self._stopping.is_set()

@@ -1,0 +1,33 @@
+"""What an operator can set of the broker."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class BrokerSettings(Struct, frozen=True, kw_only=True):
+    """Times in seconds; sizes in bytes. The defaults are those of the design."""
+
+    heartbeat_s: float = 1.0
+    expiry_s: float = 5.0
+    """A worker silent for this long is lost, and its streams with it."""
+    hung_step_s: float = 60.0
+    """A worker whose step runs for longer gets no new requests."""
+    ping_s: float = 2.0
+    session_expiry_s: float = 10.0
+    """A client that promised to ping and is silent for this long is gone."""
+    session_grace_s: float = 5.0
+    """How long a session without a connection waits to be taken over before its streams end."""
+    session_idle_s: float = 3600.0
+    """A session without streams and messages is forgotten after this long."""
+    max_sessions: int = 10_000
+    max_queued: int = 10_000
+    """Requests that wait for a worker, of all models together."""
+    max_streams: int = 4_096
+    """Live streams of one session."""
+    max_buffer_bytes: int = 64 * 1024 * 1024
+    """All buffers of one session together."""
+    max_pending_bytes: int = 4 * 1024 * 1024
+    """What waits for a client that does not read; beyond it, its streams end."""
+    tick_s: float = 0.25
+    """How often leases are looked at."""

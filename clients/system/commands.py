@@ -1,0 +1,174 @@
+"""The commands ``up``, ``down`` and ``serve-model``: their flags, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...protocol.settings import Settings
+from .faults import WRONG_SETTING, SystemFault
+
+if TYPE_CHECKING:
+    from .. import Client
+
+Subparsers = Any
+"""What ``ArgumentParser.add_subparsers`` returns; argparse keeps its type to itself."""
+Command = Callable[[argparse.Namespace, Settings], int]
+
+DEFAULT_PORT = 5555
+
+
+def add_commands(subparsers: Subparsers) -> None:
+    """Adds the three commands. A flag's ``dest`` is the name of the setting that it sets."""
+    up = subparsers.add_parser(
+        "up",
+        help="run a broker and its workers in the foreground",
+        description="Runs a whole system under supervisord until Ctrl-C.",
+    )
+    up.add_argument("--model", help="a path, a hub id, 'embedded' (default), or 'auto'")
+    up.add_argument("--front", metavar="ADDRESS", help="where clients connect")
+    _worker_flags(up)
+    up.set_defaults(run=_reporting(_up))
+
+    down = subparsers.add_parser(
+        "down",
+        help="end a system that runs on this machine",
+        description="Ends the system of a run directory; exit code 3 where there is none.",
+    )
+    down.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="its run directory")
+    down.add_argument("--port", type=_port, help="the port of a serve-model")
+    down.set_defaults(run=_reporting(_down))
+
+    serve = subparsers.add_parser(
+        "serve-model",
+        help="serve one model, with everything that takes",
+        description="LMTP's command: everything for one model in the foreground, until Ctrl-C.",
+    )
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a path, a hub id, 'embedded' (default), or 'auto': load on demand what --allow names",
+    )
+    serve.add_argument("--cuda", action="store_true", help="on a GPU: --device cuda")
+    serve.add_argument("--port", type=_port, help=f"of 127.0.0.1, for clients ({DEFAULT_PORT})")
+    _worker_flags(serve)
+    serve.set_defaults(run=_reporting(_serve_model))
+
+
+def _worker_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--gpu-workers", dest="gpu_workers", metavar="N", help="GPU worker processes (1)")
+    add("--device", help="auto (default), cpu, cuda, cuda:1")
+    add("--dtype", help="auto (default), float32, bfloat16")
+    add(
+        "--allow",
+        action="append",
+        metavar="PATTERN",
+        help="a model that may be loaded on demand, with * and ?; may be given again",
+    )
+    add("--max-models", dest="max_models", metavar="N", help="models that a worker holds (2)")
+    add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")
+    add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
+    add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")
+    add(
+        "--trust-remote-code",
+        dest="trust_remote_code",
+        action="store_const",
+        const=True,
+        help="let a checkpoint bring its own Python code",
+    )
+
+
+def _reporting(command: Command) -> Command:
+    """``command`` with a SystemFault as one line on stderr and its exit code."""
+
+    def run(args: argparse.Namespace, settings: Settings) -> int:
+        try:
+            return command(args, settings)
+        except SystemFault as fault:
+            print(f"tokenbus: {fault}", file=sys.stderr)
+            return fault.exit_code
+
+    return run
+
+
+def _up(args: argparse.Namespace, settings: Settings) -> int:
+    from .run_dir import RunDir
+    from .up import run_system
+
+    def when_ready(client: Client) -> list[str]:
+        return [
+            f"ready: clients connect to {settings.front}",
+            f"try:   {_example(settings)}",
+        ]
+
+    _check_model(settings)
+    return run_system(settings, [f"starting; logs are in {RunDir.of(settings).logs}"], when_ready)
+
+
+def _serve_model(args: argparse.Namespace, settings: Settings) -> int:
+    from .up import run_system
+
+    port = args.port or DEFAULT_PORT
+    settings = msgspec.structs.replace(
+        settings,
+        front=f"tcp://127.0.0.1:{port}",
+        run_dir=settings.run_dir or _port_dir(port),
+        device="cuda" if args.cuda else settings.device,
+    )
+    _check_model(settings)
+    on_demand = settings.model == "auto"
+    running = [f"======== Running on {settings.front} ========", "(Press CTRL+C to quit)"]
+
+    def when_ready(client: Client) -> list[str]:
+        if on_demand:
+            return [*running, f"[Loading on demand: {', '.join(settings.allow)}]"]
+        info = client.model_info(settings.model)
+        return [*running, f"[{settings.model} ready on device {info.device}]"]
+
+    first = [] if on_demand else [f"[Loading {settings.model}]"]
+    return run_system(settings, first, when_ready)
+
+
+def _down(args: argparse.Namespace, settings: Settings) -> int:
+    from .down import end_system
+
+    if args.port is not None and not settings.run_dir:
+        settings = msgspec.structs.replace(settings, run_dir=_port_dir(args.port))
+    return end_system(settings)
+
+
+def _check_model(settings: Settings) -> None:
+    """Refuses what no worker could load, before any is started."""
+    if settings.model == "auto" and not settings.allow:
+        raise SystemFault(
+            "model: 'auto' loads what --allow names, and nothing is named; for example "
+            "--allow 'my-org/*'",
+            WRONG_SETTING,
+        )
+
+
+def _port_dir(port: int) -> str:
+    """The run directory of a serve-model: one for each port, the usual one for the usual port."""
+    name = f"tokenbus-{os.getuid()}" + (f"-{port}" if port != DEFAULT_PORT else "")
+    return str(Path(tempfile.gettempdir()) / name)
+
+
+def _example(settings: Settings) -> str:
+    where = "" if settings.front == Settings().front else f" --front {shlex.quote(settings.front)}"
+    return f"tokenbus generate 'def add(a, b):'{where}"
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {text!r}")
+    return int(text)

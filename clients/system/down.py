@@ -1,0 +1,43 @@
+"""The end of a system that another process runs."""
+
+from __future__ import annotations
+
+import time
+
+from ...protocol.settings import Settings
+from .faults import FAILED, NOT_RUNNING, SystemFault
+from .processes import alive, started_by
+from .run_dir import RunDir
+from .supervisor import STOP_MARGIN_S, Control, end_leftovers
+
+
+def end_system(settings: Settings) -> int:
+    """Ends the system of these settings' run directory, in the stop order; the exit code.
+
+    Processes that lost their supervisord are ended too. Raises SystemFault where there is nothing
+    to end, or where it does not end.
+    """
+    run_dir = RunDir.of(settings)
+    control = Control(run_dir)
+    pid = control.pid()
+    if pid is None:
+        left = end_leftovers(run_dir, settings.drain_s + STOP_MARGIN_S)
+        if not left:
+            raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
+        print(f"ended what a lost supervisord had left in {run_dir.path}: {_count(len(left))}")
+        return 0
+    names = [p.name for p in control.processes() or [] if p.pid]
+    control.shutdown()
+    deadline = time.monotonic() + settings.drain_s + 3 * STOP_MARGIN_S
+    while alive(pid) or started_by(run_dir):
+        if time.monotonic() > deadline:
+            raise SystemFault(
+                f"supervisord (process {pid}) does not end; its log tells why", FAILED
+            )
+        time.sleep(0.05)
+    print(f"ended {', '.join(names) or 'an idle supervisord'} in {run_dir.path}")
+    return 0
+
+
+def _count(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -1,0 +1,58 @@
+"""Which processes of a system live, asked of the kernel: also those that lost their supervisord."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from .run_dir import RunDir
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this id runs; one that ended and waits to be collected does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self").exists() and _exists(pid)
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def started_by(run_dir: RunDir) -> list[int]:
+    """Ids of the live processes that the supervisord of this run directory started.
+
+    They are found by the address of their supervisord, which is in their environment. Needs
+    ``/proc`` (Linux); without it the list is empty.
+    """
+    mark = b"SUPERVISOR_SERVER_URL=unix://" + os.fsencode(run_dir.supervisor_socket)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            given = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        pid = int(folder.name)
+        if mark in given and alive(pid):
+            found.append(pid)
+    return sorted(found)
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    """Sends a signal to each of these that is still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

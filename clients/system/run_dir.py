@@ -1,0 +1,108 @@
+"""The run directory: where a system keeps its sockets, its process id and its logs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...protocol.settings import Settings
+from .faults import WRONG_SETTING, SystemFault
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket on Linux."""
+LONGEST_NAME = "supervisor.sock.4194304"
+"""supervisord binds under a name with its process id first."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The places in one run directory."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, settings: Settings) -> RunDir:
+        """The run directory of these settings, as an absolute path; nothing is made yet."""
+        return cls(Path(os.path.abspath(settings.run_folder)))
+
+    @property
+    def supervisor_socket(self) -> Path:
+        """Where supervisord takes orders."""
+        return self.path / "supervisor.sock"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs, one file per process."""
+        return self.path / "log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """supervisord's own log: starts, exits, restarts."""
+        return self.logs / "supervisord.log"
+
+    @property
+    def supervisor_errors(self) -> Path:
+        """What supervisord says where it cannot start."""
+        return self.logs / "supervisord.err"
+
+    def make(self) -> None:
+        """Makes the folder and its ``log/`` for this user alone.
+
+        Raises SystemFault where a socket's path would be too long, or where the folder is another
+        user's or open to others: whoever can write there could take the system over.
+        """
+        room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
+        if len(os.fsencode(self.path)) > room:
+            raise SystemFault(
+                f"run_dir: {self.path} is too long for the sockets in it: a path of at most {room} "
+                "bytes is needed; choose a shorter one with --run-dir",
+                WRONG_SETTING,
+            )
+        if "%" in str(self.path):
+            raise SystemFault(
+                f"run_dir: {self.path} has a '%', which supervisord cannot take in a path; choose "
+                "another one with --run-dir",
+                WRONG_SETTING,
+            )
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise SystemFault(
+                    f"run_dir: {self.path} is not a folder of this user's; choose another one with "
+                    "--run-dir",
+                    WRONG_SETTING,
+                )
+            if found.st_mode & 0o077:
+                raise SystemFault(
+                    f"run_dir: {self.path} is open to other users (mode {found.st_mode & 0o777:o}):"
+                    " chmod 700 it, or choose another one with --run-dir",
+                    WRONG_SETTING,
+                )
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SystemFault(
+                f"run_dir: cannot use {self.path}: {error.strerror}", WRONG_SETTING
+            ) from None
+
+    def last_line(self, process: str) -> str:
+        """The last line of a process's log that is not empty, or ``""``."""
+        return "".join(_tail(self.logs / f"{process}.log")[-1:])
+
+    def last_error(self) -> str:
+        """Why supervisord did not start, or ``""``."""
+        lines = _tail(self.supervisor_errors)
+        return next((line for line in lines if line.startswith("Error: ")), "".join(lines[-1:]))
+
+
+def _tail(file: Path, tail_bytes: int = 16_384) -> list[str]:
+    """The last lines of a file that are not empty."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - tail_bytes))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,0 +1,118 @@
+"""How a running system is shown: a table that is kept up to date on a terminal, else lines."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .watch import Picture, Shown
+
+LOAD_EVERY_S = 10.0
+"""Without a terminal: how often the load may be printed, in seconds."""
+
+
+class Screen(Protocol):
+    """Where a system is shown."""
+
+    def show(self, picture: Picture) -> None:
+        """Shows how it is now."""
+
+    def say(self, line: str) -> None:
+        """Prints a line that stays."""
+
+    def close(self) -> None:
+        """Ends the show; what was said stays."""
+
+
+def screen_for(address: str) -> Screen:
+    """The screen that suits standard output."""
+    console = Console(highlight=False)
+    return LiveScreen(console, address) if console.is_terminal else PlainScreen()
+
+
+class LiveScreen:
+    """A table under what is said, drawn anew in place."""
+
+    def __init__(self, console: Console, address: str) -> None:
+        self._console = console
+        self._address = address
+        self._started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def show(self, picture: Picture) -> None:
+        """Draws the table."""
+        self._live.update(self._draw(picture), refresh=True)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the table."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Takes the table away."""
+        self._live.stop()
+
+    def _draw(self, picture: Picture) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for shown in picture.shown:
+            process = shown.process
+            mark = Text(" ●", "green" if shown.serves else _COLOURS.get(process.state, "yellow"))
+            pid = Text(str(process.pid) if process.pid else "", "dim")
+            table.add_row(mark, process.name, pid, _doing(shown))
+        seconds = int(time.monotonic() - self._started)
+        up = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        foot = Text.assemble(
+            (f" {self._address}", "bold cyan"),
+            f"   {picture.load}   ",
+            (f"{up}   Ctrl-C ends it", "dim"),
+            overflow="ellipsis",
+            no_wrap=True,
+        )
+        return Group(Text(), table, foot)
+
+
+class PlainScreen:
+    """A line for each change, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        self._load = ""
+        self._load_at = 0.0
+
+    def show(self, picture: Picture) -> None:
+        """Prints what changed since the last time."""
+        for shown in picture.shown:
+            name, pid = shown.process.name, shown.process.pid
+            line = f"{name}: {shown.doing}" + (f" (process {pid})" if pid else "")
+            if self._last.get(name) != line:
+                self._last[name] = line
+                self.say(line)
+        now = time.monotonic()
+        if picture.load != self._load and now - self._load_at > LOAD_EVERY_S:
+            if self._load:
+                self.say(picture.load)
+            self._load, self._load_at = picture.load, now
+
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        print(line, flush=True)
+
+    def close(self) -> None:
+        """There is nothing to take away."""
+
+
+_COLOURS = {"FATAL": "red", "EXITED": "red", "BACKOFF": "red", "STOPPED": "dim"}
+
+
+def _doing(shown: Shown) -> RenderableType:
+    if shown.progress is None:
+        return Text.assemble(shown.doing, (f"   {shown.load}", "dim"))
+    row = Table.grid(padding=(0, 1))
+    row.add_row(shown.doing, ProgressBar(total=1.0, completed=shown.progress, width=24))
+    return row

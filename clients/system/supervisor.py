@@ -1,0 +1,205 @@
+"""One supervisord and what it runs: started, asked for states, ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import xmlrpc.client
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from supervisor.xmlrpc import SupervisorTransport
+
+from ...protocol.settings import Settings, environment
+from .faults import SystemFault
+from .processes import alive, send, started_by
+from .run_dir import RunDir
+
+T = TypeVar("T")
+
+CONF = Path(__file__).parent.parent / "supervisord.conf"
+START_S = 20.0
+"""How long supervisord may take until it answers, in seconds."""
+STOP_MARGIN_S = 10
+"""What a worker gets beyond ``drain_s`` before it is killed, in seconds."""
+EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
+"""supervisord's log is the only place where the code of an early exit stands."""
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """A process as supervisord sees it."""
+
+    name: str
+    state: str
+    """supervisord's word: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED, FATAL."""
+    pid: int
+    """0 where it does not run."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether supervisord has given it up."""
+        return self.state in ("FATAL", "EXITED")
+
+
+class Exit(NamedTuple):
+    """The end of a process, and its exit code."""
+
+    name: str
+    code: int
+
+
+class Control:
+    """The supervisord of a run directory, over its Unix socket; who started it does not matter."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self._address = f"unix://{run_dir.supervisor_socket}"
+
+    def pid(self) -> int | None:
+        """supervisord's process id; None where none answers."""
+        return self._ask(lambda api: int(api.getPID()))
+
+    def processes(self) -> list[ProcessState] | None:
+        """Every process in the order in which they start; None where no supervisord answers."""
+        infos = self._ask(lambda api: list(api.getAllProcessInfo()))
+        if infos is None:
+            return None
+        return [ProcessState(i["name"], i["statename"], int(i["pid"])) for i in infos]
+
+    def shutdown(self) -> None:
+        """Tells supervisord to stop everything in the stop order, and to exit."""
+        self._ask(lambda api: bool(api.shutdown()))
+
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
+        transport = SupervisorTransport(serverurl=self._address)
+        try:
+            proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
+            return question(proxy.supervisor)
+        except (OSError, HTTPException, xmlrpc.client.Error):
+            return None
+        finally:
+            transport.close()
+
+
+class Supervisor:
+    """A supervisord that this process started, and its children.
+
+    It has a session of its own, so that a Ctrl-C on the terminal reaches only this process, which
+    then ends the others in their order.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.run_dir = RunDir.of(settings)
+        self.control = Control(self.run_dir)
+        self._settings = settings
+        self._child: subprocess.Popen[bytes] | None = None
+        self._read = 0
+
+    def start(self) -> None:
+        """Starts supervisord and waits until it answers; raises SystemFault where it does not."""
+        self.run_dir.make()
+        other = self.control.pid()
+        if other is not None:
+            raise SystemFault(
+                f"a system runs in {self.run_dir.path} already (supervisord is process {other}); "
+                "end it with 'tokenbus down', or choose another --run-dir"
+            )
+        left = started_by(self.run_dir)
+        if left:
+            raise SystemFault(
+                f"processes of a system that lost its supervisord run in {self.run_dir.path} "
+                f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
+            )
+        _raise_descriptor_limit()
+        log = self.run_dir.supervisor_log
+        self._read = log.stat().st_size if log.exists() else 0
+        with self.run_dir.supervisor_errors.open("wb") as errors:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "-c", str(CONF)],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while self.control.pid() is None:
+            if self._child.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                why = self.run_dir.last_error() or f"no answer within {START_S:.0f} s"
+                raise SystemFault(f"supervisord did not start: {why}")
+            time.sleep(0.05)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of supervisord, which all processes inherit."""
+        settings = msgspec.structs.replace(self._settings, run_dir=str(self.run_dir.path))
+        settings = msgspec.structs.replace(settings, back=settings.back_endpoint)
+        return {
+            **os.environ,
+            **environment(settings),
+            "PYTHON": sys.executable,
+            "STOP_WAIT_S": str(math.ceil(settings.drain_s) + STOP_MARGIN_S),
+        }
+
+    def exit_code(self) -> int | None:
+        """supervisord's own exit code; None while it runs. Negative: the signal that killed it."""
+        return self._child.poll() if self._child is not None else 0
+
+    def exits(self) -> list[Exit]:
+        """The processes that ended by themselves since the last call; not those that were killed,
+        which are only to be started again."""
+        try:
+            with self.run_dir.supervisor_log.open("rb") as log:
+                log.seek(self._read)
+                news = log.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        self._read += len(news)
+        return [Exit(m[1], int(m[2])) for m in EXITED.finditer(news.decode(errors="replace"))]
+
+    def stop(self) -> None:
+        """Begins to stop everything in the stop order; ``exit_code`` tells when it is done."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends supervisord and all that it started at once."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        end_leftovers(self.run_dir, grace_s=0.0)
+
+
+def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
+    """Ends processes that run on without their supervisord: asked first, then killed.
+
+    Returns their ids.
+    """
+    pids = started_by(run_dir)
+    if pids and grace_s:
+        send(pids, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while any(map(alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    deadline = time.monotonic() + 5.0
+    while (left := started_by(run_dir)) and time.monotonic() < deadline:
+        send(left, signal.SIGKILL)
+        time.sleep(0.02)
+    return pids
+
+
+def _raise_descriptor_limit() -> None:
+    """As many open files as the machine allows: the broker holds one connection per client."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

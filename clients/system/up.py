@@ -1,0 +1,150 @@
+"""A system in the foreground: from its start to the end of its last process."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from ...protocol.settings import Settings
+from .. import Client
+from .faults import FAILED, WRONG_SETTING, SystemFault
+from .processes import started_by
+from .screen import Screen, screen_for
+from .signals import StopSignals
+from .supervisor import Supervisor
+from .watch import Picture, Watcher
+
+LOOK_EVERY_S = 0.3
+
+Lines = Sequence[str]
+
+
+def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
+    """Runs the system of these settings until it is told to end; the exit code.
+
+    ``first`` is printed at the start, what ``when_ready`` returns once everything serves. Raises
+    SystemFault where it cannot start or a process fails for good; nothing runs on then.
+    """
+    check_address(settings.front)
+    supervisor = Supervisor(settings)
+    with StopSignals() as signals:
+        supervisor.start()
+        watcher = Watcher(supervisor, settings)
+        screen = screen_for(settings.front)
+        try:
+            for line in first:
+                screen.say(line)
+            fault = _watch(supervisor, watcher, screen, signals, when_ready)
+            ended = _end(supervisor, watcher, screen, signals)
+        finally:
+            screen.close()
+            watcher.close()
+            if supervisor.exit_code() is None or started_by(supervisor.run_dir):
+                supervisor.kill()
+    if fault is not None:
+        raise fault
+    print(ended)
+    return 0
+
+
+def check_address(front: str) -> None:
+    """Raises SystemFault where clients could not be listened for at ``front``."""
+    parts = urlsplit(front)
+    if parts.scheme == "ipc":
+        _check_path(front.removeprefix("ipc://"))
+        return
+    try:
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if parts.scheme != "tcp" or not port:
+        raise SystemFault(
+            f"front: {front!r} is no address for clients; one is tcp://127.0.0.1:5555 or "
+            "ipc:///path/of/a/socket",
+            WRONG_SETTING,
+        )
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SystemFault(
+                f"port {port} of {host} is in use; choose another one with --front "
+                f"tcp://{host}:{port + 1}, or end what listens there"
+            ) from None
+        raise SystemFault(
+            f"front: cannot listen on {front}: {error.strerror}", WRONG_SETTING
+        ) from None
+
+
+def _check_path(path: str) -> None:
+    """A ZeroMQ socket takes over a path that another one listens at, so this asks first."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return
+    except OSError as error:
+        raise SystemFault(f"front: cannot listen on ipc://{path}: {error}", WRONG_SETTING) from None
+    raise SystemFault(f"ipc://{path} is in use; choose another --front, or end what listens there")
+
+
+def _watch(
+    supervisor: Supervisor,
+    watcher: Watcher,
+    screen: Screen,
+    signals: StopSignals,
+    when_ready: Callable[[Client], Lines],
+) -> SystemFault | None:
+    """Shows the system until it is to end; returns why, where that is a failure."""
+    announced = False
+    while not signals.count(wait_s=LOOK_EVERY_S):
+        code = supervisor.exit_code()
+        if code is not None:
+            return None if code == 0 else SystemFault(f"supervisord ended with {code}")
+        picture = watcher.look()
+        fault = _fault(supervisor, picture, announced)
+        if fault is not None:
+            return fault
+        screen.show(picture)
+        if picture.ready and not announced:
+            announced = True
+            for line in when_ready(watcher.client()):
+                screen.say(line)
+    return None
+
+
+def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemFault | None:
+    """Why the system cannot go on, or None.
+
+    A process that ends by itself before all were ready shows that the system is set up wrongly;
+    later it is started again, unless its exit code says that this would not help.
+    """
+    for name, code in supervisor.exits():
+        if code == WRONG_SETTING or not was_ready:
+            why = supervisor.run_dir.last_line(name) or f"it ended with {code}"
+            return SystemFault(f"{name} failed: {why}", code or FAILED)
+    if picture.failed is not None:
+        why = supervisor.run_dir.last_line(picture.failed) or "it left no message"
+        return SystemFault(f"{picture.failed} failed again and again: {why}")
+    return None
+
+
+def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
+    """Ends every process in the stop order; a further signal kills them. Says what happened."""
+    if supervisor.exit_code() is None:
+        screen.say("ending: workers finish what they have; Ctrl-C again to kill them")
+    supervisor.stop()
+    asked = signals.count()
+    while supervisor.exit_code() is None:
+        screen.show(watcher.look())
+        if signals.count(wait_s=LOOK_EVERY_S) > asked:
+            supervisor.kill()
+            return "killed; nothing is left running"
+    return "ended; nothing is left running"

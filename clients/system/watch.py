@@ -1,0 +1,117 @@
+"""What a running system looks like at one moment: processes, workers, load."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from socket import gethostname
+
+from ...protocol.errors import TokenbusError
+from ...protocol.messages import Status
+from ...protocol.settings import Settings
+from .. import Client
+from .supervisor import ProcessState, Supervisor
+
+ASK_S = 1.0
+"""How long the broker may take to answer, in seconds."""
+LOADING = re.compile(r"\((\d+)%\)$")
+"""How a worker's log tells the progress of a model that is being loaded."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A process at one moment."""
+
+    process: ProcessState
+    serves: bool
+    """Whether it does what it is there for."""
+    doing: str
+    """What it does, in a few words that change only when its state does."""
+    progress: float | None = None
+    """Of a model that is being loaded: what part is done, 0 to 1."""
+    load: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All processes in the order in which they start, and the load of the system."""
+
+    shown: list[Shown]
+    load: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether every process does what it is there for."""
+        return bool(self.shown) and all(s.serves for s in self.shown)
+
+    @property
+    def failed(self) -> str | None:
+        """A process that supervisord has given up, or None."""
+        return next((s.process.name for s in self.shown if s.process.failed), None)
+
+
+class Watcher:
+    """Takes pictures of a system. Close it at the end."""
+
+    def __init__(self, supervisor: Supervisor, settings: Settings) -> None:
+        self._control = supervisor.control
+        self._run_dir = supervisor.run_dir
+        self._front = settings.front
+        self._on_demand = settings.model == "auto"
+        self._client: Client | None = None
+
+    def look(self) -> Picture:
+        """A picture of now; takes at most about a second."""
+        processes = self._control.processes() or []
+        broker = next((p for p in processes if p.name == "broker"), None)
+        status = self._status() if broker is not None and broker.pid else None
+        return Picture([self._shown(p, status) for p in processes], load_line(status))
+
+    def client(self) -> Client:
+        """The connection to the broker, made when it is first needed."""
+        if self._client is None:
+            self._client = Client(self._front)
+        return self._client
+
+    def close(self) -> None:
+        """Closes the connection to the broker."""
+        if self._client is not None:
+            self._client.close()
+
+    def _status(self) -> Status | None:
+        with suppress(TokenbusError):
+            return self.client().status()
+        return None
+
+    def _shown(self, process: ProcessState, status: Status | None) -> Shown:
+        if process.state == "BACKOFF":
+            return Shown(process, False, "ended early; it will be started again")
+        if process.state not in ("STARTING", "RUNNING"):
+            return Shown(process, False, process.state.lower())
+        if process.name == "broker":
+            serves = status is not None
+            return Shown(process, serves, "up" if serves else "starting")
+        workers = status.workers if status is not None else []
+        here = gethostname()
+        worker = next((w for w in workers if w.pid == process.pid and w.host == here), None)
+        if worker is None:
+            return Shown(process, False, "starting")
+        if worker.state != "ready":
+            return Shown(process, False, worker.state)
+        if worker.models or self._on_demand:
+            what = ", ".join(worker.models) or "models on demand"
+            load = f"{worker.requests} of {worker.capacity} requests"
+            return Shown(process, True, f"serves {what}", load=load)
+        part = LOADING.search(self._run_dir.last_line(process.name))
+        progress = int(part[1]) / 100 if part else 0.0
+        return Shown(process, False, "loading the model", progress)
+
+
+def load_line(status: Status | None) -> str:
+    """The load of the whole system, on one line."""
+    if status is None:
+        return "the broker does not answer"
+    tokens_per_s = sum(w.load.get("tokens_per_s", 0.0) for w in status.workers)
+    waiting = f", {status.queued} queued" if status.queued else ""
+    return f"{status.streams} streams{waiting}, {tokens_per_s:,.0f} tokens/s"

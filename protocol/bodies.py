@@ -1,0 +1,102 @@
+"""Bodies: a struct to JSON or msgpack bytes and back, with errors that name the field at fault."""
+
+from __future__ import annotations
+
+import array
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from .errors import Code, RequestError
+
+Encoding = Literal["json", "msgpack"]
+
+
+class _Decoder(Protocol):
+    def decode(self, body: bytes, /) -> Any: ...
+
+
+_encoders: dict[str, Any] = {
+    "json": msgspec.json.Encoder().encode,
+    "msgpack": msgspec.msgpack.Encoder().encode,
+}
+_PATH = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`")
+_JSON_START = frozenset(b"{[ \t\r\n")
+
+
+def encode_body(body: Any, encoding: Encoding) -> bytes:
+    """The bytes of a message's body."""
+    encoded: bytes = _encoders[encoding](body)
+    return encoded
+
+
+def encoding_of(body: bytes) -> Encoding:
+    """Which encoding a body is in.
+
+    A body is a map or a list, and no msgpack map or list begins with a byte that JSON's can.
+    An empty body stands for a message without fields, in either.
+    """
+    return "json" if not body or body[0] in _JSON_START else "msgpack"
+
+
+@cache
+def _decoder(kind: Any, encoding: Encoding) -> _Decoder:
+    module = msgspec.json if encoding == "json" else msgspec.msgpack
+    decoder: _Decoder = module.Decoder(kind)
+    return decoder
+
+
+def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
+    """The value of type ``kind`` in ``body``.
+
+    Raises RequestError: ``bad_message`` where it is not JSON or msgpack at all, ``invalid_field``,
+    with the field's path, where a value is of the wrong type or out of its range.
+    """
+    encoding = encoding or encoding_of(body)
+    try:
+        return _decoder(kind, encoding).decode(body or b"{}")
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        path = found.group(1) if found else "$"
+        what = text[: found.start()] if found else text
+        raise RequestError(Code.INVALID_FIELD, f"{what} at {path}", path=path) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(Code.BAD_MESSAGE, f"the body is not valid {encoding}: {error}") from None
+    except RecursionError:
+        raise RequestError(Code.BAD_MESSAGE, "the body is nested too deeply") from None
+
+
+def body_type(table: Mapping[bytes, Any], word: bytes) -> Any:
+    """The struct of a message type in ``table``; raises ``unknown_type``, naming it."""
+    kind = table.get(word)
+    if kind is None:
+        shown = word[:40].decode("ascii", "backslashreplace")
+        known = ", ".join(sorted(name.decode() for name in table))
+        raise RequestError(Code.UNKNOWN_TYPE, f"unknown type {shown!r}; the types are {known}")
+    return kind
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as an attachment: u32 each, little-endian."""
+    packed = array.array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(attachment: bytes) -> list[int]:
+    """The token ids of an attachment; raises RequestError where its size is not a multiple of 4."""
+    if len(attachment) % 4:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"an attachment of token ids has 4 bytes each; this one has {len(attachment)} bytes",
+        )
+    unpacked = array.array("I", attachment)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()

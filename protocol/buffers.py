@@ -1,0 +1,35 @@
+"""Buffers: parts of prompts that a session keeps, as the bytes in which the broker passes them on.
+
+One byte says what follows: ``t`` token ids, u32 little-endian each; ``s`` text, UTF-8. A
+``GENERATE`` that names k buffers reaches its worker with these k as its last attachments.
+"""
+
+from __future__ import annotations
+
+from .bodies import pack_tokens, unpack_tokens
+from .errors import Code, RequestError
+from .messages import Buffer
+
+
+def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | None:
+    """What to keep for a ``BUFFER``; None where it drops the buffer of its name."""
+    given = [message.tokens is not None, message.text is not None, bool(attachments)]
+    if sum(given) > 1:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            "a buffer is given by one of tokens, text and an attachment, not by several",
+            path="$.tokens",
+        )
+    if message.tokens is not None:
+        return b"t" + pack_tokens(message.tokens)
+    if message.text is not None:
+        return b"s" + message.text.encode()
+    if attachments:
+        unpack_tokens(attachments[0])
+        return b"t" + attachments[0]
+    return None
+
+
+def buffer_part(kept: bytes) -> list[int] | str:
+    """The token ids or the text in a buffer's bytes."""
+    return unpack_tokens(kept[1:]) if kept[:1] == b"t" else kept[1:].decode()

@@ -1,0 +1,161 @@
+"""Errors with stable codes: what travels in ``ERROR`` and what clients catch.
+
+A code is part of the protocol: programs match on it, people read the message. The message says
+what was wrong, with what value, and what would be right.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Every reason for which Tokenbus refuses or ends something."""
+
+    # The request itself is at fault; sending it again will not help.
+    BAD_MESSAGE = "bad_message"
+    UNKNOWN_TYPE = "unknown_type"
+    UNSUPPORTED_VERSION = "unsupported_version"
+    INVALID_FIELD = "invalid_field"
+    TOO_LARGE = "too_large"
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    EMPTY_PROMPT = "empty_prompt"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    DUPLICATE_STREAM = "duplicate_stream"
+    UNKNOWN_STREAM = "unknown_stream"
+    UNKNOWN_BUFFER = "unknown_buffer"
+    UNKNOWN_MODEL = "unknown_model"
+    UNKNOWN_CONTROLLER = "unknown_controller"
+    MODEL_LOAD_FAILED = "model_load_failed"
+    NOT_ALLOWED = "not_allowed"
+    UNSUPPORTED = "unsupported"
+    # The program that steers the stream is at fault.
+    CONTROLLER_FAILED = "controller_failed"
+    CONTROLLER_TIMEOUT = "controller_timeout"
+    DEADLOCK = "deadlock"
+    # The service cannot do it now; the same request may succeed later.
+    QUEUE_FULL = "queue_full"
+    NO_WORKER = "no_worker"
+    WORKER_LOST = "worker_lost"
+    SHUTTING_DOWN = "shutting_down"
+    # This client is the reason.
+    SLOW_CLIENT = "slow_client"
+    SESSION_TAKEN = "session_taken"
+    SESSION_LOST = "session_lost"
+    CONNECTION_LOST = "connection_lost"
+    TIMEOUT = "timeout"
+    # A defect in Tokenbus or in the model's code.
+    INTERNAL = "internal"
+
+
+RETRYABLE = frozenset(
+    {
+        Code.QUEUE_FULL,
+        Code.NO_WORKER,
+        Code.WORKER_LOST,
+        Code.SHUTTING_DOWN,
+        Code.SESSION_LOST,
+        Code.CONNECTION_LOST,
+    }
+)
+"""Codes after which the same request, sent again, may succeed."""
+
+
+class TokenbusError(Exception):
+    """The base of all errors that Tokenbus raises to its users.
+
+    ``path`` names the field at fault (``$.max_tokens``), ``stream_id`` the stream that ended, and
+    ``retry_after_s`` how long to wait before another try, in seconds.
+    """
+
+    def __init__(
+        self,
+        code: Code | str,
+        message: str,
+        *,
+        path: str | None = None,
+        stream_id: int | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.path = path
+        self.stream_id = stream_id
+        self.retry_after_s = retry_after_s
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request, sent again, may succeed."""
+        return self.code in RETRYABLE
+
+    def __str__(self) -> str:
+        where = f" (at {self.path})" if self.path and self.path not in self.message else ""
+        return f"{self.message}{where} [{self.code}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.__dict__))
+
+
+def _rebuild(kind: type[TokenbusError], state: dict[str, object]) -> TokenbusError:
+    error = kind.__new__(kind, state["message"])
+    error.__dict__.update(state)
+    return error
+
+
+class RequestError(TokenbusError):
+    """The request is wrong; it must be changed before it is sent again."""
+
+
+class ControllerError(TokenbusError):
+    """The controller that steers the stream failed, ran too long, or waits for what cannot come."""
+
+
+class UnavailableError(TokenbusError):
+    """The service cannot take the request now: full, restarting, or its worker was lost."""
+
+
+class ConnectionLostError(UnavailableError):
+    """No answer from the broker: it is not there, or the session ended."""
+
+
+class RequestTimeoutError(TokenbusError):
+    """The time that the caller gave the request has passed."""
+
+
+class SlowClientError(TokenbusError):
+    """This client did not read its tokens fast enough, so its streams were ended."""
+
+
+class ServiceError(TokenbusError):
+    """A defect on the service's side; its log has the details."""
+
+
+_KINDS: dict[str, type[TokenbusError]] = {
+    Code.CONTROLLER_FAILED: ControllerError,
+    Code.CONTROLLER_TIMEOUT: ControllerError,
+    Code.DEADLOCK: ControllerError,
+    Code.QUEUE_FULL: UnavailableError,
+    Code.NO_WORKER: UnavailableError,
+    Code.WORKER_LOST: UnavailableError,
+    Code.SHUTTING_DOWN: UnavailableError,
+    Code.SESSION_TAKEN: ConnectionLostError,
+    Code.SESSION_LOST: ConnectionLostError,
+    Code.CONNECTION_LOST: ConnectionLostError,
+    Code.SLOW_CLIENT: SlowClientError,
+    Code.TIMEOUT: RequestTimeoutError,
+    Code.INTERNAL: ServiceError,
+}
+
+
+def error_for(
+    code: str,
+    message: str,
+    *,
+    path: str | None = None,
+    stream_id: int | None = None,
+    retry_after_s: float | None = None,
+) -> TokenbusError:
+    """The exception of the type that belongs to ``code``; an unknown code is a RequestError."""
+    kind = _KINDS.get(code, RequestError)
+    return kind(code, message, path=path, stream_id=stream_id, retry_after_s=retry_after_s)

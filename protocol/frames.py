@@ -1,0 +1,49 @@
+"""The frame codec: a message as a ZeroMQ multipart ``[TYPE][header?][body][attachment…]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .bodies import Encoding, body_type, decode_as, encode_body
+from .errors import Code, RequestError
+from .header import Header, decode_header, encode_header
+
+
+class Message(NamedTuple):
+    """A message of either codec: its type, its body, and raw bytes beside it."""
+
+    type: bytes
+    body: Any
+    attachments: tuple[bytes, ...] = ()
+
+
+def encode_frames(
+    message: Message, encoding: Encoding, header: Header | None = None
+) -> list[bytes]:
+    """The frames of a message; with ``header`` in the form between broker and workers."""
+    head = [message.type] if header is None else [message.type, encode_header(*header)]
+    return [*head, encode_body(message.body, encoding), *message.attachments]
+
+
+def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Message:
+    """The message in a client's or the broker's frames; raises RequestError on a bad one."""
+    if len(frames) < 2:
+        raise RequestError(
+            Code.BAD_MESSAGE, f"a message has a type and a body; this one has {len(frames)} frames"
+        )
+    word, body = frames[0], frames[1]
+    return Message(word, decode_as(body_type(table, word), body), tuple(frames[2:]))
+
+
+def decode_worker_frames(
+    frames: Sequence[bytes], table: Mapping[bytes, Any]
+) -> tuple[Header, Message]:
+    """The header and the message in frames between broker and workers, other than ``TOKEN``."""
+    if len(frames) < 3:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"a message here has a type, a header and a body; this one has {len(frames)} frames",
+        )
+    header = decode_header(frames[1])
+    return header, decode_frames([frames[0], *frames[2:]], table)

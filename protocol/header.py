@@ -1,0 +1,91 @@
+"""The fixed binary header between broker and workers, and the manifest of a step's tokens.
+
+The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
+``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest: which
+session each of its bodies is for, which requests end with it, and which deltas follow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntFlag
+from typing import NamedTuple
+
+from .errors import Code, RequestError
+
+_HEADER = struct.Struct("<QQI")
+_COUNTS = struct.Struct("<III")
+
+HEADER_SIZE = _HEADER.size
+"""Bytes of a header: 20."""
+
+
+class Flag(IntFlag):
+    """Bits of ``Header.flags``."""
+
+    MSGPACK = 1
+    """The body is msgpack; without it, JSON."""
+    FINAL = 2
+    """The request is over with this message; the broker may forget it."""
+
+
+class Header(NamedTuple):
+    """What the broker needs to know of a message between itself and a worker.
+
+    ``request`` is the id that the broker gave the request (0: none). ``address`` is the client
+    session of the request, or the worker that the message is for.
+    """
+
+    request: int = 0
+    address: int = 0
+    flags: int = 0
+
+
+class Manifest(NamedTuple):
+    """What is in a worker's ``TOKEN``, in the order of its frames.
+
+    ``sessions``: one per body, whom it is for. ``finished``: requests that end with this message.
+    ``deltas``: requests whose journal delta follows the bodies, one frame each, in this order.
+    """
+
+    sessions: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+    deltas: tuple[int, ...] = ()
+
+
+def encode_header(request: int = 0, address: int = 0, flags: int = 0) -> bytes:
+    """The 20 bytes of a header."""
+    return _HEADER.pack(request, address, flags)
+
+
+def decode_header(frame: bytes) -> Header:
+    """The header of a frame; raises RequestError where the frame is too short to hold one."""
+    if len(frame) < HEADER_SIZE:
+        raise RequestError(
+            Code.BAD_MESSAGE, f"a header has {HEADER_SIZE} bytes, this frame has {len(frame)}"
+        )
+    return Header._make(_HEADER.unpack_from(frame))
+
+
+def encode_token_header(
+    sessions: Sequence[int], finished: Sequence[int] = (), deltas: Sequence[int] = ()
+) -> bytes:
+    """The header frame of a worker's ``TOKEN``: a header and the manifest."""
+    n, f, d = len(sessions), len(finished), len(deltas)
+    ids = struct.pack(f"<{n + f + d}Q", *sessions, *finished, *deltas)
+    return _HEADER.pack(0, 0, 0) + _COUNTS.pack(n, f, d) + ids
+
+
+def decode_manifest(frame: bytes) -> Manifest:
+    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError on a bad one."""
+    if len(frame) < HEADER_SIZE + _COUNTS.size:
+        raise RequestError(Code.BAD_MESSAGE, "a TOKEN header from a worker has a manifest")
+    n, f, d = _COUNTS.unpack_from(frame, HEADER_SIZE)
+    size = HEADER_SIZE + _COUNTS.size + 8 * (n + f + d)
+    if len(frame) != size:
+        raise RequestError(
+            Code.BAD_MESSAGE, f"a manifest of {n}+{f}+{d} ids has {size} bytes, not {len(frame)}"
+        )
+    ids = struct.unpack_from(f"<{n + f + d}Q", frame, HEADER_SIZE + _COUNTS.size)
+    return Manifest(ids[:n], ids[n : n + f], ids[n + f :])

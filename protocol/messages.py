@@ -1,0 +1,335 @@
+"""The messages between a client and the broker, one struct each.
+
+A message's type is a word (``GENERATE``), its body one of these structs, as JSON or as msgpack.
+Unknown fields are ignored. Source: LMTP (the language model transport protocol of LMQL), whole,
+with what its "future work" names: text mode, buffers, system messages, errors and retries.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from .sampling import Sampling, TokenId
+
+PROTOCOL_VERSION = 1
+ENCODINGS = ("json", "msgpack")
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""A larger body, or all attachments of a message together beyond four times this, is refused."""
+MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
+MAX_FRAMES = 64
+"""Frames of a client's message at most: the type, the body and the attachments."""
+
+StreamId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
+
+
+# --- client to broker ---------------------------------------------------------------------------
+
+
+class Hello(Struct, kw_only=True, omit_defaults=True):
+    """``HELLO``: opens a session, or takes one over on a new connection.
+
+    A client that never sends it gets an anonymous session in JSON, which ends with its connection.
+    """
+
+    versions: tuple[int, ...] = (PROTOCOL_VERSION,)
+    encodings: tuple[str, ...] = ("json",)
+    """In the order of preference; the broker answers in the first that it knows."""
+    session: str | None = None
+    """The token of a ``WELCOME``: take that session over, under the same key."""
+    client: str = ""
+    """Name and version of the program, for the operator."""
+    capabilities: list[str] = []
+    """What this client can do besides: ``ping`` (it will send PING, and may be expired)."""
+
+
+class Generate(Sampling, kw_only=True, omit_defaults=True):
+    """``GENERATE``: begin a stream of tokens."""
+
+    stream_id: StreamId
+    """Chosen by the client, unique among its session's live streams."""
+    model: str = ""
+    """Empty: the one model that is served, else the embedded one."""
+    prompt: list[TokenId] | str | None = None
+    """Token ids, or text that the worker tokenizes. None: the ids are attachment 0, u32 each."""
+    buffers: list[Name] = []
+    """Buffers that precede the prompt, in order."""
+    save: Name | None = None
+    """Keep prompt and output as a buffer of this name when the stream ends."""
+    text: bool = False
+    """Text mode: each TOKEN also carries the text that became certain."""
+    controller: str | None = None
+    """A module id, a tag, or the name of a built-in."""
+    controller_arg: str | dict[str, Any] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Higher goes first."""
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """End the stream, with ``timeout``, this many seconds after it arrived."""
+
+
+class Score(Struct, kw_only=True, omit_defaults=True):
+    """``SCORE``: the log-probability of each token of ``scored``, given all before it."""
+
+    stream_id: StreamId
+    scored: list[TokenId] | str
+    model: str = ""
+    prompt: list[TokenId] | str | None = None
+    buffers: list[Name] = []
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+
+
+class Cancel(Struct, kw_only=True, omit_defaults=True):
+    """``CANCEL``: end a stream. Its last TOKEN entry says ``reason``."""
+
+    stream_id: StreamId
+    reason: Literal["cancelled", "timeout"] = "cancelled"
+
+
+class Attach(Struct, kw_only=True, omit_defaults=True):
+    """``ATTACH``: pick a stream of this session up again.
+
+    The answer is ``MSG {"attached": received}``; after it come the stream's entries from number
+    ``received`` on. Entries that arrive before the answer are to be dropped.
+    """
+
+    stream_id: StreamId
+    received: Count
+    """How many TOKEN entries of the stream the client has."""
+
+
+class Buffer(Struct, kw_only=True, omit_defaults=True):
+    """``BUFFER``: keep a part of prompts in the session, for ``buffers`` to name.
+
+    Exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). Neither: the buffer is dropped.
+    """
+
+    name: Name
+    tokens: list[TokenId] | None = None
+    text: str | None = None
+
+
+class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
+    """``MODEL_INFO``: what is known of a model; answered by ``MSG {"model_info": …}``."""
+
+    stream_id: StreamId
+    model: str = ""
+
+
+class StatusRequest(Struct, kw_only=True, omit_defaults=True):
+    """``STATUS``: workers, sessions and queues; answered by ``MSG {"status": …}``."""
+
+    stream_id: StreamId
+
+
+class Upload(Struct, kw_only=True, omit_defaults=True):
+    """``UPLOAD``: store a controller module, given as ``data`` or as attachment 0."""
+
+    stream_id: StreamId
+    data: bytes | None = None
+    tag: Name | None = None
+
+
+class Tag(Struct, kw_only=True, omit_defaults=True):
+    """``TAG``: let tags name a module."""
+
+    stream_id: StreamId
+    module: Name
+    tags: list[Name]
+
+
+class Tags(Struct, kw_only=True, omit_defaults=True):
+    """``TAGS``: list the tags of this tenant."""
+
+    stream_id: StreamId
+
+
+class Ping(Struct, kw_only=True, omit_defaults=True):
+    """``PING``: answered by ``PONG`` with the same number; keeps the session's lease."""
+
+    n: Count = 0
+
+
+class Bye(Struct, kw_only=True, omit_defaults=True):
+    """``BYE``: the session ends now, and its streams with it."""
+
+
+# --- broker to client ---------------------------------------------------------------------------
+
+
+class Welcome(Struct, kw_only=True, omit_defaults=True):
+    """``WELCOME``: the answer to ``HELLO``."""
+
+    version: int
+    encoding: str
+    session: str
+    """The session's token: whoever holds it can take the session over."""
+    resumed: bool = False
+    """Whether ``HELLO`` took an existing session over; its streams wait for ``ATTACH``."""
+    streams: list[StreamId] = []
+    """The live streams of a resumed session."""
+    server: str = ""
+    capabilities: list[str] = []
+    ping_s: float = 2.0
+    """Send a PING this often, in seconds."""
+    expiry_s: float = 10.0
+    """A session with no message for this long, in seconds, ends with its streams."""
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+class Token(Struct, kw_only=True, omit_defaults=True):
+    """An entry of ``TOKEN``, whose body is a list of these.
+
+    The first four fields, and ``top_logprobs`` of a generation, are LMTP's and always there.
+    """
+
+    token: int | None
+    """The token's id. None: no token; the entry ends the sequence or tells something of it."""
+    stream_id: StreamId
+    logprob: float | None
+    """Natural log-probability under the model's own distribution, before bias and temperature."""
+    finish_reason: FinishReason | None
+    top_logprobs: dict[int, float] | UnsetType = UNSET
+    """Log-probabilities of the most likely tokens and of this one, by id. Not in a SCORE."""
+    pos: int = 0
+    """Position in its sequence, counted from the first token that was generated or scored."""
+    seq: int = 0
+    """Which sequence of the stream: 0, or a fork's number."""
+    parent: int | None = None
+    """In the first entry of a fork: the sequence from which it was forked."""
+    text: str | UnsetType = UNSET
+    """Text mode: the text that became certain with this token."""
+    backtrack: int = 0
+    """Drop this many tokens of the sequence first."""
+    logs: str = ""
+    storage: list[Any] = []
+    error: str | None = None
+    live: int = 0
+    """In an entry with a finish_reason: sequences of the stream that still run; 0: it is over."""
+
+
+class ModelInfo(Struct, kw_only=True, omit_defaults=True):
+    """What a client may want to know of a model."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: list[int]
+    fingerprint: str
+    """SHA-256 of the tokenizer's canonical JSON: same fingerprint, same tokens."""
+    architecture: str = ""
+    parameters: int = 0
+    dtype: str = ""
+    device: str = ""
+
+
+class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
+    """A worker, as ``STATUS`` shows it."""
+
+    name: str
+    role: str
+    pid: int
+    host: str
+    state: str
+    models: list[str]
+    requests: int
+    capacity: int
+    heartbeat_age_s: float
+    step_age_s: float | None = None
+    load: dict[str, float] = {}
+
+
+class Status(Struct, kw_only=True, omit_defaults=True):
+    """The answer to ``STATUS``."""
+
+    version: str
+    uptime_s: float
+    sessions: int
+    streams: int
+    queued: int
+    workers: list[WorkerStatus]
+    counters: dict[str, int] = {}
+
+
+class Msg(Struct, kw_only=True, omit_defaults=True):
+    """``MSG``: the answer to a request that is not a stream."""
+
+    stream_id: StreamId
+    model_info: ModelInfo | UnsetType = UNSET
+    status: Status | UnsetType = UNSET
+    attached: int | UnsetType = UNSET
+    result: Any = UNSET
+
+
+SystemEvent = Literal["queued", "loading", "loaded", "moved", "throttled", "draining"]
+
+
+class System(Struct, kw_only=True, omit_defaults=True):
+    """``SYSTEM``: why tokens are not coming yet, or come from elsewhere. For people to see."""
+
+    event: SystemEvent
+    message: str
+    stream_id: StreamId | None = None
+    model: str = ""
+    place: int | None = None
+    """``queued``: how many requests are ahead, this one included."""
+    progress: float | None = None
+    """``loading``: what part is done, 0 to 1."""
+
+
+class Error(Struct, kw_only=True, omit_defaults=True):
+    """``ERROR``: a request was refused, or a stream ended by a fault."""
+
+    code: str
+    message: str
+    stream_id: StreamId | None = None
+    """The stream that ended with it; None where the message could not be read that far. With
+    ``duplicate_stream`` it is the new request that ended: the stream of that id goes on."""
+    path: str | None = None
+    """The field at fault, as ``$.max_tokens``."""
+    retry_after_s: float | None = None
+    """When to try again, in seconds."""
+    type: str | None = None
+    """The type of the message at fault, where there is no stream."""
+
+
+class Pong(Struct, kw_only=True, omit_defaults=True):
+    """``PONG``: the answer to ``PING``."""
+
+    n: Count = 0
+    session: bool = True
+    """Whether this connection has a session. Without one (the broker restarted, or the session
+    expired), say ``HELLO`` again."""
+
+
+CLIENT_MESSAGES: dict[bytes, Any] = {
+    b"HELLO": Hello,
+    b"GENERATE": Generate,
+    b"SCORE": Score,
+    b"CANCEL": Cancel,
+    b"ATTACH": Attach,
+    b"BUFFER": Buffer,
+    b"MODEL_INFO": ModelInfoRequest,
+    b"STATUS": StatusRequest,
+    b"UPLOAD": Upload,
+    b"TAG": Tag,
+    b"TAGS": Tags,
+    b"PING": Ping,
+    b"BYE": Bye,
+}
+"""What a client sends: type to body."""
+
+SERVER_MESSAGES: dict[bytes, Any] = {
+    b"WELCOME": Welcome,
+    b"TOKEN": list[Token],
+    b"MSG": Msg,
+    b"SYSTEM": System,
+    b"ERROR": Error,
+    b"PONG": Pong,
+}
+"""What a client receives: type to body."""

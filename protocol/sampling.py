@@ -1,0 +1,55 @@
+"""How the next token of a sequence is chosen: the sampling fields of ``GENERATE``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+NonNegative = Annotated[float, Meta(ge=0)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+StopString = Annotated[str, Meta(min_length=1)]
+
+MAX_TOP_LOGPROBS = 256
+MAX_STOP = 64
+MAX_N = 128
+
+
+class Sampling(Struct, kw_only=True, omit_defaults=True):
+    """Decoder arguments of one request, as LMTP names them and as vLLM and OpenAI extend them.
+
+    The order in which they apply to a row of logits ``[vocab]``: ``logit_bias`` is added, the
+    three penalties, then a controller's mask; ``temperature`` divides; ``top_k``, ``top_p`` and
+    ``min_p`` cut, in that order. The reported ``logprob`` is taken before all of them.
+    """
+
+    temperature: NonNegative = 0.0
+    """0 is greedy; 1 samples from the model's own distribution."""
+    max_tokens: Annotated[int, Meta(ge=1)] = 64
+    """Tokens to generate at most; the model's context bounds it too (``length``)."""
+    logit_bias: dict[TokenId, float] = {}
+    """Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """How many of the most likely tokens to report beside the sampled one."""
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens whose probability reaches this (nucleus sampling)."""
+    min_p: Probability = 0.0
+    """Keep tokens at least this probable relative to the most likely one."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens already generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from the logits of tokens already generated."""
+    seed: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)] | None = None
+    """Same seed, same request: same tokens, whatever else is in the batch. None draws one."""
+    stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
+    """What ends the sequence besides the model's own end-of-sequence tokens: strings, wherever
+    they appear in its text (across token borders), and token ids."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence token."""
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    """How many sequences to sample from this prompt; each has its ``seq`` in 0..n-1."""

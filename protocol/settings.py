@@ -1,0 +1,164 @@
+"""What can be set, from where: flags, then ``TOKENBUS_*``, then ``tokenbus.toml``, then defaults.
+
+One flat list for all programs, so that a misspelt name is refused wherever it stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastZero = Annotated[int, Meta(ge=0)]
+
+PREFIX = "TOKENBUS_"
+CONFIG = "TOKENBUS_CONFIG"
+"""The environment variable that names the file, where it is not ``./tokenbus.toml``."""
+
+
+class SettingError(Exception):
+    """A setting is unknown or has a wrong value; the message names it and where it stands."""
+
+
+class Settings(Struct, kw_only=True, frozen=True):
+    """Every setting. Times in seconds, sizes in bytes."""
+
+    run_dir: str = ""
+    """Sockets, logs and process ids of a running system; empty: a folder of this user's."""
+    front: str = "tcp://127.0.0.1:5555"
+    """Where clients connect."""
+    back: str = ""
+    """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
+    log_level: str = "info"
+    session_timeout_s: Positive = 30.0
+    """How long a client waits for the broker to answer."""
+
+    model: str = "embedded"
+    """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``: load on demand."""
+    allow: list[str] = []
+    """Models that may be loaded on demand: names with ``*`` and ``?``."""
+    max_models: AtLeastOne = 2
+    """Models that a GPU worker holds at once; the least recently used one goes first."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    dtype: str = "auto"
+    """``auto`` (float32 on the CPU, the checkpoint's own on a GPU), ``float32``, ``bfloat16``."""
+    trust_remote_code: bool = False
+    """Let a checkpoint bring its own Python code. It runs with the worker's rights."""
+    kv_cache_bytes: AtLeastZero = 0
+    """Memory of the KV cache; 0: by what the device has."""
+    max_running: AtLeastOne = 256
+    """Sequences in one batch."""
+    capacity: AtLeastOne = 512
+    """Requests that a GPU worker takes, waiting ones included; the others wait at the broker."""
+    threads: AtLeastZero = 0
+    """CPU threads of a GPU worker's torch; 0: torch's own choice."""
+
+    gpu_workers: AtLeastZero = 1
+    """GPU worker processes of ``tokenbus up``."""
+    drain_s: Positive = 30.0
+    """How long a worker that is told to stop may finish what it has."""
+
+    heartbeat_s: Positive = 1.0
+    expiry_s: Positive = 5.0
+    hung_step_s: Positive = 60.0
+    ping_s: Positive = 2.0
+    session_expiry_s: Positive = 10.0
+    session_grace_s: Positive = 5.0
+    session_idle_s: Positive = 3600.0
+    max_sessions: AtLeastOne = 10_000
+    max_queued: AtLeastZero = 10_000
+    max_streams: AtLeastOne = 4_096
+    max_buffer_bytes: AtLeastOne = 64 * 1024 * 1024
+    max_pending_bytes: AtLeastOne = 4 * 1024 * 1024
+
+    @property
+    def run_folder(self) -> Path:
+        """The run directory."""
+        if self.run_dir:
+            return Path(self.run_dir)
+        return Path(tempfile.gettempdir()) / f"tokenbus-{os.getuid()}"
+
+    @property
+    def back_endpoint(self) -> str:
+        """Where workers connect."""
+        return self.back or f"ipc://{self.run_folder}/back.sock"
+
+
+_NAMES = {field.name for field in msgspec.structs.fields(Settings)}
+
+
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
+) -> Settings:
+    """The settings in force. ``flags`` holds those given on the command line, None for not given.
+
+    Raises SettingError for the first that is unknown or wrong, naming it and its place.
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for name, value in file.items():
+        _known(name, f"{name} in {file_name}")
+        values[name], places[name] = value, f"{name} in {file_name}"
+    for variable, text in environ.items():
+        if variable.startswith(PREFIX) and variable != CONFIG:
+            name = variable.removeprefix(PREFIX).lower()
+            _known(name, variable)
+            values[name], places[name] = _from_text(name, text), variable
+    for name, value in flags.items():
+        if value is not None:
+            values[name], places[name] = value, "--" + name.replace("_", "-")
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, Settings, strict=False)
+        except msgspec.ValidationError as error:
+            what = str(error).split(" - at ")[0].replace("`", "")
+            raise SettingError(f"{places[name]}: {what}; it is {value!r}") from None
+    return msgspec.convert(values, Settings, strict=False)
+
+
+def load(**flags: Any) -> Settings:
+    """The settings in force for this process: ``resolve`` on its environment and its file."""
+    name = os.environ.get(CONFIG, "")
+    path = Path(name or "tokenbus.toml")
+    file: dict[str, Any] = {}
+    if name or path.is_file():
+        try:
+            file = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SettingError(f"cannot read {path}: {error}") from None
+    return resolve(flags, os.environ, file, str(path))
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """The ``TOKENBUS_*`` variables that hand these settings on to another process."""
+    given: dict[str, str] = {}
+    for field in msgspec.structs.fields(Settings):
+        value = getattr(settings, field.name)
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        given[PREFIX + field.name.upper()] = text
+    return given
+
+
+def _from_text(name: str, text: str) -> Any:
+    if name == "allow":
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def _known(name: str, place: str) -> None:
+    if name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, 1)
+        hint = (
+            f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(_NAMES))}"
+        )
+        raise SettingError(f"{place}: there is no such setting{hint}")

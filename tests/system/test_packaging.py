@@ -1,0 +1,65 @@
+"""The wheel holds all that an installation needs, for any platform."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+    "setuptools"
+]["package-dir"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the sources, so that nothing of an older build gets in."""
+    copy = tmp_path_factory.mktemp("sources")
+    without = shutil.ignore_patterns("__pycache__")
+    for folder in PACKAGES.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=without)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    out = copy / "wheels"
+    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([sys.executable, *build, str(out), str(copy)], check=True, capture_output=True)
+    [file] = out.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def test_the_wheel_is_for_any_platform(wheel: zipfile.ZipFile) -> None:
+    assert wheel.filename is not None
+    assert wheel.filename.endswith("-py3-none-any.whl")
+
+
+def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+    sources = {
+        f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder)}"
+        for package, folder in PACKAGES.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert sources - set(wheel.namelist()) == set()
+
+
+def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) -> None:
+    model = "tokenbus/workers/gpu/embedded/model"
+    wanted = {
+        "tokenbus/clients/supervisord.conf",
+        *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
+        *(f"{model}/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")),
+    }
+    assert wanted - set(wheel.namelist()) == set()
+
+
+def test_nothing_of_torch_is_needed_by_the_base_install(wheel: zipfile.ZipFile) -> None:
+    [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    lines = wheel.read(name).decode().splitlines()
+    needed = [line for line in lines if line.startswith("Requires-Dist:") and "extra" not in line]
+    assert needed
+    assert not [line for line in needed if "torch" in line or "transformers" in line]

@@ -1,0 +1,1 @@
+"""What every worker shares: its connection to the bus, registration, heartbeats, draining."""

@@ -1,0 +1,1 @@
+"""The GPU worker: model loading, paged KV cache, scheduler, sampler, and the step loop."""

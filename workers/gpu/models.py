@@ -1,0 +1,163 @@
+"""The models that a worker holds: loaded at start or on demand, the least recently used let go."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import escape
+from queue import SimpleQueue
+
+from ...protocol.errors import Code, RequestError
+from ...protocol.messages import ModelInfo
+from ...protocol.settings import Settings
+from .engine import Engine, EngineConfig
+from .loader import LoadedModel, ModelLoadError, load_model
+
+AUTO = "auto"
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """Loading has come this far (0 to 1), at this stage."""
+
+    model: str
+    part: float
+    stage: str
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """A model is loaded."""
+
+    model: str
+    engine: Engine
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """A model could not be loaded."""
+
+    model: str
+    error: ModelLoadError
+
+
+LoadEvent = Progress | Ready | Failed
+
+
+class Models:
+    """The shelf. Loading runs on a thread of its own; its events are taken by the worker's loop.
+
+    ``on_event`` is called from that thread whenever ``events`` has something new.
+    """
+
+    def __init__(self, settings: Settings, on_event: Callable[[], None]) -> None:
+        self._settings = settings
+        self._on_event = on_event
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._loading: set[str] = set()
+        self._wanted: SimpleQueue[str] = SimpleQueue()
+        self.events: SimpleQueue[LoadEvent] = SimpleQueue()
+        self.default = "" if settings.model == AUTO else settings.model
+        self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
+        threading.Thread(target=self._load_all, name="model-loader", daemon=True).start()
+
+    @property
+    def patterns(self) -> list[str]:
+        """What may be loaded, as the broker is told."""
+        return self._patterns
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The loaded models."""
+        return dict(self._engines)
+
+    def infos(self) -> list[ModelInfo]:
+        """What clients may know of the loaded models."""
+        return [model_info(engine.loaded) for engine in self._engines.values()]
+
+    def get(self, name: str) -> Engine | None:
+        """The engine of a loaded model, now the most recently used; None where it is not loaded."""
+        if name in self._engines:
+            self._engines.move_to_end(name)
+        return self._engines.get(name)
+
+    def want(self, name: str) -> None:
+        """Begins to load a model, unless that is under way; raises where it is not allowed."""
+        if name in self._loading:
+            return
+        if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
+            raise RequestError(
+                Code.UNKNOWN_MODEL,
+                f"the model {name!r} is not in the allow-list ({', '.join(self._patterns)})",
+                path="$.model",
+            )
+        self._loading.add(name)
+        self._wanted.put(name)
+
+    def loaded(self, event: Ready | Failed) -> list[str]:
+        """Takes the end of a load in; gives the models that were let go to make room."""
+        self._loading.discard(event.model)
+        if isinstance(event, Failed):
+            return []
+        self._engines[event.model] = event.engine
+        gone = []
+        for name in list(self._engines):
+            if len(self._engines) <= self._settings.max_models:
+                break
+            if name != event.model and not self._engines[name].has_work:
+                del self._engines[name]
+                gone.append(name)
+        return gone
+
+    # --- the loader's thread --------------------------------------------------------------------
+
+    def _load_all(self) -> None:
+        while True:
+            self._load(self._wanted.get())
+
+    def _load(self, name: str) -> None:
+        settings = self._settings
+
+        def progress(part: float, stage: str) -> None:
+            self._say(Progress(name, part, stage))
+
+        try:
+            loaded = load_model(
+                name,
+                device=settings.device,
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+                progress=progress,
+            )
+            config = EngineConfig(
+                max_running=settings.max_running,
+                kv_cache_bytes=settings.kv_cache_bytes or None,
+            )
+            self._say(Ready(name, Engine(loaded, config)))
+        except ModelLoadError as error:
+            self._say(Failed(name, error))
+        except Exception as error:
+            reason = f"{name}: loading failed: {type(error).__name__}: {error}"
+            self._say(Failed(name, ModelLoadError(reason)))
+
+    def _say(self, event: LoadEvent) -> None:
+        self.events.put(event)
+        self._on_event()
+
+
+def model_info(loaded: LoadedModel) -> ModelInfo:
+    """What clients may know of a model."""
+    return ModelInfo(
+        name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        eos_token_ids=sorted(loaded.eos_token_ids),
+        fingerprint=loaded.fingerprint,
+        architecture=type(loaded.model).__name__,
+        parameters=loaded.num_parameters,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+    )
