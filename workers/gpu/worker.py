@@ -265,7 +265,7 @@ class GpuWorker:
                         log.info("%s unloaded", name)
                     log.info("%s ready on device %s", model, engine.loaded.device)
                     self._bus.changed()
-                    self._release(waiting, lambda w, e=engine: self._begin(w, e))
+                    self._release(waiting, _beginner(self._begin, engine))
                 case Failed(model, error):
                     self._models.loaded(event)
                     log.error("%s", error)
@@ -330,13 +330,19 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         stream_id=stream.stream_id,
         logprob=output.logprob,
         finish_reason=output.finish_reason,
-        top_logprobs=UNSET if output.top_logprobs is None else output.top_logprobs,
+        top_logprobs=UNSET if output.top_logprobs is None else dict(output.top_logprobs),
         pos=output.pos,
         seq=output.seq,
         text=UNSET if output.text is None else output.text,
         error=output.error,
         live=stream.live if output.finish_reason is not None else 0,
     )
+
+
+def _beginner(
+    begin: Callable[[Waiting, Engine], None], engine: Engine
+) -> Callable[[Waiting], None]:
+    return lambda waiting: begin(waiting, engine)
 
 
 def _raiser(error: TokenbusError) -> Callable[[Waiting], None]:
@@ -349,5 +355,3 @@ def _raiser(error: TokenbusError) -> Callable[[Waiting], None]:
 def _stream_id(body: bytes) -> int:
     """The stream of a request, which the broker has read already."""
     return int(decode_as(ModelInfoRequest, body).stream_id)
-
-

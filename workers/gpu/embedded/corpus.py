@@ -15,28 +15,159 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LEFT_OUT = frozenset(
-    {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings",
-     "turtledemo", "ensurepip", "__pycache__", "config-3.11-x86_64-linux-gnu"}
+    {
+        "site-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "encodings",
+        "turtledemo",
+        "ensurepip",
+        "__pycache__",
+        "config-3.11-x86_64-linux-gnu",
+    }
 )
 """Folders of the standard library that are not read: tests, tables, and other people's code."""
 
 HELD_OUT_PART = 32
 """One in this many, by the hash of its text, is held out: a module with all its functions."""
 
-_FIRST = "Ada Alan Barbara Claude Donald Edsger Frances Grace Guido Hedy Ken Linus Margaret".split()
-_LAST = "Allen Dijkstra Hamilton Hopper Kernighan Knuth Lamarr Lovelace Ritchie Turing".split()
-_CITIES = "Amsterdam Berlin Cairo Delhi Geneva Lisbon London Oslo Paris Prague Tokyo Zurich".split()
-_WORDS = (
-    "alpha answer batch block broker cache client count data date default device email error "
-    "field file group index item key label list message model name node number option order "
-    "page path port price queue rate request result score server size state status stream "
-    "table task time title token total type user value version weight worker"
-).split()
-_TAGS = "red green blue fast slow new old small large open closed public private".split()
-_MODULES = (
-    "os sys re json math time random asyncio logging pathlib functools itertools collections "
-    "subprocess threading datetime typing dataclasses contextlib"
-).split()
+_FIRST = [
+    "Ada",
+    "Alan",
+    "Barbara",
+    "Claude",
+    "Donald",
+    "Edsger",
+    "Frances",
+    "Grace",
+    "Guido",
+    "Hedy",
+    "Ken",
+    "Linus",
+    "Margaret",
+]
+_LAST = [
+    "Allen",
+    "Dijkstra",
+    "Hamilton",
+    "Hopper",
+    "Kernighan",
+    "Knuth",
+    "Lamarr",
+    "Lovelace",
+    "Ritchie",
+    "Turing",
+]
+_CITIES = [
+    "Amsterdam",
+    "Berlin",
+    "Cairo",
+    "Delhi",
+    "Geneva",
+    "Lisbon",
+    "London",
+    "Oslo",
+    "Paris",
+    "Prague",
+    "Tokyo",
+    "Zurich",
+]
+_WORDS = [
+    "alpha",
+    "answer",
+    "batch",
+    "block",
+    "broker",
+    "cache",
+    "client",
+    "count",
+    "data",
+    "date",
+    "default",
+    "device",
+    "email",
+    "error",
+    "field",
+    "file",
+    "group",
+    "index",
+    "item",
+    "key",
+    "label",
+    "list",
+    "message",
+    "model",
+    "name",
+    "node",
+    "number",
+    "option",
+    "order",
+    "page",
+    "path",
+    "port",
+    "price",
+    "queue",
+    "rate",
+    "request",
+    "result",
+    "score",
+    "server",
+    "size",
+    "state",
+    "status",
+    "stream",
+    "table",
+    "task",
+    "time",
+    "title",
+    "token",
+    "total",
+    "type",
+    "user",
+    "value",
+    "version",
+    "weight",
+    "worker",
+]
+_TAGS = [
+    "red",
+    "green",
+    "blue",
+    "fast",
+    "slow",
+    "new",
+    "old",
+    "small",
+    "large",
+    "open",
+    "closed",
+    "public",
+    "private",
+]
+_MODULES = [
+    "os",
+    "sys",
+    "re",
+    "json",
+    "math",
+    "time",
+    "random",
+    "asyncio",
+    "logging",
+    "pathlib",
+    "functools",
+    "itertools",
+    "collections",
+    "subprocess",
+    "threading",
+    "datetime",
+    "typing",
+    "dataclasses",
+    "contextlib",
+]
 
 
 def library_documents() -> Iterator[list[str]]:
@@ -64,8 +195,13 @@ def _functions(tree: ast.Module, text: str) -> Iterator[str]:
             body = lines[node.lineno - 1 : node.end_lineno]
             if len(body) <= 40:
                 indent = node.col_offset
-                yield "\n".join(line[indent:] if line[:indent].isspace() or not indent else line
-                                for line in body) + "\n"
+                yield (
+                    "\n".join(
+                        line[indent:] if line[:indent].isspace() or not indent else line
+                        for line in body
+                    )
+                    + "\n"
+                )
 
 
 def made_documents(seed: int, count: int) -> Iterator[str]:
@@ -155,14 +291,18 @@ def _sum(chance: random.Random) -> str:
 
 
 def _csv(chance: random.Random) -> str:
-    rows = ["name,age,city"]
-    for _ in range(chance.randint(2, 6)):
-        rows.append(f"{chance.choice(_FIRST)},{chance.randint(18, 90)},{chance.choice(_CITIES)}")
-    return "\n".join(rows) + "\n"
+    rows = [
+        f"{chance.choice(_FIRST)},{chance.randint(18, 90)},{chance.choice(_CITIES)}"
+        for _ in range(chance.randint(2, 6))
+    ]
+    return "\n".join(["name,age,city", *rows]) + "\n"
 
 
 def _function(chance: random.Random) -> str:
-    verb, noun = chance.choice(["get", "set", "add", "read", "count", "make"]), chance.choice(_WORDS)
+    verb, noun = (
+        chance.choice(["get", "set", "add", "read", "count", "make"]),
+        chance.choice(_WORDS),
+    )
     argument = chance.choice(_WORDS)
     start = f"import {chance.choice(_MODULES)}\n\n\n" if chance.random() < 0.3 else ""
     return (

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,7 +51,8 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    wrapped: PreTrainedTokenizerFast = fast(
         tokenizer_object=tokenizer,
         bos_token=END,
         eos_token=END,
@@ -58,6 +60,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
+    return wrapped
 
 
 def new_model() -> LlamaForCausalLM:
@@ -95,7 +98,9 @@ def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
     chance = torch.Generator().manual_seed(SEED)
     for step in range(steps):
         length = CONTEXT if step % 4 == 3 else CONTEXT // 2
-        starts = torch.randint(len(row) - length - 1, (TOKENS_PER_STEP // length,), generator=chance)
+        starts = torch.randint(
+            len(row) - length - 1, (TOKENS_PER_STEP // length,), generator=chance
+        )
         yield torch.stack([row[start : start + length + 1] for start in starts.tolist()])
 
 
@@ -126,7 +131,7 @@ def held_out_loss(model: LlamaForCausalLM, row: torch.Tensor) -> float:
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes what ``from_pretrained`` reads, the weights in bfloat16."""
-    copy = LlamaForCausalLM(model.config)
+    copy: Any = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -155,7 +160,7 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, arguments.steps)
         loss = loss_of(model, window)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

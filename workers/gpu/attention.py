@@ -1,0 +1,168 @@
+"""Attention over the paged KV cache, for any model of transformers that lets it be chosen.
+
+A step's tokens, of all sequences, are packed into one row. Transformers calls ``paged_attention``
+in each layer, registered under the name ``tokenbus``; the ``PackedBatch`` reaches it as an extra
+keyword argument of the model's call. It writes the new keys and values into their slots, and lets
+each group of sequences attend over the slots of their pages (SDPA over gathered pages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from .kv_cache import KVCache
+
+NAME = "tokenbus"
+
+
+@dataclass(slots=True)
+class Group:
+    """Chunks of similar size, padded to a rectangle of ``batch`` rows of ``width`` tokens.
+
+    They are the packed tokens ``[start, end)``. Chunks of one token need no padding.
+    """
+
+    start: int
+    end: int
+    width: int
+    slots: torch.Tensor
+    """``[batch, length]``: the slots of each sequence's keys; padding points to page 0."""
+    positions: torch.Tensor
+    """``[batch, width]``: the position of each token in its sequence."""
+    rows: torch.Tensor | None
+    """``[batch, width]``: the packed token at each place of the rectangle; None at width 1."""
+    places: torch.Tensor | None
+    """``[end - start]``: the place of each packed token in the flattened rectangle."""
+    fresh: bool = False
+    """All of them begin at position 0: plain causal attention among the new tokens."""
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
+
+    def mask(self, window: int) -> torch.Tensor:
+        """True where a token may look."""
+        found = self.masks.get(window)
+        if found is None:
+            keys = torch.arange(self.slots.shape[1], device=self.slots.device)
+            queries = self.positions.unsqueeze(-1)
+            found = keys <= queries
+            if window:
+                found &= keys > queries - window
+            self.masks[window] = found = found.unsqueeze(1)
+        return found
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """What the attention function needs to know of a step."""
+
+    cache: KVCache
+    slots: torch.Tensor
+    """``[num_tokens]``: where the new keys and values go."""
+    groups: list[Group]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_batch: PackedBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention: ``query`` ``[1, heads, num_tokens, dim]`` to ``[1, num_tokens,
+    heads, dim]``. ``attention_mask`` is None: sequences are told apart by their slots.
+    """
+    keys, values = packed_batch.cache.layers[module.layer_idx]  # type: ignore[index]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys.index_copy_(0, packed_batch.slots, k.to(keys.dtype))
+    values.index_copy_(0, packed_batch.slots, v.to(values.dtype))
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+    for group in packed_batch.groups:
+        out[group.start : group.end] = _attend(
+            group, q, keys, values, scaling, sliding_window or 0, softcap
+        )
+    return out.unsqueeze(0), None
+
+
+def _attend(
+    group: Group,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The attention of one group's tokens: ``[end - start, heads, dim]``."""
+    k = keys[group.slots].transpose(1, 2)
+    v = values[group.slots].transpose(1, 2)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if group.rows is None:
+        # Decode. The heads that share a key head become its rows: keys are read once for all.
+        batch = group.end - group.start
+        grouped = q[group.start : group.end].reshape(batch, kv_heads, heads // kv_heads, -1)
+        mask = group.mask(window)
+        found = dot_product(grouped, k, v, mask, scaling, softcap, causal=False)
+        return found.reshape(batch, heads, -1)
+    assert group.places is not None
+    rectangle = q[group.rows].transpose(1, 2)
+    causal = group.fresh and not window
+    seen = None if causal and softcap is None else group.mask(window)
+    found = dot_product(rectangle, k, v, seen, scaling, softcap, causal=seen is None)
+    return found.transpose(1, 2).flatten(0, 1)[group.places]
+
+
+def dot_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    if softcap is None:
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    # Gemma 2 bends its scores before the softmax, which SDPA cannot.
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    assert mask is not None
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The mask that transformers makes for this attention: none."""
+
+
+def register(name: str, function: Callable[..., Any]) -> None:
+    """Makes ``function`` known to transformers as an attention, with no mask made for it."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _no_mask)
+
+
+register(NAME, paged_attention)

@@ -1,0 +1,82 @@
+"""The memory of the paged KV cache: one tensor of keys and one of values for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import psutil
+import torch
+
+PAGE_SIZE = 16
+"""Tokens of a page."""
+
+CPU_BYTES = 1 << 30
+CPU_PART = 0.25
+CUDA_PART = 0.9
+"""The cache takes at most this many bytes, or this part of the memory that is free."""
+
+
+class LayerShape(NamedTuple):
+    """What a layer keeps of one token: ``[kv_heads, head_dim]`` keys and values."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVCache:
+    """Keys and values by slot; slot ``page * PAGE_SIZE + offset`` holds one token.
+
+    ``layers`` maps a layer's index to (keys ``[slots, kv_heads, key_dim]``, values alike).
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[int, LayerShape],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        slots = num_pages * PAGE_SIZE
+        # Zeros, not garbage: a masked position still meets 0 * value, and 0 * NaN is NaN.
+        self.layers = {
+            index: (
+                torch.zeros(slots, s.kv_heads, s.key_dim, dtype=dtype, device=device),
+                torch.zeros(slots, s.kv_heads, s.value_dim, dtype=dtype, device=device),
+            )
+            for index, s in shapes.items()
+        }
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, given as (from, to)."""
+        if not copies:
+            return
+        device = next(iter(self.layers.values()))[0].device
+        source, target = torch.tensor(copies, device=device).T
+        for pair in self.layers.values():
+            for tensor in pair:
+                paged = tensor.view(self.num_pages, PAGE_SIZE, *tensor.shape[1:])
+                paged[target] = paged[source]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Sets pages to zeros: they held numbers that are none (NaN)."""
+        for pair in self.layers.values():
+            for tensor in pair:
+                paged = tensor.view(self.num_pages, PAGE_SIZE, *tensor.shape[1:])
+                paged[list(pages)] = 0
+
+
+def page_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers."""
+    per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes.values())
+    return PAGE_SIZE * per_token * dtype.itemsize
+
+
+def default_bytes(device: torch.device) -> int:
+    """The cache's size where none is set, from the memory that is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * CUDA_PART)
+    return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

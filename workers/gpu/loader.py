@@ -1,0 +1,274 @@
+"""Loading a model and its tokenizer, and finding out whether this engine can run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from . import embedded
+from .attention import dot_product, register
+from .kv_cache import LayerShape
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[float, str], None]
+"""Called with the part that is done, 0 to 1, and what is being done."""
+
+PROBE = "tokenbus_probe"
+PROBE_TOKENS = 4
+PROBE_TOLERANCE = 0.05
+"""How far the probe's logits may be from transformers' own, relative to their spread. A model that
+bends its attention in a way that we do not know is far beyond; rounding in bfloat16 is within."""
+
+
+class ModelLoadError(Exception):
+    """The model cannot be loaded or run; the message says why."""
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready, and what is known of it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    """None where the checkpoint has none: then requests are in token ids."""
+    vocab_size: int
+    context_length: int
+    """Tokens of prompt and output together."""
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    """SHA-256 of the tokenizer's canonical JSON; empty without one."""
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    layers: dict[int, LayerShape]
+
+
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    progress: OnProgress = lambda part, stage: None,
+) -> LoadedModel:
+    """Loads a causal language model by path or hub id; ``embedded`` is the one that we bring.
+
+    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU. Raises ModelLoadError.
+    """
+    where = _device(device)
+    place = str(embedded.path()) if name == embedded.NAME else name
+    common = {"trust_remote_code": trust_remote_code}
+    try:
+        progress(0.0, "reading the configuration")
+        config = AutoConfig.from_pretrained(place, **common)
+        progress(0.05, "loading the tokenizer")
+        tokenizer = _load_tokenizer(place, common)
+        progress(0.1, "loading the weights")
+        with _weights_progress(progress):
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                place, config=config, dtype=_dtype(dtype, where), **common
+            )
+        progress(0.9, f"moving the weights to {where}")
+        model = model.to(where).eval()
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
+    progress(0.95, "trying the model")
+    return wrap_model(name, model, tokenizer)
+
+
+def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
+    """A model that is in memory already, made ready for the engine.
+
+    Raises ModelLoadError where the engine cannot run it.
+    """
+    config = model.config.get_text_config()
+    embeddings = model.get_output_embeddings()
+    vocab_size = embeddings.weight.shape[0] if embeddings is not None else config.vocab_size
+    parameter = next(model.parameters())
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=getattr(config, "max_position_embeddings", None) or 2048,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        fingerprint=_fingerprint(tokenizer),
+        num_parameters=model.num_parameters(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        layers=_probe(name, model),
+    )
+
+
+# --- can the engine run it? -----------------------------------------------------------------------
+
+
+def _probe(name: str, model: Any) -> dict[int, LayerShape]:
+    """The shape of each layer's keys and values, seen in a forward over a few tokens.
+
+    The same forward with transformers' own attention must give the same logits.
+    """
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{name!r} is an encoder-decoder ({kind}), not a causal model")
+    before = model.config._attn_implementation
+    layers: dict[int, LayerShape] = {}
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
+    ) -> Any:
+        if given.get("packed_batch") != PROBE:
+            raise ModelLoadError(f"{kind} keeps keyword arguments from its attention")
+        if given.get("s_aux") is not None:
+            raise ModelLoadError(f"{kind} uses attention sinks")
+        if not getattr(module, "is_causal", True):
+            raise ModelLoadError(f"{kind} has attention that is not causal")
+        layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        return _plain_attention(query, key, value, given)
+
+    ids = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
+    try:
+        with torch.inference_mode():
+            model.set_attn_implementation("eager")
+            expected = model(ids, position_ids=ids, use_cache=False).logits.float()
+            register(PROBE, attention)
+            model.set_attn_implementation(PROBE)
+            found = model(ids, position_ids=ids, use_cache=False, packed_batch=PROBE).logits.float()
+    except Exception as error:
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}, a {kind}: {_reason(error)}"
+        ) from error
+    finally:
+        model.set_attn_implementation(before)
+    if not layers:
+        raise ModelLoadError(f"the engine cannot run {name!r}: {kind} brings its own attention")
+    away = (found - expected).abs().max().item()
+    spread = expected.std().item()
+    if not away <= PROBE_TOLERANCE * spread + 1e-6:
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}: {kind} does something to its attention that the "
+            f"engine does not know (its logits are off by {away:.3g})"
+        )
+    return layers
+
+
+def _plain_attention(q: Any, k: Any, v: Any, given: dict[str, Any]) -> tuple[Any, None]:
+    """Causal attention over one short sequence, with the arguments that we know."""
+    length = q.shape[2]
+    positions = torch.arange(length, device=q.device)
+    mask = positions <= positions.unsqueeze(-1)
+    window = given.get("sliding_window") or 0
+    if window:
+        mask &= positions > positions.unsqueeze(-1) - window
+    found = dot_product(
+        q, k, v, mask[None, None], given.get("scaling"), given.get("softcap"), causal=False
+    )
+    return found.transpose(1, 2), None
+
+
+# --- parts of loading -----------------------------------------------------------------------------
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(f"device {name!r} cannot be used: {_reason(error)}") from None
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelLoadError(f"dtype {name!r} is none; use auto, float32, bfloat16 or float16")
+    return found
+
+
+def _load_tokenizer(place: str, common: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(place, **common)
+    except Exception as error:
+        if Path(place).is_dir() and not list(Path(place).glob("token*")):
+            return None
+        raise ModelLoadError(f"cannot load the tokenizer of {place!r}: {_reason(error)}") from error
+
+
+@contextmanager
+def _weights_progress(progress: OnProgress) -> Iterator[None]:
+    """Turns transformers' own progress bar over the weights into calls of ``progress``."""
+
+    class Bar:
+        def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
+            self._items = iterable
+            self._total = total or (len(iterable) if hasattr(iterable, "__len__") else 0)
+            self._done = 0
+            self._told = 0.0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self._items:
+                yield item
+                self.update()
+
+        def update(self, n: int = 1) -> None:
+            self._done += n
+            part = self._done / self._total if self._total else 0.0
+            if part - self._told >= 0.02:
+                self._told = part
+                progress(0.1 + 0.8 * part, "loading the weights")
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    logging_ = transformers.utils.logging
+    before = logging_.set_tqdm_hook(lambda factory, args, kwargs: Bar(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging_.set_tqdm_hook(before)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
+        found = getattr(holder, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    if tokenizer is None:
+        return ""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error's text: what a person can act on."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,75 @@
+"""A sequence: tokens, how far they are computed, and how the next one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...protocol.messages import FinishReason
+from ...protocol.sampling import Sampling
+from .block_manager import BlockTable
+from .text import TextStream
+
+
+class TokenOutput(NamedTuple):
+    """What a step gave for one sequence: a token, its end, or both."""
+
+    request: int
+    seq: int
+    token: int | None
+    logprob: float | None
+    pos: int
+    """Position of the token, counted from the first that was generated or scored."""
+    finish_reason: FinishReason | None = None
+    top_logprobs: Mapping[int, float] | None = None
+    """None for a scored token."""
+    text: str | None = None
+    """Text mode: what became certain."""
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence of a request, from its arrival to its end."""
+
+    request: int
+    seq: int
+    tokens: list[int]
+    """The prompt and what follows it."""
+    num_prompt: int
+    sampling: Sampling
+    """Of a generation; a score does not use it."""
+    max_length: int
+    """Tokens at which it ends, the prompt included."""
+    seed: int = 0
+    scored: bool = False
+    """It is a SCORE: all its tokens are there, and their log-probabilities are wanted."""
+    priority: int = 0
+    client: int = 0
+    arrival: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    text: TextStream | None = None
+    says_text: bool = False
+    table: BlockTable = field(default_factory=BlockTable)
+    computed: int = 0
+    """Tokens whose keys and values are in the cache."""
+    pending: int = 0
+    """Sequences that will be forked from it once its prompt is computed."""
+
+    @property
+    def target(self) -> int:
+        """Tokens that must be in the cache before it has a result: for a score, all but the last,
+        whose own distribution nobody asked for."""
+        return len(self.tokens) - self.scored
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def generated(self) -> Tokens[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.num_prompt :]

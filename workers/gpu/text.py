@@ -1,0 +1,163 @@
+"""Text from tokens, as it becomes certain: never half a character, never a stop string."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+REPLACEMENT = "�"
+CONTEXT_TOKENS = 6
+"""Tokens of the prompt that a tokenizer sees before the first new one, for how it joins them."""
+
+
+class Detokenizer(Protocol):
+    """Turns a sequence's tokens into text, one at a time."""
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token."""
+
+    def finish(self) -> str:
+        """What was held back, the sequence being over."""
+
+
+class Text(NamedTuple):
+    """What a token brought."""
+
+    certain: str
+    stopped: bool = False
+    """A stop string came up; ``certain`` ends before it."""
+
+
+class TextStream:
+    """The text of one sequence, cut before the first of its stop strings.
+
+    What could be the beginning of a stop string is held back until it is certain that it is none.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, token: int) -> Text:
+        """Takes the next token."""
+        return self._take(self._detokenizer.push(token))
+
+    def finish(self) -> Text:
+        """The sequence is over: all that was held back."""
+        text = self._take(self._detokenizer.finish())
+        rest, self._held = self._held, ""
+        return text if text.stopped else Text(text.certain + rest)
+
+    def _take(self, new: str) -> Text:
+        if not self._stop:
+            return Text(new)
+        held = self._held + new
+        found = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return Text(held[: min(found)], True)
+        keep = max(_overlap(held, stop) for stop in self._stop)
+        self._held = held[len(held) - keep :]
+        return Text(held[: len(held) - keep])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
+    """What makes a detokenizer for a sequence, from its prompt; chosen by the tokenizer's kind."""
+    table = _byte_table(tokenizer)
+    if table is not None:
+        known = table
+        return lambda prompt: ByteDetokenizer(known)
+    return lambda prompt: WindowDetokenizer(tokenizer, prompt)
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies (GPT-2's kind): each token is a string of bytes."""
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The characters that are complete."""
+        # A model's vocabulary may be padded beyond its tokenizer's.
+        return self._decoder.decode(self._table[token] if token < len(self._table) else b"")
+
+    def finish(self) -> str:
+        """A character that stayed incomplete, as a replacement character."""
+        return self._decoder.decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decodes a short window of tokens with and without the new ones."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-CONTEXT_TOKENS:])
+        self._from = 0
+        self._told = len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """The text beyond what was told, unless it ends in the middle of a character."""
+        self._tokens.append(token)
+        before, now = self._texts()
+        if now.endswith(REPLACEMENT) or len(now) <= len(before):
+            return ""
+        self._from, self._told = self._told, len(self._tokens)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """What is left, complete or not."""
+        before, now = self._texts()
+        self._from, self._told = self._told, len(self._tokens)
+        return now[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        return (
+            decode(self._tokens[self._from : self._told], skip_special_tokens=True),
+            decode(self._tokens[self._from :], skip_special_tokens=True),
+        )
+
+
+def _byte_table(tokenizer: Any) -> list[bytes] | None:
+    """The bytes of each token of a byte-level tokenizer; special tokens have none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    if decoder.get("type") != "ByteLevel":
+        return None
+    byte_of = _byte_of_character()
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    table = [b""] * (max(vocabulary.values()) + 1)
+    special = set(tokenizer.all_special_ids)
+    added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items()}
+    for text, index in vocabulary.items():
+        if index in special:
+            continue
+        if index in added:
+            table[index] = added[index].encode()
+        else:
+            table[index] = bytes(byte_of[c] for c in text)
+    return table
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's map of bytes to printable characters, reversed: those that print stand for
+    themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
