@@ -176,7 +176,7 @@ class Front:
             case Cancel():
                 request = session.streams.get(message.stream_id)
                 if request is not None:
-                    self._dispatcher.cancel(request)
+                    self._dispatcher.cancel(request, message.reason)
             case Attach():
                 self._attach(session, message, frames)
             case Buffer():
@@ -251,7 +251,8 @@ class Front:
     def _ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
-        self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=session is not None), encoding)
+        known = session is not None and session.greeted
+        self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
 
     def _submit(
         self, session: Session, word: bytes, frames: list[bytes], role: str, now: float

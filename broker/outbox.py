@@ -27,14 +27,23 @@ class Outbox:
     """The messages to all peers of one socket.
 
     ``send(peer, frames)`` is the socket's own, without waiting. ``post`` says whether the message
-    went out or waits (OK), found its peer's queue full (FULL: it is dropped) or its peer gone.
+    went out or waits (OK), found its peer's queue full (FULL: it is dropped) or its peer gone. What
+    must go out may wait beyond the bound, up to ``max_must_bytes``; None: however much.
     """
 
-    def __init__(self, send: Callable[[bytes, Frames], Sent], max_pending_bytes: int) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes, Frames], Sent],
+        max_pending_bytes: int,
+        max_must_bytes: int | None = None,
+    ) -> None:
         self._send = send
         self._max_bytes = max_pending_bytes
+        self._max_must_bytes = max_must_bytes
         self._waiting: dict[bytes, deque[Frames]] = {}
         self._bytes: dict[bytes, int] = {}
+        self.sent = 0
+        """Messages that went out after waiting."""
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
@@ -53,7 +62,8 @@ class Outbox:
                 return sent
         size = sum(map(len, frames))
         held = self._bytes.get(peer, 0)
-        if held + size > self._max_bytes and not message.must:
+        bound = self._max_must_bytes if message.must else self._max_bytes
+        if bound is not None and held + size > bound:
             return Sent.FULL
         self._waiting.setdefault(peer, deque()).append(frames)
         self._bytes[peer] = held + size
@@ -73,6 +83,7 @@ class Outbox:
                     queue.clear()
                     break
                 self._bytes[peer] -= sum(map(len, queue.popleft()))
+                self.sent += 1
             if not queue:
                 self.forget(peer)
         return gone

@@ -24,8 +24,15 @@ log = logging.getLogger(__name__)
 
 BURST = 256
 """Messages taken from one socket before the other has its turn."""
-RETRY_S = 0.01
-"""How soon to try again to send to a peer whose pipe was full."""
+MUST_FACTOR = 2
+"""A client that reads nothing at all still has its errors and answers kept, up to this many times
+``max_pending_bytes``; then they are dropped too."""
+FRONT_PIPE = 256
+"""Messages in a client's own pipe. Few: they are not counted in bytes, as those behind them are."""
+FLUSH_EVERY_S = 0.0003
+"""While messages flow, how often full pipes are tried again."""
+RETRY_S = (0.001, 0.05)
+"""How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
 
 
 class BrokerServer:
@@ -41,7 +48,7 @@ class BrokerServer:
         """Binds both sockets; raises BindError where that fails or is not allowed."""
         self.settings = settings or BrokerSettings()
         self._context = context or zmq.Context.instance()
-        self._front = bind_router(self._context, front)
+        self._front = bind_router(self._context, front, pipe_messages=FRONT_PIPE)
         try:
             self._back = bind_router(self._context, back)
         except Exception:
@@ -52,13 +59,17 @@ class BrokerServer:
         self.core = Broker(self.settings, boot=int(time.time()), now=time.monotonic())
         limit = self.settings.max_pending_bytes
         self._outboxes = {
-            Side.FRONT: Outbox(lambda peer, frames: send(self._front, peer, frames), limit),
+            Side.FRONT: Outbox(
+                lambda peer, frames: send(self._front, peer, frames), limit, MUST_FACTOR * limit
+            ),
             Side.BACK: Outbox(lambda peer, frames: send(self._back, peer, frames), limit),
         }
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._drain_due = False
         self._flush_due = False
+        self._retry_s = RETRY_S[0]
+        self._flushed_at = 0.0
 
     async def run(self) -> None:
         """Serves until ``stop``; then tells every client, and closes."""
@@ -121,6 +132,8 @@ class BrokerServer:
             taken += 1
             frames, key = got
             post(core.on_client(frames[0], frames[1:], now, key))
+        if self._flush_due and now - self._flushed_at > FLUSH_EVERY_S:
+            self._flush_all(now)
         if taken:
             self._drain_soon()
 
@@ -138,7 +151,7 @@ class BrokerServer:
                 self._post(self.core.on_full(message.side, message.peer))
         if messages and not self._flush_due and any(self._outboxes.values()) and self._loop:
             self._flush_due = True
-            self._loop.call_later(RETRY_S, self._flush)
+            self._loop.call_later(RETRY_S[0], self._flush)
 
     def _gone(self, side: Side, peer: bytes) -> None:
         self._outboxes[side].forget(peer)
@@ -157,13 +170,23 @@ class BrokerServer:
         self._flush_due = False
         if self._stopped or self._loop is None:
             return
-        for side, outbox in self._outboxes.items():
-            for peer in outbox.flush():
-                self._gone(side, peer)
+        went = self._flush_all(time.monotonic())
         if any(self._outboxes.values()) and not self._flush_due:
             self._flush_due = True
-            self._loop.call_later(RETRY_S, self._flush)
+            self._retry_s = RETRY_S[0] if went else min(2 * self._retry_s, RETRY_S[1])
+            self._loop.call_later(self._retry_s, self._flush)
         self._drain_soon()
+
+    def _flush_all(self, now: float) -> int:
+        """Tries the pipes that were full; how many messages went out."""
+        self._flushed_at = now
+        went = 0
+        for side, outbox in self._outboxes.items():
+            before = outbox.sent
+            for peer in outbox.flush():
+                self._gone(side, peer)
+            went += outbox.sent - before
+        return went
 
     @property
     def _stopped(self) -> bool:

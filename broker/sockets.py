@@ -50,14 +50,21 @@ def check_endpoint(endpoint: str, *, curve: bool) -> None:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, curve: bool = False
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    *,
+    pipe_messages: int = 1000,
+    curve: bool = False,
 ) -> zmq.Socket[bytes]:
-    """A ROUTER that says what it cannot deliver, bound to ``endpoint``; raises BindError."""
+    """A ROUTER that says what it cannot deliver, bound to ``endpoint``; raises BindError.
+
+    ``pipe_messages``: how many messages, of whatever size, ZeroMQ itself keeps for each peer.
+    """
     check_endpoint(endpoint, curve=curve)
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.SNDHWM, pipe_messages)
     socket.setsockopt(zmq.RCVHWM, 1000)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)

@@ -31,7 +31,7 @@ def status_of(
             pid=w.pid,
             host=w.host,
             state=w.state.value,
-            models=w.names(),
+            models=list(w.models),
             requests=len(w.requests),
             capacity=w.capacity,
             heartbeat_age_s=round(now - w.last_seen, 3),

@@ -1,1 +1,51 @@
-"""TODO"""
+"""Clients of a Tokenbus: stream tokens from models that live in other processes.
+
+    from tokenbus.clients import Client
+
+    with Client() as client:
+        for token in client.generate("def add(a, b):", max_tokens=20):
+            print(token.text, end="")
+
+Importing it needs neither torch nor transformers.
+"""
+
+from ..protocol.errors import (
+    Code,
+    ConnectionLostError,
+    ControllerError,
+    RequestError,
+    RequestTimeoutError,
+    ServiceError,
+    SlowClientError,
+    TokenbusError,
+    UnavailableError,
+)
+from ..protocol.messages import ModelInfo, Status, System, Token
+from .async_client import AsyncClient, AsyncStream
+from .client import Client, Stream
+from .requests import GenerateOptions, RequestOptions
+from .results import Scores, Sequence
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Code",
+    "ConnectionLostError",
+    "ControllerError",
+    "GenerateOptions",
+    "ModelInfo",
+    "RequestError",
+    "RequestOptions",
+    "RequestTimeoutError",
+    "Scores",
+    "Sequence",
+    "ServiceError",
+    "SlowClientError",
+    "Status",
+    "Stream",
+    "System",
+    "Token",
+    "TokenbusError",
+    "UnavailableError",
+]

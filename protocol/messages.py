@@ -237,6 +237,7 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     host: str
     state: str
     models: list[str]
+    """Those that are loaded."""
     requests: int
     capacity: int
     heartbeat_age_s: float
@@ -266,7 +267,8 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     result: Any = UNSET
 
 
-SystemEvent = Literal["queued", "loading", "loaded", "moved", "throttled", "draining"]
+SystemEvent = Literal["queued", "loading", "loaded", "moved", "throttled", "draining", "retrying"]
+"""``retrying`` is a client's own: it sends a request again that was lost or refused."""
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
@@ -303,8 +305,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session. Without one (the broker restarted, or the session
-    expired), say ``HELLO`` again."""
+    """Whether this connection has a session that began with ``HELLO``. Without one (the broker
+    restarted, or the session expired), say ``HELLO`` again."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {

@@ -1,0 +1,240 @@
+"""``AsyncClient``: the same client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from ..protocol.errors import TokenbusError
+from ..protocol.messages import ModelInfo, Msg, Status, System, Token
+from ..protocol.settings import load
+from .calls import Call, Ended, Event
+from .connection import Connection, Delivery
+from .requests import (
+    ASK_S,
+    GenerateOptions,
+    OnSystem,
+    Prompt,
+    RequestOptions,
+    buffer_call,
+    generate_call,
+    model_info_call,
+    score_call,
+    status_call,
+)
+from .results import Scores, Sequence, Sequences
+
+
+class _Inboxes:
+    """Where the events of each call go: over to the event loop, all of a message's at once."""
+
+    def __init__(self) -> None:
+        self._streams: weakref.WeakKeyDictionary[Call, AsyncStream] = weakref.WeakKeyDictionary()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, call: Call, stream: AsyncStream) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("an AsyncClient belongs to one event loop; make one for each")
+        self._streams[call] = stream
+
+    def deliver(self, ready: Delivery) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                self._loop.call_soon_threadsafe(self._arrive, ready)
+
+    def _arrive(self, ready: Delivery) -> None:
+        for call, events in ready:
+            stream = self._streams.get(call)
+            if stream is not None:
+                stream._arrive(events)
+
+
+class AsyncClient:
+    """A connection to a Tokenbus broker, for one event loop; as ``Client`` in everything else.
+
+    async with AsyncClient() as client:
+        async for token in client.generate("def add(a, b):", max_tokens=20):
+            print(token.text, end="")
+        print(await client.generate("def add(a, b):").text)
+    """
+
+    def __init__(self, front: str | None = None, *, patience_s: float | None = None) -> None:
+        settings = load(front=front)
+        self.front = settings.front
+        self._inboxes = _Inboxes()
+        self._connection = Connection(
+            self.front,
+            self._inboxes.deliver,
+            settings.session_timeout_s if patience_s is None else patience_s,
+        )
+        self._close = weakref.finalize(self, self._connection.close)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Begins a stream of tokens that continue ``prompt``; see ``Client.generate``."""
+        return AsyncStream(self, generate_call(prompt, options), options.get("on_system"))
+
+    async def score(
+        self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]
+    ) -> Scores:
+        """The log-probability of each token of ``scored``, given all before it."""
+        stream = AsyncStream(self, score_call(prompt, scored, options), options.get("on_system"))
+        [sequence] = await stream.wait() or [Sequence(0)]
+        return Scores(sequence.tokens, sequence.logprobs)
+
+    async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
+        """What is known of a model; loads one that is loaded on demand."""
+        answer = await self._ask(model_info_call(model, timeout_s))
+        assert isinstance(answer.model_info, ModelInfo)
+        return answer.model_info
+
+    async def status(self, *, timeout_s: float = ASK_S) -> Status:
+        """Workers, sessions and queues."""
+        answer = await self._ask(status_call(timeout_s))
+        assert isinstance(answer.status, Status)
+        return answer.status
+
+    async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
+        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None drops it."""
+        await self._ask(buffer_call(name, content, timeout_s))
+
+    async def close(self) -> None:
+        """Ends the session, and every stream of it."""
+        await asyncio.to_thread(self._close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _ask(self, call: Call) -> Msg:
+        stream = AsyncStream(self, call, None)
+        await stream.wait()
+        return stream._answer or Msg(stream_id=0)
+
+
+class AsyncStream:
+    """The tokens of one request, as they come; see ``Stream``. One task reads it."""
+
+    def __init__(self, client: AsyncClient, call: Call, on_system: OnSystem | None) -> None:
+        self._connection = client._connection
+        self._client = client
+        self._call = call
+        self._on_system = on_system
+        self._collected = Sequences()
+        self._entries: deque[Token] = deque()
+        self._arrived = asyncio.Event()
+        self._answer: Msg | None = None
+        self._over = True
+        self._error: TokenbusError | None = None
+        client._inboxes.open(call, self)
+        self._connection.submit(call)
+        self._over = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences as far as they have come."""
+        return self._collected.listed()
+
+    @property
+    def text(self) -> Coroutine[Any, Any, str]:
+        """``await stream.text``: the text of the first sequence, read to its end."""
+        return self._text()
+
+    @property
+    def tokens(self) -> Coroutine[Any, Any, list[int]]:
+        """``await stream.tokens``: the tokens of the first sequence, read to its end."""
+        return self._tokens()
+
+    async def wait(self) -> list[Sequence]:
+        """Reads to the end; all sequences."""
+        async for _ in self:
+            pass
+        return self.sequences
+
+    def close(self) -> None:
+        """Cancels the request, if it is not over."""
+        if not self._over:
+            self._over = True
+            self._connection.cancel(self._call)
+            self._arrived.set()
+
+    def __aiter__(self) -> AsyncEntries:
+        return AsyncEntries(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_over", True):
+            self._connection.cancel(self._call)
+
+    async def _text(self) -> str:
+        return next((s.text for s in await self.wait()), "")
+
+    async def _tokens(self) -> list[int]:
+        return next((s.tokens for s in await self.wait()), [])
+
+    def _arrive(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Token():
+                    self._collected.add(event)
+                    self._entries.append(event)
+                case System():
+                    if self._on_system is not None:
+                        self._on_system(event)
+                case Msg():
+                    self._answer = event
+                case Ended(error):
+                    self._over = True
+                    self._error = error or self._collected.failure()
+        self._arrived.set()
+
+
+class AsyncEntries:
+    """Iterates the entries of a stream, and cancels it when it is left before the end."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+        self._done = False
+
+    def __aiter__(self) -> AsyncEntries:
+        return self
+
+    async def __anext__(self) -> Token:
+        stream = self._stream
+        while not stream._entries and not stream._over:
+            stream._arrived.clear()
+            await stream._arrived.wait()
+        if stream._entries:
+            return stream._entries.popleft()
+        self._done = True
+        if stream._error is not None:
+            raise stream._error.with_traceback(None)
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._stream.close()

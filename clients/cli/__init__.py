@@ -1,0 +1,5 @@
+"""The command ``tokenbus``."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,108 @@
+"""``tokenbus client``: LMTP's interactive client. Parameters go at the end of the line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+
+from ...protocol.bodies import encode_body
+from ...protocol.errors import TokenbusError
+from ...protocol.settings import Settings
+from .. import Client
+from .exits import OK, report
+from .generate import begin
+from .notices import Notices
+from .options import PARAMETERS, add_connection, client_for, parameter
+
+PROMPT = ">>>> "
+_PARAMETER = re.compile(r"(?:^|\s)([a-z_]+)=(\"(?:[^\"\\]|\\.)*\"|\[[^\]]*\]|\{[^}]*\}|\S+)\s*$")
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``client``."""
+    parser = commands.add_parser(
+        "client",
+        help="type prompts; parameters go at the line's end",
+        description="LMTP's interactive client: 'Hello there temperature=1.2 max_tokens=5'. "
+        "Ctrl-C ends a generation, Ctrl-D the client.",
+    )
+    parser.add_argument("request_model", nargs="?", default="", metavar="MODEL")
+    add_connection(parser)
+    parser.add_argument("--trace", action="store_true", help="print each TOKEN entry, as LMTP's")
+    parser.set_defaults(run=run)
+
+
+def split_parameters(line: str) -> tuple[str, dict[str, Any]]:
+    """The prompt of a line, and the ``name=value`` parameters at its end.
+
+    Only names of parameters count: ``x=1`` at the end of a line of code stays in the prompt. Raises
+    RequestError where a parameter's value is wrong.
+    """
+    options: dict[str, Any] = {}
+    while (found := _PARAMETER.search(line)) and found[1] in PARAMETERS:
+        options.setdefault(found[1], parameter(found[1], found[2]))
+        line = line[: found.start()]
+    return line, options
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Reads prompts until the end of the input."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  Gives input() its history and editing.
+    console = Console(highlight=False)
+    last = OK
+    with client_for(settings) as client:
+        client.status()
+        while True:
+            try:
+                line = input(PROMPT if sys.stdin.isatty() else "")
+            except EOFError:
+                return last
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line.strip():
+                last = _answer(client, line, args, settings, console)
+
+
+def _answer(
+    client: Client, line: str, args: argparse.Namespace, settings: Settings, console: Console
+) -> int:
+    started = time.monotonic()
+    try:
+        prompt, options = split_parameters(line)
+        with Notices() as notices:
+            stream = begin(client, prompt, args.request_model, options, notices)
+            if not args.trace:
+                console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+            for token in stream:
+                notices.clear()
+                if args.trace:
+                    print(PROMPT + encode_body(token, "json").decode(), flush=True)
+                elif token.text and token.seq == 0:
+                    print(token.text, end="", flush=True)
+    except TokenbusError as error:
+        print()
+        return report(error, settings.front)
+    except KeyboardInterrupt:
+        console.print(" [cancelled]", style="dim")
+        return OK
+    if args.trace:
+        print(prompt + stream.text)
+    sequences = stream.sequences
+    print()
+    for extra in sequences[1:]:
+        print(f"--- {extra.seq}\n{extra.text}")
+    count = sum(len(s.tokens) for s in sequences)
+    reason = ", ".join(s.finish_reason or "" for s in sequences)
+    seconds = time.monotonic() - started
+    if sys.stdout.isatty():
+        console.print(f"[{count} tokens, {reason}, {seconds:.2f} s]", style="dim", markup=False)
+    return OK

@@ -1,0 +1,72 @@
+"""Parses the command line and runs one command; errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ...protocol.errors import TokenbusError
+from ...protocol.settings import SettingError, Settings, load
+from ..system import add_commands as add_system_commands
+from . import generate, interactive, score, status
+from .exits import INTERRUPTED, WRONG_USAGE, report
+
+Command = Callable[[argparse.Namespace, Settings], int]
+
+FIRST = """\
+first steps:
+  tokenbus up                                 run a whole system here, until Ctrl-C
+  tokenbus generate 'def add(a, b):'          stream from it
+  tokenbus client                             type prompts; parameters go at the line's end
+  tokenbus score 'import ' 'os'               log-probabilities of given text
+  tokenbus status                             what runs, and how busy it is
+
+Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="tokenbus",
+        description="A message bus that serves language models.",
+        epilog=FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_system_commands(commands)
+    for module in (status, interactive, generate, score):
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        names = {field.name for field in msgspec.structs.fields(Settings)}
+        settings = load(**{k: v for k, v in vars(args).items() if k in names})
+    except SettingError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    command: Command = args.run
+    try:
+        code = command(args, settings)
+        sys.stdout.flush()
+        return code
+    except TokenbusError as error:
+        return report(error, settings.front)
+    except ValueError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output has left; Python would complain of it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,65 @@
+"""Why tokens are not coming yet, on a terminal: a progress bar for loading, a line for the rest."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ...protocol.messages import System
+
+
+class Notices:
+    """Shows SYSTEM notices on stderr, and takes the bar away when the first token comes.
+
+    Without a terminal it is silent but for what a person would want in a log: retries.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, notice: System) -> None:
+        """Shows one notice."""
+        if not self._console.is_terminal:
+            if notice.event == "retrying":
+                print(f"tokenbus: {notice.message}", file=sys.stderr)
+            return
+        if self._progress is None or self._task is None:
+            self._progress = Progress(
+                TextColumn("[dim]{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(notice.message, total=None)
+        part = notice.progress
+        self._progress.update(
+            self._task,
+            description=notice.message,
+            total=None if part is None else 1.0,
+            completed=part or 0.0,
+        )
+
+    def clear(self) -> None:
+        """Takes the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.clear()

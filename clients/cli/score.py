@@ -1,0 +1,49 @@
+"""``tokenbus score``: how probable a text is after a prompt."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ...protocol.settings import Settings
+from .exits import OK
+from .notices import Notices
+from .options import add_request, client_for
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``score``."""
+    parser = commands.add_parser(
+        "score",
+        help="log-probabilities of a given text",
+        description="Prints the natural log-probability of each token of TEXT after PROMPT.",
+    )
+    parser.add_argument("prompt", help="what comes before")
+    parser.add_argument("text", help="what is scored")
+    add_request(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Scores one text."""
+    options: dict[str, Any] = {"model": args.request_model}
+    if args.timeout is not None:
+        options["timeout_s"] = args.timeout
+    with client_for(settings) as client, Notices() as notices:
+        scores = client.score(args.prompt, args.text, on_system=notices, **options)
+    if args.json:
+        fields = {"tokens": scores.tokens, "logprobs": scores.logprobs, "total": scores.total}
+        print(msgspec.json.encode(fields).decode())
+        return OK
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("token", justify="right")
+    table.add_column("logprob", justify="right")
+    for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
+        table.add_row(str(token), f"{logprob:.4f}")
+    table.add_row("total", f"{scores.total:.4f}", style="bold")
+    Console(highlight=False).print(table)
+    return OK

@@ -1,0 +1,52 @@
+"""``tokenbus status``: what runs, and how busy it is."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ...protocol.settings import Settings
+from .exits import OK
+from .options import PATIENCE_S, add_connection, client_for
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``status``."""
+    parser = commands.add_parser("status", help="what runs, and how busy it is")
+    add_connection(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Prints the state of the system."""
+    with client_for(settings) as client:
+        status = client.status(timeout_s=PATIENCE_S)
+    if args.json:
+        print(msgspec.json.encode(status).decode())
+        return OK
+    console = Console(highlight=False)
+    console.print(
+        f"broker {settings.front}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
+        f"{status.streams} streams   {status.queued} queued",
+        soft_wrap=True,
+    )
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("worker", "role", "state", "models", "requests", "tokens/s", "heartbeat"):
+        table.add_column(name)
+    for worker in status.workers:
+        table.add_row(
+            worker.name,
+            worker.role,
+            worker.state,
+            ", ".join(worker.models) or "none yet",
+            f"{worker.requests} of {worker.capacity}",
+            f"{worker.load.get('tokens_per_s', 0.0):,.0f}",
+            f"{worker.heartbeat_age_s:.1f} s ago",
+        )
+    console.print(table if status.workers else "no workers are registered", soft_wrap=True)
+    return OK

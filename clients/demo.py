@@ -1,0 +1,201 @@
+"""``make demo``: a whole system on this machine, shown in under a minute, and ended.
+
+It starts ``tokenbus up`` on a port and in a folder of its own, so that it disturbs no other system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import UNSET
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..protocol.errors import TokenbusError
+from . import AsyncClient, AsyncStream, Client
+
+START_S = 60.0
+"""How long the system may take to start, in seconds."""
+END_S = 40.0
+"""How long it may take to end, in seconds."""
+
+PROMPT = 'def read_lines(path):\n    """'
+EIGHT = [
+    "import os\nimport ",
+    "class Stack:\n    def ",
+    '{"name": "',
+    "for line in ",
+    "    raise ValueError(",
+    '    """Return the ',
+    "[1, 2, 3, ",
+    "if __name__ == ",
+]
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
+SCORED = ("import ", ("os", "sys", "banana"))
+
+NEXT = """\
+Go on:
+  .venv/bin/tokenbus up                          the same system, until Ctrl-C
+  .venv/bin/tokenbus generate 'def add(a, b):'   in another terminal: stream
+  .venv/bin/tokenbus client                      type prompts
+  .venv/bin/tokenbus serve-model PATH            your own model
+  README.md, docs/                               the Python client, the protocol"""
+
+
+def main() -> int:
+    """Runs the demo; the exit code."""
+    console = Console(highlight=False)
+    started = time.monotonic()
+    try:
+        with _system(console) as front:
+            _one(front, console)
+            asyncio.run(_eight(front, console))
+            _score(front, console)
+            console.rule("[bold]ending it", align="left", style="dim")
+    except (TokenbusError, DemoError) as error:
+        console.print(f"the demo failed: {error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    seconds = time.monotonic() - started
+    console.print(f"nothing is left running; that took {seconds:.0f} s\n", style="dim")
+    console.print(NEXT, markup=False)
+    return 0
+
+
+class DemoError(Exception):
+    """The system did not start, or did not end."""
+
+
+@contextlib.contextmanager
+def _system(console: Console) -> Iterator[str]:
+    """A system under supervisord, with the address of its broker."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
+    front = f"tcp://127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "tokenbus.clients.cli", "up"]
+    flags = ["--front", front, "--run-dir", str(folder / "run"), "--model", "embedded"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+    output = folder / "output"
+    console.rule("[bold]tokenbus up: broker and GPU worker under supervisord", align="left")
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, *flags],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the demo alone, which then ends the system.
+        )
+    try:
+        with console.status("starting: torch and the model are being loaded"):
+            _wait_until_ready(process, output)
+        console.print(output.read_text().strip(), style="dim", markup=False, soft_wrap=True)
+        yield front
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise DemoError(f"the system did not end; its logs are in {folder}") from None
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while "ready:" not in output.read_text():
+        if process.poll() is not None:
+            raise DemoError(f"tokenbus up ended with {process.returncode}: {output.read_text()}")
+        if time.monotonic() > deadline:
+            raise DemoError(f"the system was not ready within {START_S:.0f} s")
+        time.sleep(0.05)
+
+
+def _one(front: str, console: Console) -> None:
+    console.rule("[bold]one stream", align="left")
+    console.print(PROMPT, style="bold", end="", markup=False)
+    with Client(front) as client:
+        stream = client.generate(PROMPT, max_tokens=90, temperature=0.6, seed=5)
+        first = None
+        started = time.monotonic()
+        for token in stream:
+            first = first or time.monotonic() - started
+            if token.text is not UNSET:
+                console.print(token.text, style="cyan", end="", markup=False)
+        seconds = time.monotonic() - started
+        count = len(stream.tokens)
+    console.print(
+        f"\n{count} tokens in {seconds:.2f} s, the first after {(first or 0) * 1000:.0f} ms",
+        style="dim",
+    )
+
+
+async def _eight(front: str, console: Console) -> None:
+    console.rule("[bold]eight at once, on one connection", align="left")
+    order: list[int] = []
+    async with AsyncClient(front) as client:
+        streams = [
+            client.generate(p, max_tokens=40, temperature=0.6, seed=i) for i, p in enumerate(EIGHT)
+        ]
+        started = time.monotonic()
+        with Live(console=console, refresh_per_second=20) as live:
+
+            async def read(number: int, stream: AsyncStream) -> None:
+                async for _ in stream:
+                    order.append(number)
+                    live.update(_lines(streams))
+
+            await asyncio.gather(*itertools.starmap(read, enumerate(streams)))
+            live.update(_lines(streams))
+        seconds = time.monotonic() - started
+    shown = Text("as they came: ", style="dim")
+    for number in order[: max(16, console.width - 16)]:
+        shown.append("█", style=COLOURS[number])
+    console.print(shown, no_wrap=True, overflow="crop")
+    console.print(f"{len(order)} tokens in {seconds:.2f} s", style="dim")
+
+
+def _lines(streams: list[AsyncStream]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for number, stream in enumerate(streams):
+        text = "".join(s.text for s in stream.sequences)
+        line = Text(EIGHT[number].replace("\n", "⏎"), style="bold")
+        line.append(text.replace("\n", "⏎"), style=COLOURS[number])
+        table.add_row(line)
+    return table
+
+
+def _score(front: str, console: Console) -> None:
+    prompt, candidates = SCORED
+    console.rule("[bold]a score: how probable is what comes next?", align="left")
+    with Client(front) as client:
+        for text in candidates:
+            total = client.score(prompt, text).total
+            console.print(f"  {prompt}[bold]{text:8}[/] log-probability {total:8.3f}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""What callers pass, as the calls that a client makes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+from ..protocol.bodies import pack_tokens
+from ..protocol.errors import Code, RequestError
+from ..protocol.messages import (
+    Buffer,
+    Generate,
+    ModelInfoRequest,
+    Score,
+    StatusRequest,
+    System,
+)
+from .calls import Call
+
+Prompt = str | Sequence[int]
+"""Text, which the worker tokenizes, or token ids."""
+OnSystem = Callable[[System], None]
+
+RETRY_S = 30.0
+"""How long lost requests are tried again, in seconds, where the caller says nothing."""
+ASK_S = 30.0
+"""How long ``model_info`` and ``status`` wait for their answer, in seconds."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What every request of tokens may carry. Times in seconds."""
+
+    model: str
+    """The model's name; where it is missing: the one that is served, else the embedded one."""
+    buffers: Sequence[str]
+    """Names of buffers that precede the prompt."""
+    priority: int
+    """Higher goes first; 0."""
+    timeout_s: float
+    """End the request, with RequestTimeoutError, this long after it began."""
+    stall_s: float
+    """Try it again where nothing came for this long."""
+    retry_s: float
+    """How long to try again what a full queue or a lost worker refused; 30. 0: never."""
+    on_system: OnSystem
+    """Called, while the stream is read, with each notice: loading, queued, tried again."""
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """The options of ``generate``; ``protocol.sampling`` says what the sampling ones do."""
+
+    text: bool
+    """Entries carry text; where it is missing: if the prompt is text."""
+    temperature: float
+    max_tokens: int
+    logit_bias: dict[int, float]
+    top_logprobs: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    stop: Sequence[str | int]
+    ignore_eos: bool
+    n: int
+    save: str
+    """Keep prompt and output as a buffer of this name."""
+    controller: str
+    """A module id, a tag, or the name of a built-in."""
+    controller_arg: str | dict[str, Any]
+
+
+def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
+    """The call of a GENERATE.
+
+    A sampled one gets its seed here, so that another try brings the same tokens.
+    """
+    given: dict[str, Any] = dict(options)
+    timing = _timing(given)
+    given.setdefault("text", isinstance(prompt, str))
+    if given.get("temperature") and given.get("seed") is None:
+        given["seed"] = secrets.randbits(63)
+    for name in ("stop", "buffers"):
+        if name in given:
+            given[name] = _as_list(given[name], name)
+    body, attachments = _prompt(prompt)
+    message = Generate(stream_id=0, prompt=body, timeout_s=timing["timeout_s"], **given)
+    return Call(b"GENERATE", message, attachments, **timing)
+
+
+def score_call(prompt: Prompt, scored: Prompt, options: RequestOptions) -> Call:
+    """The call of a SCORE."""
+    given: dict[str, Any] = dict(options)
+    timing = _timing(given)
+    if "buffers" in given:
+        given["buffers"] = _as_list(given["buffers"], "buffers")
+    body, attachments = _prompt(prompt)
+    ids = scored if isinstance(scored, str) else _ids(scored, "$.scored")
+    message = Score(stream_id=0, prompt=body, scored=ids, timeout_s=timing["timeout_s"], **given)
+    return Call(b"SCORE", message, attachments, **timing)
+
+
+def model_info_call(model: str, timeout_s: float) -> Call:
+    """The call of a MODEL_INFO; it waits for a model that is being loaded."""
+    message = ModelInfoRequest(stream_id=0, model=model)
+    return Call(b"MODEL_INFO", message, timeout_s=timeout_s, retry_s=timeout_s)
+
+
+def status_call(timeout_s: float) -> Call:
+    """The call of a STATUS."""
+    return Call(b"STATUS", StatusRequest(stream_id=0), timeout_s=timeout_s)
+
+
+def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
+    """The call of a BUFFER."""
+    if content is None:
+        return Call(b"BUFFER", Buffer(name=name), timeout_s=timeout_s)
+    if isinstance(content, str):
+        return Call(b"BUFFER", Buffer(name=name, text=content), timeout_s=timeout_s)
+    return Call(b"BUFFER", Buffer(name=name), (_packed(content),), timeout_s=timeout_s)
+
+
+def _timing(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes out what the client itself needs."""
+    given.pop("on_system", None)
+    return {
+        "timeout_s": given.pop("timeout_s", None),
+        "stall_s": given.pop("stall_s", None),
+        "retry_s": given.pop("retry_s", RETRY_S),
+    }
+
+
+def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
+    """A prompt as the field of that name, or as an attachment: 4 bytes for each token."""
+    return (prompt, ()) if isinstance(prompt, str) else (None, (_packed(prompt),))
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    try:
+        return pack_tokens(ids)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"a prompt is text or a list of token ids from 0 to 2**32 - 1: {error}",
+            path="$.prompt",
+        ) from None
+
+
+def _ids(ids: Sequence[int], path: str) -> list[int]:
+    try:
+        return [int(i) for i in ids]
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            Code.INVALID_FIELD, f"token ids are whole numbers: {error}", path=path
+        ) from None
+
+
+def _as_list(value: Any, name: str) -> list[Any]:
+    if isinstance(value, str):
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"{name} is a list, as [{value!r}], not a single text",
+            path=f"$.{name}",
+        )
+    return list(value)

@@ -1,0 +1,103 @@
+"""What a stream has brought so far: its sequences, and the scores of a SCORE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET
+
+from ..protocol.errors import Code, RequestTimeoutError, ServiceError, TokenbusError
+from ..protocol.messages import Token
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One sequence of a stream: ``n`` of them, or the forks of a controller."""
+
+    seq: int
+    parent: int | None = None
+    """The sequence from which it was forked; its tokens up to there are in this one too."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    logs: str = ""
+    storage: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    _pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text so far, in text mode; without it, ``""``."""
+        return "".join(self._pieces)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The log-probability of all tokens together."""
+        return sum(self.logprobs)
+
+    def _fork(self, number: int, at: int) -> Sequence:
+        return Sequence(
+            number, self.seq, self.tokens[:at], self.logprobs[:at], _pieces=self._pieces[:at]
+        )
+
+    def _add(self, entry: Token) -> None:
+        if entry.backtrack:
+            for parts in (self.tokens, self.logprobs, self._pieces):
+                del parts[max(0, len(parts) - entry.backtrack) :]
+        text = "" if entry.text is UNSET else entry.text
+        if entry.token is not None:
+            self.tokens.append(entry.token)
+            self.logprobs.append(entry.logprob if entry.logprob is not None else float("nan"))
+            self._pieces.append(text)
+        elif text:
+            if not self._pieces:
+                self._pieces.append("")
+            self._pieces[-1] += text
+        self.logs += entry.logs
+        self.storage += entry.storage
+        if entry.finish_reason is not None:
+            self.finish_reason, self.error = entry.finish_reason, entry.error
+
+
+class Sequences:
+    """Collects the entries of one stream."""
+
+    def __init__(self) -> None:
+        self.by_seq: dict[int, Sequence] = {}
+
+    def add(self, entry: Token) -> None:
+        """Counts one entry in."""
+        sequence = self.by_seq.get(entry.seq)
+        if sequence is None:
+            parent = self.by_seq.get(entry.parent) if entry.parent is not None else None
+            at = entry.pos + entry.backtrack
+            sequence = parent._fork(entry.seq, at) if parent is not None else Sequence(entry.seq)
+            self.by_seq[entry.seq] = sequence
+        sequence._add(entry)
+
+    def listed(self) -> list[Sequence]:
+        """All sequences, by number."""
+        return [self.by_seq[number] for number in sorted(self.by_seq)]
+
+    def failure(self) -> TokenbusError | None:
+        """The error of a stream that had one sequence and failed, or whose time passed."""
+        ended = list(self.by_seq.values())
+        if any(s.finish_reason == "timeout" for s in ended):
+            return RequestTimeoutError(Code.TIMEOUT, "the request's time has passed")
+        if len(ended) == 1 and ended[0].finish_reason == "error":
+            return ServiceError(Code.INTERNAL, ended[0].error or "the sequence failed")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The answer of ``score``: each token of the scored part, and its natural log-probability."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole scored part, given the prompt."""
+        return sum(self.logprobs)

@@ -1,0 +1,356 @@
+"""One client's side of the protocol: messages in, messages and events out.
+
+No sockets and no clocks, as in the broker's core: frames and times are passed in, ``outgoing``
+holds what to send and ``ready`` what to hand to the callers. What it takes care of: the session
+outlives its connection (HELLO with the token, ATTACH for each stream), requests that were lost are
+sent again without telling anything twice, and no call waits for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import UNSET
+
+from ..protocol.bodies import Encoding
+from ..protocol.errors import (
+    RETRYABLE,
+    Code,
+    ConnectionLostError,
+    RequestTimeoutError,
+    TokenbusError,
+    UnavailableError,
+    error_for,
+)
+from ..protocol.frames import Message, decode_frames, encode_frames
+from ..protocol.messages import (
+    SERVER_MESSAGES,
+    Attach,
+    Buffer,
+    Bye,
+    Cancel,
+    Error,
+    Hello,
+    Msg,
+    Ping,
+    Pong,
+    System,
+    Token,
+    Welcome,
+)
+from .calls import Call, Ended, Event
+
+log = logging.getLogger(__name__)
+
+Frames = list[bytes]
+
+HELLO_AGAIN_S = 5.0
+"""How long an unanswered HELLO waits before the connection is made anew, in seconds."""
+BACK_OFF_S = (0.1, 2.0)
+"""The first pause before another try, and the longest; each is twice the one before."""
+LOOK_S = 0.25
+"""How often deadlines are looked at, in seconds."""
+GRACE_S = 1.0
+"""How long the broker has to tell of a timeout before the client does, in seconds."""
+
+
+class Session:
+    """The session of one client with the broker at ``front``.
+
+    ``patience_s``: how long calls wait for a broker that does not answer.
+    """
+
+    def __init__(self, front: str, patience_s: float, now: float) -> None:
+        self._front = front
+        self._patience_s = patience_s
+        self.outgoing: list[Frames] = []
+        self.ready: list[tuple[Call, list[Event]]] = []
+        self._calls: dict[int, Call] = {}
+        self._waiting: dict[int, Call] = {}
+        """Calls to send: at the WELCOME, or at their ``resend_at``."""
+        self._barriers: dict[int, Call] = {}
+        """BUFFER calls by the number of the PING behind them."""
+        self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
+        self._ids = itertools.count(1)
+        self._token: str | None = None
+        self._encoding: Encoding = "msgpack"
+        self._welcomed = False
+        self._offline_since = now
+        self._hello_at = now
+        self._heard = now
+        self._ping_s = 2.0
+        self._silence_s = 6.0
+        self._ping_at = now
+        self._look_at = now
+
+    # --- the connection -------------------------------------------------------------------------
+
+    def connected(self, now: float) -> None:
+        """A new connection: says HELLO on it; whatever was not sent on the old one is void."""
+        if self._welcomed:
+            self._offline_since = now
+        self._hello(now)
+
+    def lost(self, now: float) -> bool:
+        """Whether the connection is to be made anew: the broker is silent for too long."""
+        if not self._welcomed:
+            return now - self._hello_at > HELLO_AGAIN_S
+        return now - self._heard > self._silence_s
+
+    def wait_s(self, now: float) -> float:
+        """How long nothing needs to be done, in seconds."""
+        due = min(self._ping_at, self._look_at) if self._welcomed else self._look_at
+        return max(0.0, due - now)
+
+    def _hello(self, now: float) -> None:
+        self._welcomed = False
+        self._hello_at = self._heard = now
+        self.outgoing.clear()
+        self._send(
+            b"HELLO",
+            Hello(
+                encodings=("msgpack", "json"),
+                session=self._token,
+                client="tokenbus-python",
+                capabilities=["ping"],
+            ),
+        )
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def submit(self, call: Call, now: float) -> None:
+        """Begins a call; its events go to ``ready``, the last of them an Ended."""
+        call.began = call.heard = now
+        self._queue(call)
+        if self._welcomed:
+            self._send_call(call, now)
+
+    def cancel(self, call: Call, reason: Literal["cancelled", "timeout"] = "cancelled") -> None:
+        """Nobody waits for this call any more."""
+        if not call.over:
+            call.over = True
+            self._forget(call, reason)
+
+    def end_all(self, error: TokenbusError) -> None:
+        """Ends every call with ``error``."""
+        for call in list(self._calls.values()):
+            self._end(call, error)
+
+    def bye(self) -> None:
+        """Ends the session; the broker ends its streams."""
+        self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
+        if self._welcomed:
+            self._send(b"BYE", Bye())
+
+    def _queue(self, call: Call) -> None:
+        """Gives the call's next try a number of its own, so that an earlier one is told apart."""
+        call.number = next(self._ids)
+        if not isinstance(call.message, Buffer):
+            call.message.stream_id = call.number
+        self._calls[call.number] = self._waiting[call.number] = call
+
+    def _send_call(self, call: Call, now: float) -> None:
+        message = call.message
+        if isinstance(message, Buffer):
+            self._buffers[message.name] = (message, call.attachments)
+            self._barriers[call.number] = call
+            self._send(b"BUFFER", message, call.attachments)
+            self._send(b"PING", Ping(n=call.number))
+        else:
+            self._send(call.type, message, call.attachments)
+        self._waiting.pop(call.number, None)
+        call.sent = True
+        call.heard = now
+        call.tries += 1
+
+    def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
+        """Drops a call from every table; with ``reason``, the broker is told to end its stream."""
+        self._calls.pop(call.number, None)
+        self._waiting.pop(call.number, None)
+        self._barriers.pop(call.number, None)
+        if reason is not None and call.sent and not isinstance(call.message, Buffer):
+            self._send(b"CANCEL", Cancel(stream_id=call.number, reason=reason))
+
+    def _end(self, call: Call, error: TokenbusError | None, *events: Event) -> None:
+        if not call.over:
+            call.over = True
+            self._forget(call, None)
+            self.ready.append((call, [*events, Ended(error)]))
+
+    def _failed(self, call: Call, error: TokenbusError, now: float, tell_broker: bool) -> None:
+        """A try has failed: plans another one, or ends the call."""
+        if call.failed_at is None:
+            call.failed_at = now
+        if error.code not in RETRYABLE or now - call.failed_at >= call.retry_s:
+            if tell_broker:
+                self._forget(call, "cancelled")
+            self._end(call, error)
+            return
+        self._forget(call, "cancelled" if tell_broker else None)
+        first, longest = BACK_OFF_S
+        pause = error.retry_after_s or min(longest, first * 2.0 ** min(call.tries, 10))
+        notice = System(event="retrying", message=f"{error.message}; trying again")
+        self.ready.append((call, [notice]))
+        call.begin_try()
+        call.resend_at = now + pause
+        self._queue(call)
+        self._look_at = min(self._look_at, call.resend_at)
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def on_frames(self, frames: Sequence[bytes], now: float) -> None:
+        """One message of the broker's."""
+        self._heard = now
+        try:
+            message = decode_frames(frames, SERVER_MESSAGES)
+        except TokenbusError as error:
+            log.warning("a message from the broker was dropped: %s", error)
+            return
+        match message.body:
+            case list() as entries:
+                self._tokens(entries, now)
+            case Welcome() as welcome:
+                self._on_welcome(welcome, now)
+            case Pong() as pong:
+                self._on_pong(pong, now)
+            case Error() as error_message:
+                self._on_error(error_message, now)
+            case Msg() as msg:
+                self._on_msg(msg, now)
+            case System() as notice:
+                call = self._calls.get(notice.stream_id) if notice.stream_id else None
+                if call is not None:
+                    call.heard = now
+                    self.ready.append((call, [notice]))
+
+    def _tokens(self, entries: list[Token], now: float) -> None:
+        per_call: dict[int, tuple[Call, list[Event]]] = {}
+        for entry in entries:
+            call = self._calls.get(entry.stream_id)
+            if call is None or call.attaching:
+                continue
+            call.heard = now
+            call.failed_at = None
+            if call.is_new(entry):
+                per_call.setdefault(entry.stream_id, (call, []))[1].append(entry)
+            if entry.finish_reason is not None and entry.live == 0:
+                call.over = True
+                per_call.setdefault(entry.stream_id, (call, []))[1].append(Ended(None))
+                self._forget(call, None)
+        self.ready += per_call.values()
+
+    def _on_welcome(self, welcome: Welcome, now: float) -> None:
+        self._welcomed = True
+        self._token = welcome.session
+        self._encoding = "msgpack" if welcome.encoding == "msgpack" else "json"
+        self._ping_s = welcome.ping_s
+        self._silence_s = max(2 * welcome.ping_s, 0.6 * welcome.expiry_s)
+        self._ping_at = now + welcome.ping_s
+        sent = [call for call in self._calls.values() if call.sent]
+        if not welcome.resumed:
+            for kept, attachments in self._buffers.values():
+                self._send(b"BUFFER", kept, attachments)
+        live = set(welcome.streams) if welcome.resumed else set()
+        lost = ConnectionLostError(Code.CONNECTION_LOST, "the connection to the broker was lost")
+        for call in sent:
+            if call.number in live:
+                call.attaching = True
+                self._send(b"ATTACH", Attach(stream_id=call.number, received=call.received))
+            else:
+                self._failed(call, lost, now, tell_broker=True)
+        for call in list(self._waiting.values()):
+            if call.resend_at is None:
+                self._send_call(call, now)
+
+    def _on_pong(self, pong: Pong, now: float) -> None:
+        barrier = self._barriers.get(pong.n)
+        if not pong.session and self._welcomed:
+            self._offline_since = now
+            self._hello(now)
+        elif barrier is not None:
+            self._end(barrier, None)
+
+    def _on_error(self, body: Error, now: float) -> None:
+        error = error_for(
+            body.code,
+            body.message,
+            path=body.path,
+            stream_id=body.stream_id,
+            retry_after_s=body.retry_after_s,
+        )
+        call = self._calls.get(body.stream_id) if body.stream_id is not None else None
+        if call is not None:
+            if call.attaching and body.code == Code.UNKNOWN_STREAM:
+                error = ConnectionLostError(
+                    Code.CONNECTION_LOST, "the stream ended while the connection was lost"
+                )
+            self._failed(call, error, now, tell_broker=False)
+        elif body.type == "BUFFER" and self._barriers:
+            refused = next(iter(self._barriers.values()))
+            self._buffers.pop(_buffer_name(refused), None)
+            self._end(refused, error)
+        elif body.type == "HELLO":
+            self.end_all(error)
+        elif body.code == Code.TOO_LARGE and (sent := self._oldest(body.type)) is not None:
+            self._end(sent, error)
+        else:
+            log.warning("the broker says: %s", error)
+
+    def _oldest(self, word: str | None) -> Call | None:
+        """The first call of a type that was sent and not answered yet."""
+        for call in self._calls.values():
+            if call.sent and not call.received and call.type.decode() == word:
+                return call
+        return None
+
+    def _on_msg(self, msg: Msg, now: float) -> None:
+        call = self._calls.get(msg.stream_id)
+        if call is None:
+            return
+        call.heard = now
+        if msg.attached is not UNSET:
+            call.attaching = False
+        else:
+            self._end(call, None, msg)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def on_time(self, now: float) -> None:
+        """Sends what is due, and ends what has waited for too long."""
+        if self._welcomed and now >= self._ping_at:
+            self._ping_at = now + self._ping_s
+            self._send(b"PING", Ping())
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        for call in list(self._calls.values()):
+            self._look(call, now)
+
+    def _look(self, call: Call, now: float) -> None:
+        if call.timeout_s is not None and now - call.began > call.timeout_s + GRACE_S:
+            self._forget(call, "timeout")
+            what = f"the request's time of {call.timeout_s:g} s has passed"
+            self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
+        elif not self._welcomed:
+            if now - max(self._offline_since, call.began) > self._patience_s:
+                what = f"no broker answers at {self._front}"
+                self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
+        elif call.resend_at is not None:
+            if now >= call.resend_at:
+                call.resend_at = None
+                self._send_call(call, now)
+            else:
+                self._look_at = min(self._look_at, call.resend_at)
+        elif call.stall_s is not None and call.sent and now - call.heard > call.stall_s:
+            what = f"nothing came for {call.stall_s:g} s"
+            self._failed(call, UnavailableError(Code.WORKER_LOST, what), now, tell_broker=True)
+
+    def _send(self, word: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        self.outgoing.append(encode_frames(Message(word, body, attachments), self._encoding))
+
+
+def _buffer_name(call: Call) -> str:
+    return call.message.name if isinstance(call.message, Buffer) else ""

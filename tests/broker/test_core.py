@@ -1,0 +1,397 @@
+"""The broker without sockets: frames and times in, frames out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.broker.core import Broker
+from tokenbus.broker.outbox import Outbox, Sent
+from tokenbus.broker.outgoing import Outgoing, Side
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import (
+    Flag,
+    Header,
+    decode_header,
+    encode_header,
+    encode_token_header,
+)
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Register, Registered
+
+
+class Bench:
+    """A broker, with what it sends sorted by whom it is for. Peers are named as on a socket."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 100.0
+        self.broker = Broker(BrokerSettings(**settings), boot=1, now=self.now)
+        self.sent: list[Outgoing] = []
+
+    def client(
+        self, name: str, word: str, body: dict[str, Any] | None = None, key: str = ""
+    ) -> list[tuple[str, Any]]:
+        """A client's message; what it is answered at once."""
+        frames = [word.encode(), msgspec.json.encode(body or {})]
+        return self._take(self.broker.on_client(_peer(name), frames, self.now, key), name)
+
+    def worker(self, name: str, **fields: Any) -> Registered:
+        """Registers a worker; the broker's answer."""
+        given: dict[str, Any] = {"capacity": 2, "patterns": ["m"], "default": "m"} | fields
+        register = Register(name=name, role="gpu", version=1, pid=1, host="h", **given)
+        answers = self.say(name, "REGISTER", register)
+        [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
+        return msgspec.msgpack.decode(answer[2], type=Registered)
+
+    def say(self, name: str, word: str, body: Any, header: Header | None = None) -> list[Outgoing]:
+        """A worker's message."""
+        frames = [word.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
+        out = self.broker.on_worker(_peer(name), frames, self.now)
+        self.sent += out
+        return out
+
+    def tokens(self, name: str, to: Header, *entries: Token, final: bool = False) -> list[Any]:
+        """A worker's TOKEN message for one stream."""
+        finished = [to.request] if final else []
+        head = encode_token_header([to.address], finished)
+        frames = [b"TOKEN", head, encode_body(list(entries), "json")]
+        return self._note(self.broker.on_worker(_peer(name), frames, self.now))
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass, in the steps in which the process would look at its clock."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.25)
+            self.sent += self.broker.tick(self.now)
+
+    def to_client(self, name: str) -> list[tuple[str, Any]]:
+        """What was sent to a client since the last look."""
+        return self._take([], name)
+
+    def to_worker(self, name: str) -> list[tuple[str, Header]]:
+        """What was sent to a worker since the last look, but for heartbeats."""
+        mine = [m for m in self.sent if m.side is Side.BACK and m.peer == _peer(name)]
+        self.sent = [m for m in self.sent if m not in mine]
+        found = [(m.frames[0].decode(), decode_header(m.frames[1])) for m in mine]
+        return [m for m in found if m[0] not in ("HEARTBEAT", "REGISTERED")]
+
+    def _note(self, out: list[Outgoing]) -> list[Outgoing]:
+        self.sent += out
+        return out
+
+    def _take(self, out: list[Outgoing], name: str) -> list[tuple[str, Any]]:
+        self.sent += out
+        mine = [m for m in self.sent if m.side is Side.FRONT and m.peer == _peer(name)]
+        self.sent = [m for m in self.sent if m not in mine]
+        return [(m.frames[0].decode(), msgspec.json.decode(m.frames[1])) for m in mine]
+
+
+def _peer(name: str) -> bytes:
+    return b"\0" + name.encode()
+
+
+def generate(stream: int, **fields: Any) -> dict[str, Any]:
+    return {"stream_id": stream, "model": "m", "prompt": [1], **fields}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_request_goes_to_the_least_filled_worker(bench: Bench) -> None:
+    bench.worker("a")
+    bench.worker("b")
+    for stream in (1, 2, 3):
+        assert bench.client("c", "GENERATE", generate(stream)) == []
+    assert len(bench.to_worker("a")) + len(bench.to_worker("b")) == 3
+    bench.client("c", "GENERATE", generate(4))
+    counts = [
+        len(bench.broker.dispatcher.workers[w].requests) for w in bench.broker.dispatcher.workers
+    ]
+    assert counts == [2, 2]
+
+
+def test_a_worker_that_has_the_model_goes_before_one_that_would_load_it(bench: Bench) -> None:
+    info = {
+        "name": "m",
+        "vocab_size": 9,
+        "context_length": 9,
+        "eos_token_ids": [0],
+        "fingerprint": "",
+    }
+    bench.worker("loads")
+    from tokenbus.protocol.messages import ModelInfo
+
+    bench.worker("has", models=[ModelInfo(**info)])
+    bench.client("c", "GENERATE", generate(1))
+    assert bench.to_worker("loads") == []
+    assert [w for w, _ in bench.to_worker("has")] == ["GENERATE"]
+
+
+def test_what_finds_no_room_waits_its_turn_and_hears_its_place(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, first)] = bench.to_worker("a")
+    [(word, notice)] = bench.client("c", "GENERATE", generate(2))
+    assert (word, notice["event"], notice["place"]) == ("SYSTEM", "queued", 1)
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("a", first, end, final=True)
+    assert [w for w, _ in bench.to_worker("a")] == ["GENERATE"]
+
+
+def test_a_higher_priority_leaves_the_queue_first(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, first)] = bench.to_worker("a")
+    bench.client("c", "GENERATE", generate(2))
+    bench.client("c", "GENERATE", generate(3, priority=1))
+    bench.tokens("a", first, final=True)
+    [running] = bench.broker.dispatcher.workers.values()
+    assert [r.stream_id for r in running.requests.values()] == [3]
+
+
+def test_a_full_queue_answers_at_once_when_to_try_again() -> None:
+    bench = Bench(max_queued=1)
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    bench.client("c", "GENERATE", generate(2))
+    [(word, error)] = bench.client("c", "GENERATE", generate(3))
+    assert (word, error["code"], error["stream_id"]) == ("ERROR", "queue_full", 3)
+    assert error["retry_after_s"] > 0
+
+
+def test_without_a_worker_the_client_is_told(bench: Bench) -> None:
+    [(_, error)] = bench.client("c", "GENERATE", generate(1))
+    assert error["code"] == "no_worker"
+    bench.worker("a")
+    [(_, error)] = bench.client("c", "GENERATE", generate(1, model="other"))
+    assert error["code"] == "unknown_model"
+    assert "m" in error["message"]
+
+
+def test_tokens_reach_their_client_as_they_are(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(7))
+    [(_, header)] = bench.to_worker("a")
+    bench.tokens("a", header, Token(token=5, stream_id=7, logprob=-1.0, finish_reason=None))
+    [(word, [entry])] = bench.to_client("c")
+    assert (word, entry["token"], entry["stream_id"]) == ("TOKEN", 5, 7)
+
+
+def test_a_cancel_goes_to_the_worker_and_ends_a_waiting_request_at_once(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    bench.client("c", "GENERATE", generate(2))
+    bench.to_worker("a")
+    [(word, [entry])] = bench.client("c", "CANCEL", {"stream_id": 2, "reason": "timeout"})[-1:]
+    assert (word, entry["finish_reason"]) == ("TOKEN", "timeout")
+    assert bench.client("c", "CANCEL", {"stream_id": 1}) == []
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    assert bench.client("c", "CANCEL", {"stream_id": 99}) == []
+
+
+def test_a_deadline_cancels(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1, timeout_s=2.0))
+    bench.to_worker("a")
+    bench.pass_time(1.5)
+    bench.say("a", "HEARTBEAT", Heartbeat())
+    assert bench.to_worker("a") == []
+    bench.pass_time(1.0)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+
+
+def test_a_silent_worker_is_lost_and_its_clients_are_told_within_six_seconds(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    bench.pass_time(4.5)
+    assert bench.to_client("c") == []
+    bench.pass_time(1.0)
+    [(_, error)] = bench.to_client("c")
+    assert (error["code"], error["stream_id"]) == ("worker_lost", 1)
+    assert bench.broker.dispatcher.workers == {}
+    # It was only slow: the next word from it makes it register anew.
+    [again] = bench.say("a", "HEARTBEAT", Heartbeat())
+    assert again.frames[0] == b"REREGISTER"
+
+
+def test_a_heartbeat_keeps_the_lease(bench: Bench) -> None:
+    bench.worker("a")
+    for _ in range(20):
+        bench.pass_time(1.0)
+        bench.say("a", "HEARTBEAT", Heartbeat())
+    assert len(bench.broker.dispatcher.workers) == 1
+
+
+def test_a_draining_or_hung_worker_gets_nothing_new(bench: Bench) -> None:
+    bench.worker("a")
+    bench.say("a", "DRAIN", {"reason": "restart"})
+    [(word, notice)] = bench.client("c", "GENERATE", generate(1))
+    assert (word, notice["event"]) == ("SYSTEM", "queued")
+    bench.worker("b")
+    assert [w for w, _ in bench.to_worker("b")] == ["GENERATE"]
+    bench.say("b", "HEARTBEAT", Heartbeat(step_age_s=100.0))
+    [(word, notice)] = bench.client("c", "GENERATE", generate(2))
+    assert notice["event"] == "queued"
+
+
+def test_live_requests_that_nobody_waits_for_are_to_be_dropped(bench: Bench) -> None:
+    answer = bench.worker("a", live=[LiveRequest(request=77, session=5, stream_id=1)])
+    assert answer.unknown == [77]
+
+
+def test_a_duplicate_stream_is_refused_and_the_first_goes_on(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, error)] = bench.client("c", "GENERATE", generate(1))
+    assert error["code"] == "duplicate_stream"
+    [(_, header)] = bench.to_worker("a")
+    bench.tokens("a", header, Token(token=5, stream_id=1, logprob=0.0, finish_reason=None))
+    assert bench.to_client("c")[0][0] == "TOKEN"
+
+
+def test_a_session_is_taken_over_by_its_token_under_the_same_key_only(bench: Bench) -> None:
+    bench.worker("a")
+    [(_, welcome)] = bench.client("old", "HELLO", {}, key="k")
+    bench.client("old", "GENERATE", generate(1), key="k")
+    [(_, header)] = bench.to_worker("a")
+    token = welcome["session"]
+    [(_, thief)] = bench.client("thief", "HELLO", {"session": token}, key="other")
+    assert "resumed" not in thief
+    assert thief["session"] != token
+    [(_, again)] = bench.client("new", "HELLO", {"session": token}, key="k")
+    assert again["resumed"]
+    assert again["streams"] == [1]
+    [(_, taken)] = bench.to_client("old")
+    assert taken["code"] == "session_taken"
+    bench.tokens("a", header, Token(token=5, stream_id=1, logprob=0.0, finish_reason=None))
+    assert bench.to_client("new")[0][0] == "TOKEN"
+    assert bench.to_client("old") == []
+    bench.client("new", "ATTACH", {"stream_id": 1, "received": 0}, key="k")
+    assert [w for w, _ in bench.to_worker("a")] == ["ATTACH"]
+
+
+def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("anonymous", "GENERATE", generate(1))
+    bench.client("greeted", "HELLO", {"capabilities": ["ping"]})
+    bench.client("greeted", "GENERATE", generate(1))
+    bench.to_worker("a")
+    bench.sent += bench.broker.on_gone(Side.FRONT, _peer("anonymous"), bench.now)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    for _ in range(16):
+        bench.pass_time(1.0)
+        bench.say("a", "HEARTBEAT", Heartbeat())
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    assert bench.broker.front.sessions == {}
+
+
+def test_ping_says_whether_the_connection_has_a_session(bench: Bench) -> None:
+    [(_, pong)] = bench.client("c", "PING", {"n": 3})
+    assert pong == {"n": 3, "session": False}
+    bench.client("c", "HELLO")
+    [(_, pong)] = bench.client("c", "PING")
+    assert pong == {}
+
+
+def test_an_unsupported_version_or_encoding_is_refused(bench: Bench) -> None:
+    [(_, error)] = bench.client("c", "HELLO", {"versions": [9]})
+    assert (error["code"], error["path"]) == ("unsupported_version", "$.versions")
+    [(_, error)] = bench.client("c", "HELLO", {"encodings": ["xml"]})
+    assert (error["code"], error["path"]) == ("unsupported", "$.encodings")
+
+
+def test_buffers_go_along_with_the_request_that_names_them() -> None:
+    bench = Bench(max_buffer_bytes=20)
+    bench.worker("a")
+    bench.client("c", "BUFFER", {"name": "b", "tokens": [1, 2]})
+    bench.client("c", "GENERATE", generate(1, buffers=["b"]))
+    [message] = [m for m in bench.sent if m.frames[0] == b"GENERATE"]
+    assert message.frames[-1] == b"t" + bytes([1, 0, 0, 0, 2, 0, 0, 0])
+    [(_, error)] = bench.client("c", "GENERATE", generate(2, buffers=["b", "x"]))
+    assert (error["code"], error["path"]) == ("unknown_buffer", "$.buffers[1]")
+    [(_, error)] = bench.client("c", "BUFFER", {"name": "big", "tokens": [1] * 9})
+    assert error["code"] == "too_large"
+    bench.client("c", "BUFFER", {"name": "b"})
+    [(_, error)] = bench.client("c", "GENERATE", generate(2, buffers=["b"]))
+    assert error["code"] == "unknown_buffer"
+
+
+def test_a_client_cannot_speak_a_workers_verbs(bench: Bench) -> None:
+    for word in ("REGISTER", "HEARTBEAT", "TOKEN", "STEP"):
+        [(_, error)] = bench.client("c", word)
+        assert error["code"] == "unknown_type"
+
+
+def test_a_routing_id_of_the_clients_own_is_refused(bench: Bench) -> None:
+    [out] = bench.broker.on_client(b"me", [b"PING", b"{}"], bench.now)
+    assert msgspec.json.decode(out.frames[1])["code"] == "not_allowed"
+
+
+def test_a_bad_message_of_a_worker_is_dropped_and_counted(bench: Bench) -> None:
+    bench.worker("a")
+    for frames in ([b"TOKEN"], [b"TOKEN", b"x"], [b"FLY", encode_header(), b""], []):
+        assert bench.broker.on_worker(_peer("a"), frames, bench.now) == []
+    assert bench.broker.counters.bad_worker_messages == 4
+
+
+def test_a_worker_s_final_error_ends_its_request(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    body = {"code": "empty_prompt", "message": "the prompt is empty", "stream_id": 1}
+    frames = [
+        b"ERROR",
+        encode_header(header.request, header.address, Flag.FINAL),
+        msgspec.json.encode(body),
+    ]
+    bench.sent += bench.broker.on_worker(_peer("a"), frames, bench.now)
+    assert bench.to_client("c") == [("ERROR", body)]
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_stopping_tells_every_client(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    bench.sent += bench.broker.stop()
+    [(_, error)] = bench.to_client("c")
+    assert error["code"] == "shutting_down"
+
+
+class Pipe:
+    """A peer's pipe that can be full or gone."""
+
+    def __init__(self) -> None:
+        self.state = Sent.OK
+        self.got: list[bytes] = []
+
+    def send(self, peer: bytes, frames: Any) -> Sent:
+        if self.state is Sent.OK:
+            self.got += frames
+        return self.state
+
+
+def test_what_a_full_pipe_refuses_waits_in_order_up_to_its_bound() -> None:
+    pipe = Pipe()
+    outbox = Outbox(pipe.send, max_pending_bytes=10, max_must_bytes=14)
+
+    def post(frame: bytes, must: bool = False) -> Sent:
+        return outbox.post(Outgoing(Side.FRONT, b"p", [frame], must))
+
+    assert post(b"1111") is Sent.OK
+    pipe.state = Sent.FULL
+    assert post(b"2222") is Sent.OK
+    assert post(b"3333") is Sent.OK
+    assert post(b"4444") is Sent.FULL
+    assert post(b"5555", must=True) is Sent.OK
+    assert post(b"6666", must=True) is Sent.FULL
+    assert outbox.flush() == []
+    pipe.state = Sent.OK
+    assert outbox.flush() == []
+    assert pipe.got == [b"1111", b"2222", b"3333", b"5555"]
+    assert not outbox
+    pipe.state = Sent.GONE
+    assert post(b"7") is Sent.GONE

@@ -1,0 +1,272 @@
+"""A real broker and worker against clients that misbehave: each hears of it, nobody else does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from tokenbus.broker.server import BrokerServer
+from tokenbus.broker.sockets import BindError
+from tokenbus.clients import Client, UnavailableError
+from tokenbus.protocol.messages import CLIENT_MESSAGES
+
+from ..processes import Bus, free_port, until
+
+MB = 2**20
+
+
+class Raw:
+    """A client that speaks ZeroMQ and JSON by hand."""
+
+    def __init__(self, front: str, **options: int) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = 10_000
+        for name, value in options.items():
+            setattr(self.socket, name, value)
+        self.socket.connect(front)
+
+    def say(self, word: bytes, body: Any) -> None:
+        """Sends a message."""
+        encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        self.socket.send_multipart([word, encoded])
+
+    def hear(self, word: bytes) -> Any:
+        """The body of the next message of that type."""
+        while True:
+            frames = self.socket.recv_multipart()
+            if frames[0] == word:
+                return msgspec.json.decode(frames[1])
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+@pytest.fixture
+def raw(bus: Bus) -> Iterator[Raw]:
+    raw = Raw(bus.front)
+    raw.say(b"HELLO", b"{}")
+    raw.hear(b"WELCOME")
+    yield raw
+    raw.close()
+
+
+@pytest.fixture
+def neighbour(client: Client) -> Iterator[None]:
+    """A stream of somebody else, which must not notice anything."""
+    wanted = client.generate("import os", max_tokens=100, ignore_eos=True).tokens
+    stream = client.generate("import os", max_tokens=100, ignore_eos=True)
+    yield
+    assert stream.tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "body", "code", "path"),
+    [
+        (b"FLY", b"{}", "unknown_type", None),
+        (b"GENERATE", b'{"stream_id": 1, ', "bad_message", None),
+        (b"GENERATE", b'{"stream_id": 1, "model": "\xff"}', "bad_message", None),
+        (b"GENERATE", {"stream_id": "one"}, "invalid_field", "$.stream_id"),
+        (b"GENERATE", {"prompt": [1]}, "invalid_field", "$"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [1, "a"]}, "invalid_field", "$.prompt[1]"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5], "max_tokens": "x"}, "invalid_field",
+         "$.max_tokens"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5], "temperature": -0.5}, "invalid_field",
+         "$.temperature"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5], "top_p": 0}, "invalid_field", "$.top_p"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5, 4096]}, "token_out_of_range", "$.prompt[1]"),
+        (b"GENERATE", {"stream_id": 1, "prompt": []}, "empty_prompt", "$.prompt"),
+        (b"GENERATE", {"stream_id": 1, "prompt": ""}, "empty_prompt", "$.prompt"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5] * 1024}, "prompt_too_long", "$.prompt"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5], "model": "gpt-9"}, "unknown_model",
+         "$.model"),
+        (b"GENERATE", {"stream_id": 1, "prompt": [5], "controller": "none"},
+         "unknown_controller", "$.controller"),
+        (b"SCORE", {"stream_id": 1, "prompt": [5], "scored": []}, "invalid_field", "$.scored"),
+        (b"SCORE", {"stream_id": 1, "prompt": [5], "scored": [9999]}, "token_out_of_range",
+         "$.scored[0]"),
+        (b"ATTACH", {"stream_id": 9, "received": 0}, "unknown_stream", None),
+        (b"REGISTER", b"{}", "unknown_type", None),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(
+    raw: Raw, neighbour: None, word: bytes, body: Any, code: str, path: str | None
+) -> None:
+    raw.say(word, body)
+    error = raw.hear(b"ERROR")
+    assert (error["code"], error.get("path")) == (code, path)
+    assert len(error["message"]) > 10
+    # The stream is over, and the connection goes on: its id is free again.
+    raw.say(b"GENERATE", {"stream_id": 1, "prompt": [5, 6], "max_tokens": 1})
+    assert raw.hear(b"TOKEN")[-1]["finish_reason"] in ("length", "stop")
+
+
+def test_a_duplicate_stream_id_is_refused(raw: Raw, neighbour: None) -> None:
+    request = {"stream_id": 1, "prompt": [5], "max_tokens": 400, "ignore_eos": True}
+    raw.say(b"GENERATE", request)
+    raw.say(b"GENERATE", request)
+    assert raw.hear(b"ERROR")["code"] == "duplicate_stream"
+    while raw.hear(b"TOKEN")[-1]["finish_reason"] is None:
+        pass
+
+
+def test_a_body_of_100_megabytes_is_refused(raw: Raw, neighbour: None) -> None:
+    raw.say(b"GENERATE", b'{"stream_id": 1, "prompt": "' + b"a" * 100 * MB + b'"}')
+    error = raw.hear(b"ERROR")
+    assert error["code"] == "too_large"
+    assert str(16 * MB) in error["message"]
+
+
+def test_a_client_that_vanishes_frees_what_it_had(bus: Bus, client: Client) -> None:
+    gone = Raw(bus.front)
+    for stream in range(8):
+        gone.say(
+            b"GENERATE",
+            {"stream_id": stream, "prompt": [5], "max_tokens": 1000, "ignore_eos": True},
+        )
+    gone.hear(b"TOKEN")
+    before = client.status().streams
+    assert before >= 8
+    gone.close()
+    until(lambda: client.status().streams == 0, 6.0, "its streams ended")
+
+
+def test_a_client_that_stops_reading_is_told_and_the_others_go_on(client: Client) -> None:
+    settings = {"max_pending_bytes": 64 * 1024}
+    with Bus(**settings) as bus:
+        bus.start_worker()
+        bus.wait_for_models("embedded")
+        # A small window, so that what it leaves unread comes back to the broker soon.
+        lazy = Raw(bus.front, rcvhwm=2, rcvbuf=4096)
+        for stream in range(64):
+            lazy.say(
+                b"GENERATE",
+                {
+                    "stream_id": stream,
+                    "prompt": [5, stream + 1],
+                    "max_tokens": 900,
+                    "ignore_eos": True,
+                    "top_logprobs": 256,
+                    "text": True,
+                },
+            )
+        with bus.client() as other:
+            until(lambda: other.status().counters["slow_clients"] > 0, 60.0, "it is slow")
+            broker = psutil.Process(bus.broker.pid).memory_info().rss
+            assert broker < 250 * MB
+            assert len(other.generate([5], max_tokens=20, ignore_eos=True).tokens) == 20
+            until(lambda: other.status().streams == 0, 10.0, "its streams ended")
+        errors = set()
+        while len(errors) < 64:
+            errors.add((error := lazy.hear(b"ERROR"))["stream_id"])
+            assert error["code"] == "slow_client"
+        lazy.close()
+
+
+def test_a_worker_that_vanishes_is_told_of_within_six_seconds() -> None:
+    with Bus() as bus:
+        worker = bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            stream = client.generate([5], max_tokens=1000, ignore_eos=True, retry_s=0)
+            entries = iter(stream)
+            next(entries)
+            worker.kill()
+            killed = time.monotonic()
+            with pytest.raises(UnavailableError) as caught:
+                list(entries)
+            assert caught.value.code == "worker_lost"
+            assert time.monotonic() - killed < 6.0
+            # Another worker, and the same client goes on.
+            bus.workers.clear()
+            bus.start_worker()
+            assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_a_hung_worker_is_told_of_too() -> None:
+    with Bus() as bus:
+        worker = bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            stream = client.generate([5], max_tokens=1000, ignore_eos=True, retry_s=0)
+            entries = iter(stream)
+            next(entries)
+            worker.send(signal.SIGSTOP)
+            stopped = time.monotonic()
+            with pytest.raises(UnavailableError):
+                list(entries)
+            assert time.monotonic() - stopped < 7.0
+            worker.send(signal.SIGCONT)
+            until(lambda: client.status().workers != [], 10.0, "it registers again")
+            assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def _random_message(rng: random.Random) -> list[bytes]:
+    words = [*CLIENT_MESSAGES, b"", b"TOKEN", b"REGISTER", rng.randbytes(4)]
+    bodies = [
+        b"{}",
+        b"",
+        rng.randbytes(rng.randrange(60)),
+        b'{"stream_id": 1, "received": 0, "name": "b", "n": 1}',
+        b'{"stream_id": %d}' % rng.randrange(-5, 5),
+        b'{"stream_id": %d, "prompt": %s}' % (rng.randrange(9), rng.randbytes(9).hex().encode()),
+        msgspec.msgpack.encode({"stream_id": rng.randrange(9), "prompt": [1]}),
+    ]
+    extra = [rng.randbytes(rng.randrange(20)) for _ in range(rng.randrange(3))]
+    return [rng.choice(words), rng.choice(bodies), *extra][: rng.randrange(1, 6)]
+
+
+def test_a_million_random_frames_leave_the_broker_up_with_memory_flat(bus: Bus) -> None:
+    rng = random.Random(1)
+    pool = [_random_message(rng) for _ in range(5000)]
+    per_round = sum(map(len, pool))
+    broker = psutil.Process(bus.broker.pid)
+    sizes = []
+    frames = 0
+    with bus.client() as client:
+        while frames < 1_000_000:
+            raw = Raw(bus.front)
+            for _ in range(8):
+                for message in pool:
+                    raw.socket.send_multipart(message)
+                    while raw.socket.poll(0):
+                        raw.socket.recv_multipart()
+                frames += per_round
+            raw.close()
+            assert client.status().streams >= 0
+            sizes.append(broker.memory_info().rss)
+        client_tokens = client.generate([5], max_tokens=3, ignore_eos=True).tokens
+    assert len(client_tokens) == 3
+    assert bus.broker.alive
+    assert sizes[-1] - sizes[len(sizes) // 4] < 8 * MB, sizes
+
+
+def test_only_loopback_and_ipc_are_listened_on(bus: Bus) -> None:
+    for front in (f"tcp://0.0.0.0:{free_port()}", f"tcp://*:{free_port()}", "tcp://192.0.2.1:1"):
+        with pytest.raises(BindError, match=r"loopback"):
+            BrokerServer(front, f"ipc://{bus.folder}/other.sock")
+
+
+def test_the_broker_survives_its_own_restart_and_clients_reconnect() -> None:
+    with Bus() as bus:
+        bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client(patience_s=30) as client:
+            wanted = client.generate([5, 6], max_tokens=600, ignore_eos=True).tokens
+            stream = client.generate([5, 6], max_tokens=600, ignore_eos=True)
+            entries = iter(stream)
+            next(entries)
+            os.kill(bus.broker.pid, signal.SIGKILL)
+            bus.broker.wait()
+            bus.start_broker()
+            for _ in entries:
+                pass
+            assert stream.tokens == wanted

@@ -1,0 +1,33 @@
+"""What tests of several folders share: one running bus with the embedded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from tokenbus.clients import Client
+
+from .processes import Bus
+
+
+@pytest.fixture(scope="session")
+def bus() -> Iterator[Bus]:
+    """A broker and a GPU worker with the embedded model, for tests that leave them as they are."""
+    with Bus() as bus:
+        bus.start_worker()
+        bus.wait_for_models("embedded")
+        yield bus
+
+
+@pytest.fixture
+def client(bus: Bus) -> Iterator[Client]:
+    """A client of that bus."""
+    with bus.client() as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TOKENBUS_")]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,136 @@
+"""Broker and workers as processes of a test, on random ports, ended with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import pytest
+from tokenbus.clients import Client, TokenbusError
+
+
+def clean_environment(**settings: object) -> dict[str, str]:
+    """The environment without the user's own settings, and with these ones."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+    return own | {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Waits until ``condition`` holds; fails the test where it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Process:
+    """``python -m MODULE`` with its log in a file."""
+
+    def __init__(self, module: str, log: Path, environment: dict[str, str]) -> None:
+        self._log = log
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                cwd=log.parent,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What it has logged."""
+        return self._log.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Waits for its end; the exit code."""
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self.alive:
+            self._process.kill()
+        self._process.wait()
+
+
+class Bus:
+    """A broker, and any number of GPU workers, in a folder of their own."""
+
+    def __init__(self, **settings: object) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
+        self.front = f"tcp://127.0.0.1:{free_port()}"
+        self.environment = clean_environment(
+            front=self.front, run_dir=self.folder, **{"log_level": "debug", **settings}
+        )
+        self.workers: list[Process] = []
+        self.broker = self.start_broker()
+
+    def start_broker(self) -> Process:
+        """Starts the broker, again after it was killed."""
+        self.broker = Process("tokenbus.broker", self.folder / "broker.log", self.environment)
+        return self.broker
+
+    def start_worker(self, **settings: object) -> Process:
+        """Starts one more GPU worker."""
+        extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
+        log = self.folder / f"gpu-{len(self.workers)}.log"
+        worker = Process("tokenbus.workers.gpu", log, self.environment | extra)
+        self.workers.append(worker)
+        return worker
+
+    def client(self, patience_s: float = 20.0) -> Client:
+        """A client of it."""
+        return Client(self.front, patience_s=patience_s)
+
+    def wait_for_models(self, *models: str, workers: int = 1, seconds: float = 60.0) -> None:
+        """Waits until so many workers serve all of these models."""
+        with self.client() as client:
+
+            def ready() -> bool:
+                for worker in self.workers:
+                    assert worker.alive, worker.log
+                try:
+                    status = client.status(timeout_s=5.0)
+                except TokenbusError:
+                    return False
+                serving = [w for w in status.workers if set(models) <= set(w.models)]
+                return len(serving) >= workers
+
+            until(ready, seconds, f"{workers} workers with {models}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (*self.workers, self.broker):
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)

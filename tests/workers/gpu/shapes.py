@@ -1,0 +1,107 @@
+"""Randomly initialised models of test size, and what transformers itself makes of prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+VOCAB = 500
+TIE = 1e-4
+"""Two candidates whose logits are closer than this are a tie: kernels differ in the last bits."""
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SHAPES = ("llama", "gpt2", "qwen2")
+
+
+def make(shape: str) -> Any:
+    """A model of that architecture, always the same."""
+    torch.manual_seed(0)
+    if shape == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**_COMMON))
+    elif shape == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**_COMMON))
+    else:
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCAB,
+                n_embd=64,
+                n_layer=3,
+                n_head=4,
+                n_positions=1024,
+                initializer_range=0.3,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:
+    """Prompts of 1 to ``longest`` tokens: the lengths around pages among them."""
+    rng = random.Random(7)
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, longest]
+    lengths += [rng.randrange(1, longest) for _ in range(count - len(lengths))]
+    return [[rng.randrange(1, vocab) for _ in range(n)] for n in lengths[:count]]
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """``model.generate``, greedy, without an end."""
+    model.set_attn_implementation("sdpa")
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def log_probs(model: Any, prompt: Sequence[int], scored: Sequence[int]) -> list[float]:
+    """Log-softmax of one plain forward at each scored token."""
+    model.set_attn_implementation("sdpa")
+    rows = torch.log_softmax(model(torch.tensor([[*prompt, *scored]])).logits[0].float(), -1)
+    return [rows[len(prompt) - 1 + i, token].item() for i, token in enumerate(scored)]
+
+
+@torch.inference_mode()
+def same_tokens(
+    model: Any, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]
+) -> bool:
+    """Whether two continuations agree up to their first tie, which is printed."""
+    assert len(wanted) == len(got)
+    for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
+        if a != b:
+            model.set_attn_implementation("sdpa")
+            logits = model(torch.tensor([[*prompt, *wanted[:i]]])).logits[0, -1].float()
+            gap = abs(logits[a].item() - logits[b].item())
+            print(f"position {i} of a prompt of {len(prompt)}: {a} or {b}, {gap:.1e} apart")
+            return gap < TIE
+    return True

@@ -1,0 +1,194 @@
+"""The engine in-process: preemption, prefixes, ends, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tokenbus.protocol.errors import Code, RequestError
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.loader import LoadedModel, ModelLoadError, load_model, wrap_model
+
+from . import shapes
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture
+def engine(embedded: LoadedModel) -> Engine:
+    return Engine(embedded, EngineConfig(kv_cache_bytes=64 * 2**20))
+
+
+def run(engine: Engine) -> list[TokenOutput]:
+    """Steps until nothing is left."""
+    outputs: list[TokenOutput] = []
+    for _ in range(100_000):
+        if not engine.has_work:
+            return outputs
+        outputs += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens(outputs: Sequence[TokenOutput], request: int, seq: int = 0) -> list[int]:
+    mine = [o for o in outputs if o.request == request and o.seq == seq and o.token is not None]
+    assert [o.pos for o in mine] == list(range(len(mine)))
+    return [o.token for o in mine if o.token is not None]
+
+
+def encode(engine: Engine, text: str) -> list[int]:
+    ids: list[int] = engine.loaded.tokenizer.encode(text)
+    return ids
+
+
+def test_the_same_tokens_with_preemption_and_small_chunks(embedded: LoadedModel) -> None:
+    prompts = shapes.prompts(12, 200, 4096)
+    sampling = Sampling(max_tokens=40, temperature=1.0, seed=11, ignore_eos=True)
+
+    def all_of(config: EngineConfig) -> tuple[list[list[int]], dict[str, float]]:
+        engine = Engine(embedded, config)
+        for i, prompt in enumerate(prompts):
+            engine.add(i, prompt, sampling)
+        outputs = run(engine)
+        assert engine.stats()["kv_pages_used"] == 0
+        return [tokens(outputs, i) for i in range(len(prompts))], engine.stats()
+
+    roomy, calm = all_of(EngineConfig(kv_cache_bytes=64 * 2**20))
+    page_bytes = 64 * 2**20 // (calm["kv_pages"] + 1)
+    tight, stats = all_of(
+        EngineConfig(kv_cache_bytes=int(17 * page_bytes), max_step_tokens=48, max_running=12)
+    )
+    assert calm["preemptions"] == 0
+    assert stats["preemptions"] > 0
+    assert tight == roomy
+
+
+def test_a_prefix_that_was_seen_is_not_computed_again(engine: Engine) -> None:
+    prompt = shapes.prompts(10, 300, 4096)[9]
+    engine.add(1, prompt, Sampling(max_tokens=5, ignore_eos=True))
+    first = tokens(run(engine), 1)
+    assert engine.stats()["prefix_hit_tokens"] == 0
+    engine.add(2, prompt, Sampling(max_tokens=5, ignore_eos=True))
+    assert tokens(run(engine), 2) == first
+    assert engine.stats()["prefix_hit_tokens"] >= 280
+
+
+def test_it_ends_at_max_tokens_at_a_stop_token_and_at_the_context(engine: Engine) -> None:
+    prompt = encode(engine, "def add(a, b):\n")
+    engine.add(1, prompt, Sampling(max_tokens=6, ignore_eos=True))
+    outputs = run(engine)
+    assert len(tokens(outputs, 1)) == 6
+    assert outputs[-1].finish_reason == "length"
+    second = tokens(outputs, 1)[1]
+    engine.add(2, prompt, Sampling(max_tokens=6, stop=[second], ignore_eos=True))
+    outputs = run(engine)
+    assert outputs[-1].finish_reason == "stop"
+    assert tokens(outputs, 2)[-1] == second
+    longest = engine.max_length
+    engine.add(3, [5] * (longest - 2), Sampling(max_tokens=50, ignore_eos=True))
+    outputs = run(engine)
+    assert len(tokens(outputs, 3)) == 2
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_the_models_own_end_of_sequence_ends_it_unless_ignored(engine: Engine) -> None:
+    [eos] = engine.loaded.eos_token_ids
+    force = {eos: 100.0}
+    engine.add(1, [5, 6], Sampling(max_tokens=4, logit_bias=force), text=True)
+    outputs = run(engine)
+    assert [(o.token, o.finish_reason, o.text) for o in outputs] == [(eos, "stop", "")]
+    engine.add(2, [5, 6], Sampling(max_tokens=4, logit_bias=force, ignore_eos=True))
+    assert tokens(run(engine), 2) == [eos] * 4
+
+
+def test_a_stop_string_is_found_across_token_borders(engine: Engine) -> None:
+    prompt = encode(engine, "class Stack:\n")
+    engine.add(1, prompt, Sampling(max_tokens=40, ignore_eos=True), text=True)
+    whole = "".join(o.text or "" for o in run(engine))
+    assert len(whole) > 20
+    for start in (3, 7, 12):
+        stop = whole[start : start + 4]
+        engine.add(2, prompt, Sampling(max_tokens=40, stop=[stop], ignore_eos=True), text=True)
+        outputs = run(engine)
+        assert "".join(o.text or "" for o in outputs) == whole[: whole.index(stop)]
+        assert outputs[-1].finish_reason == "stop"
+
+
+def test_an_aborted_request_gives_its_pages_back(engine: Engine) -> None:
+    engine.add(1, [5] * 100, Sampling(max_tokens=500, n=3, temperature=1.0, ignore_eos=True))
+    engine.add(2, [6] * 50, Sampling(max_tokens=5, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    ended = engine.abort(1)
+    assert [(o.seq, o.finish_reason) for o in ended] == [(s, "cancelled") for s in range(3)]
+    assert len([o for o in run(engine) if o.request == 2]) >= 1
+    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.abort(1) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "code", "path"),
+    [
+        ([], {}, Code.EMPTY_PROMPT, "$.prompt"),
+        ([5] * 1024, {}, Code.PROMPT_TOO_LONG, "$.prompt"),
+        ([5, 4096], {}, Code.TOKEN_OUT_OF_RANGE, "$.prompt[1]"),
+        ([5], {"logit_bias": {9999: 1.0}}, Code.TOKEN_OUT_OF_RANGE, "$.logit_bias[0]"),
+        ([5], {"stop": [9999]}, Code.TOKEN_OUT_OF_RANGE, "$.stop[0]"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_changes_nothing(
+    engine: Engine, prompt: list[int], fields: dict[str, Any], code: Code, path: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.add(1, prompt, Sampling(**fields))
+    assert (caught.value.code, caught.value.path) == (code, path)
+    assert not engine.has_work
+
+
+def test_a_sequence_whose_logits_are_nan_ends_alone() -> None:
+    model = shapes.make("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = float("nan")
+    engine = Engine(wrap_model("broken", model), EngineConfig(kv_cache_bytes=8 * 2**20))
+    engine.add(1, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
+    engine.add(2, [5, 13, 7], Sampling(max_tokens=5, ignore_eos=True))
+    outputs = run(engine)
+    assert len(tokens(outputs, 1)) == 5
+    [end] = [o for o in outputs if o.request == 2]
+    assert end.finish_reason == "error"
+    assert "NaN" in (end.error or "")
+    assert engine.stats()["kv_pages_used"] == 0
+    # The page that held the numbers is clean again.
+    for number in range(3, 40):
+        engine.add(number, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
+    again = run(engine)
+    assert all(o.error is None for o in again)
+
+
+def test_a_forward_that_raises_ends_only_the_guilty_sequence(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine._runner.run
+
+    def run_or_raise(batch: Any) -> Any:
+        if any(chunk.sequence.request == 2 for chunk in batch.chunks):
+            raise RuntimeError("out of memory")
+        return real(batch)
+
+    monkeypatch.setattr(engine._runner, "run", run_or_raise)
+    for number in (1, 2, 3):
+        engine.add(number, [5, 6, number], Sampling(max_tokens=5, ignore_eos=True))
+    outputs = run(engine)
+    assert len(tokens(outputs, 1)) == len(tokens(outputs, 3)) == 5
+    [end] = [o for o in outputs if o.request == 2]
+    assert end.error == "the model failed: out of memory"
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        load_model(str(tmp_path))

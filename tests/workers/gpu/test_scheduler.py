@@ -1,0 +1,125 @@
+"""Steps are packed without torch: what goes in, in what order, and who has to wait."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.block_manager import BlockManager
+from tokenbus.workers.gpu.scheduler import Batch, Scheduler
+from tokenbus.workers.gpu.sequence import Sequence
+
+PAGE = 4
+
+
+def sequence(number: int, prompt: int, **fields: int) -> Sequence:
+    """A sequence whose tokens are all its own."""
+    return Sequence(
+        request=number,
+        seq=0,
+        tokens=[number * 1000 + i for i in range(prompt)],
+        num_prompt=prompt,
+        sampling=Sampling(),
+        max_length=prompt + 20,
+        arrival=number,
+        **fields,
+    )
+
+
+def scheduler(pages: int = 100, running: int = 8, room: int = 16) -> Scheduler:
+    return Scheduler(BlockManager(pages, PAGE), running, room)
+
+
+def compute(batch: Batch) -> None:
+    """What a forward does to the sequences: each that is complete gets one more token."""
+    for chunk in batch.chunks:
+        chunk.sequence.computed = chunk.end
+        if chunk.completes:
+            chunk.sequence.tokens.append(-chunk.end)
+
+
+def shape(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(c.sequence.request, c.start, c.end) for c in batch.chunks]
+
+
+def test_a_long_prompt_goes_in_chunks_beside_decodes() -> None:
+    s = scheduler(room=16)
+    s.add(sequence(1, 3))
+    compute(s.schedule())
+    s.add(sequence(2, 40))
+    sizes = []
+    for _ in range(3):
+        batch = s.schedule()
+        assert shape(batch)[0][0] == 1, "the decode goes first"
+        assert batch.num_tokens <= 16
+        sizes.append(shape(batch)[1][1:])
+        compute(batch)
+    assert sizes == [(0, 15), (15, 30), (30, 40)]
+
+
+def test_a_higher_priority_goes_first() -> None:
+    s = scheduler(room=4)
+    s.add(sequence(1, 4))
+    s.add(sequence(2, 4, priority=5))
+    assert shape(s.schedule()) == [(2, 0, 4)]
+
+
+def test_the_client_with_least_running_goes_first() -> None:
+    s = scheduler(room=8)
+    for number in (1, 2, 3):
+        s.add(sequence(number, 4, client=1))
+    s.add(sequence(4, 4, client=2))
+    assert shape(s.schedule()) == [(1, 0, 4), (4, 0, 4)]
+
+
+def test_no_more_run_than_there_are_slots() -> None:
+    s = scheduler(running=2)
+    for number in (1, 2, 3):
+        s.add(sequence(number, 2))
+    assert [r for r, _, _ in shape(s.schedule())] == [1, 2]
+    assert len(s.waiting) == 1
+
+
+def test_where_pages_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
+    s = scheduler(pages=7)
+    first, second = sequence(1, 8), sequence(2, 8)
+    s.add(first)
+    s.add(second)
+    compute(s.schedule())
+    while s.preemptions == 0:
+        batch = s.schedule()
+        assert batch.chunks
+        compute(batch)
+    assert second in s.waiting
+    assert second.computed == 0
+    s.remove(first)
+    assert shape(s.schedule())[0][0] == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
+    pages=st.integers(14, 40),
+    room=st.integers(1, 32),
+)
+def test_every_sequence_gets_all_its_tokens(
+    prompts: list[tuple[int, int]], pages: int, room: int
+) -> None:
+    blocks = BlockManager(pages, PAGE)
+    s = Scheduler(blocks, 4, room)
+    every = [sequence(i, n, priority=p) for i, (n, p) in enumerate(prompts)]
+    for one in every:
+        s.add(one)
+    for _ in range(5000):
+        if not s.has_work:
+            break
+        batch = s.schedule()
+        assert 0 < batch.num_tokens <= room
+        assert len({c.sequence.request for c in batch.chunks}) == len(batch.chunks)
+        compute(batch)
+        for chunk in batch.chunks:
+            if len(chunk.sequence.tokens) >= chunk.sequence.max_length:
+                s.remove(chunk.sequence)
+    assert not s.has_work
+    assert all(len(one.tokens) == one.max_length for one in every)
+    assert blocks.num_held == 0

@@ -1,0 +1,86 @@
+"""Text comes when it is certain: whole characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.workers.gpu.embedded import path
+from tokenbus.workers.gpu.text import (
+    ByteDetokenizer,
+    TextStream,
+    WindowDetokenizer,
+    detokenizers,
+)
+from transformers import AutoTokenizer
+
+TABLE = [bytes([b]) for b in range(256)]
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], bool]:
+    """What each byte of a text brings, and whether it was stopped."""
+    stream = TextStream(ByteDetokenizer(TABLE), stop)
+    told = []
+    for byte in text.encode():
+        piece = stream.push(byte)
+        told.append(piece.certain)
+        if piece.stopped:
+            return told, True
+    rest = stream.finish()
+    return [*told, rest.certain], rest.stopped
+
+
+@given(TEXT)
+def test_bytes_become_whole_characters(text: str) -> None:
+    told, _ = pieces(text)
+    assert "".join(told) == text
+    assert all(len(piece) <= 1 for piece in told)
+
+
+@given(TEXT, st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    told, stopped = pieces(text, stop)
+    places = [at for at in (text.find(s) for s in stop) if at >= 0]
+    assert stopped == bool(places)
+    if not places:
+        assert "".join(told) == text
+    else:
+        # Several may overlap: the first one to be complete ends it.
+        ends = [text.find(s) + len(s) for s in stop if s in text]
+        cut = text[: min(ends)]
+        assert "".join(told) == cut[: min(at for at in (cut.find(s) for s in stop) if at >= 0)]
+
+
+def test_what_could_begin_a_stop_string_is_held_back() -> None:
+    told, stopped = pieces("abcabd", ["abd"])
+    assert told == ["", "", "abc", "", "", ""]
+    assert stopped
+
+
+def test_a_character_that_stays_incomplete_is_shown_as_a_replacement() -> None:
+    stream = TextStream(ByteDetokenizer(TABLE))
+    assert stream.push("é".encode()[0]).certain == ""
+    assert stream.finish().certain == "�"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(path())
+
+
+@given(text=TEXT)
+def test_both_detokenizers_give_the_tokenizers_own_text(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for detokenizer in (detokenizers(tokenizer)([]), WindowDetokenizer(tokenizer, [])):
+        told = "".join(detokenizer.push(token) for token in ids) + detokenizer.finish()
+        assert told == text
+
+
+def test_special_tokens_have_no_text(tokenizer: Any) -> None:
+    detokenizer = detokenizers(tokenizer)([])
+    for token in tokenizer.all_special_ids:
+        assert detokenizer.push(token) == ""
