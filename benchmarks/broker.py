@@ -42,7 +42,7 @@ _RECV = BackendSocket.recv
 
 def dealer(endpoint: str) -> Socket:
     """A socket that keeps whatever comes, connected."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0
     socket.connect(endpoint)
@@ -146,6 +146,8 @@ def _receive(
             with contextlib.suppress(zmq.Again):
                 while True:
                     _RECV(socket, zmq.NOBLOCK)
+                    if not through_broker:
+                        _RECV(socket, zmq.NOBLOCK)
                     body = _RECV(socket, zmq.NOBLOCK)
                     first = first or time.perf_counter()
                     if tokens:
@@ -180,14 +182,16 @@ def frames_through_broker(folder: Path, count: int) -> float:
 
 
 def frames_through_proxy(folder: Path, count: int) -> float:
-    """The same, with a proxy that knows the client by its routing id."""
+    """The same message through a proxy, which finds the client by its routing id."""
     with proxy(folder) as (front, back):
         worker = dealer(back)
         process, pipe = _start_receiver(front, False, 1, count, False)
         peer = worker.recv_multipart()[0]
+        head = encode_token_header([1])
         for _ in range(count):
             _SEND(worker, peer, _MORE)
             _SEND(worker, b"TOKEN", _MORE)
+            _SEND(worker, head, _MORE)
             _SEND(worker, BODY)
         seconds: float = pipe.recv()
         process.join()
@@ -247,7 +251,7 @@ def _listen_direct(address: str, count: int, pipe: Connection) -> None:
     _echo_times(socket, count, pipe)
 
 
-def _paced(count: int, send: Callable[[bytes], None]) -> None:
+def _paced(count: int, send: Callable[[bytes], object]) -> None:
     """Sends so many bodies of 200 bytes, ``RATE`` a second, each with the time at which it left."""
     begin = time.perf_counter()
     for i in range(count):
@@ -270,7 +274,7 @@ def hop_us(folder: Path, count: int) -> tuple[list[float], list[float]]:
         through: list[float] = ours.recv()
         process.join()
         worker.close()
-    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     router.set_hwm(0)
     router.bind(f"ipc://{folder}/direct.sock")
     process = mp.Process(

@@ -26,6 +26,8 @@ from .tables import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
+_FRONT = Side.FRONT
+
 
 class Back:
     """The workers' half of the broker."""
@@ -57,9 +59,7 @@ class Back:
             worker.last_seen = now
         try:
             word, head = frames[0], frames[1]
-            if word == b"TOKEN" and worker is not None:
-                self._tokens(frames)
-            elif word == b"REGISTER":
+            if word == b"REGISTER":
                 self._register(peer, frames, now)
             elif worker is None:
                 reason = "the broker does not know this worker"
@@ -69,9 +69,45 @@ class Back:
             else:
                 self._worker_verb(worker, word, head, frames)
         except (TokenbusError, IndexError) as error:
-            self._counters.bad_worker_messages += 1
-            name = worker.name if worker is not None else peer.hex()
-            log.warning("a bad message from worker %s was dropped: %s", name, error)
+            self._drop(worker, peer, error)
+
+    def _drop(self, worker: Worker | None, peer: bytes, error: Exception) -> None:
+        self._counters.bad_worker_messages += 1
+        name = worker.name if worker is not None else peer.hex()
+        log.warning("a bad message from worker %s was dropped: %s", name, error)
+
+    def on_tokens(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
+        """A step's tokens: one body per client, each passed on as it is.
+
+        What the broker does most: this is kept short.
+        """
+        worker = self._by_peer.get(peer)
+        if worker is None:
+            self.on_frames(peer, frames, now)
+            return []
+        worker.last_seen = now
+        try:
+            sessions, finished, deltas = decode_manifest(frames[1])
+            if len(frames) != 2 + len(sessions) + len(deltas):
+                raise RequestError(
+                    Code.BAD_MESSAGE,
+                    f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
+                )
+        except (TokenbusError, IndexError) as error:
+            self._drop(worker, peer, error)
+            return []
+        known = self._front.sessions
+        routed = []
+        for i, number in enumerate(sessions, 2):
+            session = known.get(number)
+            if session is not None and session.peer is not None:
+                routed.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
+        self._counters.token_bodies += len(sessions)
+        for number in finished:
+            request = self._dispatcher.requests.get(number)
+            if request is not None:
+                self._dispatcher.forget(request)
+        return routed
 
     def on_gone(self, peer: bytes) -> None:
         """A worker's connection is gone, and the worker with it."""
@@ -90,26 +126,6 @@ class Back:
                 self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
 
     # --- verbs ----------------------------------------------------------------------------------
-
-    def _tokens(self, frames: list[bytes]) -> None:
-        """A step's tokens: one body per client, each passed on as it is."""
-        manifest = decode_manifest(frames[1])
-        sessions = manifest.sessions
-        if len(frames) != 2 + len(sessions) + len(manifest.deltas):
-            raise RequestError(
-                Code.BAD_MESSAGE,
-                f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
-            )
-        out, known = self._out, self._front.sessions
-        for i, number in enumerate(sessions, 2):
-            session = known.get(number)
-            if session is not None and session.peer is not None:
-                out.append(Outgoing(Side.FRONT, session.peer, (b"TOKEN", frames[i])))
-        self._counters.token_bodies += len(sessions)
-        for number in manifest.finished:
-            request = self._dispatcher.requests.get(number)
-            if request is not None:
-                self._dispatcher.forget(request)
 
     def _pass_on(self, word: bytes, head: bytes, frames: list[bytes]) -> None:
         header = decode_header(head)

@@ -39,6 +39,8 @@ class Broker:
 
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
         """A message of the worker connection ``peer``."""
+        if frames and frames[0] == b"TOKEN":
+            return [*self.back.on_tokens(peer, frames, now), *self._taken()]
         self.back.on_frames(peer, frames, now)
         return self._taken()
 
@@ -76,6 +78,8 @@ class Broker:
         return self._taken()
 
     def _taken(self) -> list[Outgoing]:
+        if not self._out:
+            return []
         taken = list(self._out)
         self._out.clear()
         return taken

@@ -23,6 +23,10 @@ class Sent(Enum):
     GONE = "gone"
 
 
+# An enum's members are looked up at a price that this loop would feel.
+_OK, _FULL, _GONE = Sent.OK, Sent.FULL, Sent.GONE
+
+
 class Outbox:
     """The messages to all peers of one socket.
 
@@ -40,14 +44,10 @@ class Outbox:
         self._send = send
         self._max_bytes = max_pending_bytes
         self._max_must_bytes = max_must_bytes
-        self._waiting: dict[bytes, deque[Frames]] = {}
+        self.waiting: dict[bytes, deque[Frames]] = {}
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
         """Messages that went out after waiting."""
-
-    def __bool__(self) -> bool:
-        """Whether anything waits."""
-        return bool(self._waiting)
 
     def pending_bytes(self, peer: bytes) -> int:
         """Bytes that wait for a peer."""
@@ -55,30 +55,30 @@ class Outbox:
 
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or lets it wait behind those that wait for its peer already."""
-        peer, frames = message.peer, message.frames
-        if peer not in self._waiting:
+        _, peer, frames, must = message
+        if peer not in self.waiting:
             sent = self._send(peer, frames)
-            if sent is not Sent.FULL:
+            if sent is not _FULL:
                 return sent
         size = sum(map(len, frames))
         held = self._bytes.get(peer, 0)
-        bound = self._max_must_bytes if message.must else self._max_bytes
+        bound = self._max_must_bytes if must else self._max_bytes
         if bound is not None and held + size > bound:
-            return Sent.FULL
-        self._waiting.setdefault(peer, deque()).append(frames)
+            return _FULL
+        self.waiting.setdefault(peer, deque()).append(frames)
         self._bytes[peer] = held + size
-        return Sent.OK
+        return _OK
 
     def flush(self) -> list[bytes]:
         """Tries again to send what waits; gives the peers that are gone."""
         gone = []
-        for peer in list(self._waiting):
-            queue = self._waiting[peer]
+        for peer in list(self.waiting):
+            queue = self.waiting[peer]
             while queue:
                 sent = self._send(peer, queue[0])
-                if sent is Sent.FULL:
+                if sent is _FULL:
                     break
-                if sent is Sent.GONE:
+                if sent is _GONE:
                     gone.append(peer)
                     queue.clear()
                     break
@@ -90,5 +90,5 @@ class Outbox:
 
     def forget(self, peer: bytes) -> None:
         """Drops what waits for a peer."""
-        self._waiting.pop(peer, None)
+        self.waiting.pop(peer, None)
         self._bytes.pop(peer, None)

@@ -11,6 +11,8 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -33,6 +35,9 @@ FLUSH_EVERY_S = 0.0003
 """While messages flow, how often full pipes are tried again."""
 RETRY_S = (0.001, 0.05)
 """How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
+
+
+_FRONT, _OK = Side.FRONT, Sent.OK  # An enum's members are looked up at a price.
 
 
 class BrokerServer:
@@ -58,12 +63,8 @@ class BrokerServer:
         self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
         self.core = Broker(self.settings, boot=int(time.time()), now=time.monotonic())
         limit = self.settings.max_pending_bytes
-        self._outboxes = {
-            Side.FRONT: Outbox(
-                lambda peer, frames: send(self._front, peer, frames), limit, MUST_FACTOR * limit
-            ),
-            Side.BACK: Outbox(lambda peer, frames: send(self._back, peer, frames), limit),
-        }
+        self._to_front = Outbox(partial(send, self._front), limit, MUST_FACTOR * limit)
+        self._to_back = Outbox(partial(send, self._back), limit)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._drain_due = False
@@ -86,6 +87,9 @@ class BrokerServer:
         self._post(self.core.stop())
         self._front.close()
         self._back.close()
+        for endpoint in (self.front_endpoint, self.back_endpoint):
+            if endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Lets ``run`` end. From another thread, call it through ``loop.call_soon_threadsafe``."""
@@ -143,18 +147,22 @@ class BrokerServer:
             self._loop.call_soon(self._drain)
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
+        to_front, to_back = self._to_front, self._to_back
         for message in messages:
-            sent = self._outboxes[message.side].post(message)
+            outbox = to_front if message.side is _FRONT else to_back
+            sent = outbox.post(message)
+            if sent is _OK:
+                continue
             if sent is Sent.GONE:
                 self._gone(message.side, message.peer)
-            elif sent is Sent.FULL:
+            else:
                 self._post(self.core.on_full(message.side, message.peer))
-        if messages and not self._flush_due and any(self._outboxes.values()) and self._loop:
+        if (to_front.waiting or to_back.waiting) and not self._flush_due and self._loop:
             self._flush_due = True
             self._loop.call_later(RETRY_S[0], self._flush)
 
     def _gone(self, side: Side, peer: bytes) -> None:
-        self._outboxes[side].forget(peer)
+        (self._to_front if side is _FRONT else self._to_back).forget(peer)
         self._post(self.core.on_gone(side, peer, time.monotonic()))
 
     # --- timers ---------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ class BrokerServer:
         if self._stopped or self._loop is None:
             return
         went = self._flush_all(time.monotonic())
-        if any(self._outboxes.values()) and not self._flush_due:
+        if (self._to_front.waiting or self._to_back.waiting) and not self._flush_due:
             self._flush_due = True
             self._retry_s = RETRY_S[0] if went else min(2 * self._retry_s, RETRY_S[1])
             self._loop.call_later(self._retry_s, self._flush)
@@ -181,7 +189,7 @@ class BrokerServer:
         """Tries the pipes that were full; how many messages went out."""
         self._flushed_at = now
         went = 0
-        for side, outbox in self._outboxes.items():
+        for side, outbox in ((Side.FRONT, self._to_front), (Side.BACK, self._to_back)):
             before = outbox.sent
             for peer in outbox.flush():
                 self._gone(side, peer)

@@ -23,7 +23,9 @@ MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
 
 _SEND = BackendSocket.send
 _RECV = BackendSocket.recv
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_NOBLOCK = int(zmq.NOBLOCK)
+_OK = Sent.OK
 
 
 class BindError(Exception):
@@ -44,8 +46,8 @@ def check_endpoint(endpoint: str, *, curve: bool) -> None:
         loopback = False
     if not loopback and not curve:
         raise BindError(
-            f"{endpoint}: only loopback addresses and ipc:// are open without keys; make keys with "
-            "'tokenbus keys new' and set TOKENBUS_KEYS, or listen on 127.0.0.1"
+            f"{endpoint}: without keys, only loopback addresses and ipc:// are listened on; use "
+            "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines"
         )
 
 
@@ -84,12 +86,12 @@ def receive(socket: zmq.Socket[bytes], keys: bool = False) -> tuple[list[bytes],
     """One message's frames, and with ``keys`` the CURVE key of its sender, which the handshake
     proved and each message carries; None where no message waits."""
     try:
-        frame = _RECV(socket, zmq.NOBLOCK, False)
+        frame = _RECV(socket, _NOBLOCK, False)
     except zmq.Again:
         return None
     frames = [frame.bytes]
     while frame.more:
-        frame = _RECV(socket, zmq.NOBLOCK, False)
+        frame = _RECV(socket, _NOBLOCK, False)
         frames.append(frame.bytes)
     return frames, str(frame.get("User-Id")) if keys else ""
 
@@ -106,5 +108,5 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes]) -> Sen
         raise
     for frame in frames[:-1]:
         _SEND(socket, frame, _MORE)
-    _SEND(socket, frames[-1], zmq.NOBLOCK)
-    return Sent.OK
+    _SEND(socket, frames[-1], _NOBLOCK)
+    return _OK

@@ -10,12 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntFlag
+from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import Code, RequestError
 
 _HEADER = struct.Struct("<QQI")
 _COUNTS = struct.Struct("<III")
+_MANIFEST = struct.Struct("<QQIIII")
 
 HEADER_SIZE = _HEADER.size
 """Bytes of a header: 20."""
@@ -77,15 +79,19 @@ def encode_token_header(
     return _HEADER.pack(0, 0, 0) + _COUNTS.pack(n, f, d) + ids
 
 
+@lru_cache(maxsize=256)
 def decode_manifest(frame: bytes) -> Manifest:
-    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError on a bad one."""
-    if len(frame) < HEADER_SIZE + _COUNTS.size:
+    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError on a bad one.
+
+    Kept, as the steps of a batch whose members stay the same have the same header.
+    """
+    if len(frame) < _MANIFEST.size:
         raise RequestError(Code.BAD_MESSAGE, "a TOKEN header from a worker has a manifest")
-    n, f, d = _COUNTS.unpack_from(frame, HEADER_SIZE)
-    size = HEADER_SIZE + _COUNTS.size + 8 * (n + f + d)
+    _, _, _, n, f, d = _MANIFEST.unpack_from(frame)
+    size = _MANIFEST.size + 8 * (n + f + d)
     if len(frame) != size:
         raise RequestError(
             Code.BAD_MESSAGE, f"a manifest of {n}+{f}+{d} ids has {size} bytes, not {len(frame)}"
         )
-    ids = struct.unpack_from(f"<{n + f + d}Q", frame, HEADER_SIZE + _COUNTS.size)
+    ids = struct.unpack_from(f"<{n + f + d}Q", frame, _MANIFEST.size)
     return Manifest(ids[:n], ids[n : n + f], ids[n + f :])

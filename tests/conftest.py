@@ -27,6 +27,12 @@ def client(bus: Bus) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What asynchronous tests run on."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TOKENBUS_")]:

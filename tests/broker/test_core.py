@@ -18,7 +18,7 @@ from tokenbus.protocol.header import (
     encode_header,
     encode_token_header,
 )
-from tokenbus.protocol.messages import Token
+from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Register, Registered
 
 
@@ -115,17 +115,9 @@ def test_a_request_goes_to_the_least_filled_worker(bench: Bench) -> None:
 
 
 def test_a_worker_that_has_the_model_goes_before_one_that_would_load_it(bench: Bench) -> None:
-    info = {
-        "name": "m",
-        "vocab_size": 9,
-        "context_length": 9,
-        "eos_token_ids": [0],
-        "fingerprint": "",
-    }
+    info = ModelInfo(name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint="")
     bench.worker("loads")
-    from tokenbus.protocol.messages import ModelInfo
-
-    bench.worker("has", models=[ModelInfo(**info)])
+    bench.worker("has", models=[info])
     bench.client("c", "GENERATE", generate(1))
     assert bench.to_worker("loads") == []
     assert [w for w, _ in bench.to_worker("has")] == ["GENERATE"]
@@ -392,6 +384,6 @@ def test_what_a_full_pipe_refuses_waits_in_order_up_to_its_bound() -> None:
     pipe.state = Sent.OK
     assert outbox.flush() == []
     assert pipe.got == [b"1111", b"2222", b"3333", b"5555"]
-    assert not outbox
+    assert not outbox.waiting
     pipe.state = Sent.GONE
     assert post(b"7") is Sent.GONE

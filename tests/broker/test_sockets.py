@@ -27,11 +27,11 @@ class Raw:
     """A client that speaks ZeroMQ and JSON by hand."""
 
     def __init__(self, front: str, **options: int) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = 10_000
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
         for name, value in options.items():
-            setattr(self.socket, name, value)
+            self.socket.setsockopt(getattr(zmq, name.upper()), value)
         self.socket.connect(front)
 
     def say(self, word: bytes, body: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_client_that_stops_reading_is_told_and_the_others_go_on(client: Client
             assert broker < 250 * MB
             assert len(other.generate([5], max_tokens=20, ignore_eos=True).tokens) == 20
             until(lambda: other.status().streams == 0, 10.0, "its streams ended")
-        errors = set()
+        errors: set[int] = set()
         while len(errors) < 64:
             errors.add((error := lazy.hear(b"ERROR"))["stream_id"])
             assert error["code"] == "slow_client"

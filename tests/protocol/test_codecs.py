@@ -54,9 +54,8 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
             low = -(2**63) if info.ge is None else info.ge
             return st.integers(low, 2**64 - 1 if info.le is None else info.le)
         case t.FloatType():
-            low = info.ge if info.ge is not None else info.gt
             return st.floats(
-                min_value=low,
+                min_value=info.ge if info.ge is not None else info.gt,
                 max_value=info.le,
                 exclude_min=info.gt is not None,
                 allow_nan=False,

@@ -24,8 +24,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     without = shutil.ignore_patterns("__pycache__")
     for folder in PACKAGES.values():
         shutil.copytree(ROOT / folder, copy / folder, ignore=without)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, copy)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
     out = copy / "wheels"
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([sys.executable, *build, str(out), str(copy)], check=True, capture_output=True)

@@ -19,7 +19,7 @@ from transformers import (
 VOCAB = 500
 TIE = 1e-4
 """Two candidates whose logits are closer than this are a tie: kernels differ in the last bits."""
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,

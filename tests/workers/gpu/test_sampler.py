@@ -90,11 +90,12 @@ def test_bias_and_penalties_move_the_choice_but_not_the_reported_probability() -
     assert biased.logprobs[0] == pytest.approx(plain[other].item(), rel=1e-4)
     forbidden = sample(values, [0], [row(logit_bias={best: -100.0})])
     assert forbidden.tokens != [best]
-    for penalty in (
+    penalties: list[dict[str, Any]] = [
         {"frequency_penalty": 50.0},
         {"presence_penalty": 50.0},
         {"repetition_penalty": 100.0},
-    ):
+    ]
+    for penalty in penalties:
         assert sample(values, [0], [row(generated=[best], **penalty)]).tokens != [best]
     assert sample(values, [0], [row(prompt=[best], presence_penalty=50.0)]).tokens == [best]
     seen_in_prompt = row(prompt=[best], repetition_penalty=100.0)

@@ -12,7 +12,7 @@ from tokenbus.workers.gpu.sequence import Sequence
 PAGE = 4
 
 
-def sequence(number: int, prompt: int, **fields: int) -> Sequence:
+def sequence(number: int, prompt: int, priority: int = 0, client: int = 0) -> Sequence:
     """A sequence whose tokens are all its own."""
     return Sequence(
         request=number,
@@ -22,7 +22,8 @@ def sequence(number: int, prompt: int, **fields: int) -> Sequence:
         sampling=Sampling(),
         max_length=prompt + 20,
         arrival=number,
-        **fields,
+        priority=priority,
+        client=client,
     )
 
 

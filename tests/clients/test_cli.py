@@ -1,0 +1,192 @@
+"""The command line as people use it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenbus.clients.cli.interactive import split_parameters
+from tokenbus.protocol.errors import RequestError
+
+from ..processes import Bus, clean_environment, free_port, until
+
+TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
+PROMPT = "def add(a, b):"
+
+
+def tokenbus(
+    bus: Bus | None, *arguments: str, stdin: str = "", **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end."""
+    front = {"front": bus.front} if bus is not None else {}
+    return subprocess.run(
+        [TOKENBUS, *arguments],
+        env=clean_environment(**front, **settings),
+        cwd="/tmp",
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_generate_prints_the_text_and_nothing_else(bus: Bus) -> None:
+    done = tokenbus(bus, "generate", PROMPT, "--max-tokens", "12")
+    assert (done.returncode, done.stderr) == (0, "")
+    with bus.client() as client:
+        assert done.stdout == client.generate(PROMPT, max_tokens=12).text + "\n"
+
+
+def test_generate_reads_the_prompt_from_stdin_and_prints_json(bus: Bus) -> None:
+    done = tokenbus(
+        bus, "generate", "-", "--json", "--n", "2", "--temperature", "1", "--seed", "3",
+        "--max-tokens", "5", "--set", "ignore_eos=true", stdin=PROMPT,
+    )  # fmt: skip
+    sequences = json.loads(done.stdout)["sequences"]
+    assert [len(s["tokens"]) for s in sequences] == [5, 5]
+    assert {s["finish_reason"] for s in sequences} == {"length"}
+
+
+def test_several_sequences_are_printed_one_after_the_other(bus: Bus) -> None:
+    arguments = ("--n", "2", "--temperature", "1", "--max-tokens", "4")
+    done = tokenbus(bus, "generate", PROMPT, *arguments)
+    assert done.stdout.count("--- ") == 2
+
+
+def test_score_prints_a_table_or_json(bus: Bus) -> None:
+    table = tokenbus(bus, "score", "import ", "os")
+    assert "total" in table.stdout
+    done = tokenbus(bus, "score", "import ", "os", "--json")
+    fields = json.loads(done.stdout)
+    assert fields["total"] == pytest.approx(sum(fields["logprobs"]))
+
+
+def test_status_shows_the_workers(bus: Bus) -> None:
+    shown = tokenbus(bus, "status").stdout
+    assert "embedded" in shown
+    assert "ready" in shown
+    assert json.loads(tokenbus(bus, "status", "--json").stdout)["workers"][0]["role"] == "gpu"
+
+
+def test_the_interactive_client_takes_parameters_at_the_line_s_end(bus: Bus) -> None:
+    lines = f"{PROMPT} max_tokens=5 ignore_eos=true\n\n{PROMPT} temperature=hot\nHello there\n"
+    done = tokenbus(bus, "client", stdin=lines)
+    with bus.client() as client:
+        text = client.generate(PROMPT, max_tokens=5, ignore_eos=True).text
+    assert PROMPT + text in done.stdout
+    assert "temperature=hot" in done.stderr
+    assert done.returncode == 0
+
+
+def test_the_interactive_client_can_trace_entries_as_lmtp_s_does(bus: Bus) -> None:
+    done = tokenbus(
+        bus, "client", "embedded", "--trace", stdin="Hello max_tokens=2 ignore_eos=true\n"
+    )
+    entry = json.loads(done.stdout.splitlines()[0].removeprefix(">>>> "))
+    assert {"token", "stream_id", "logprob", "finish_reason", "top_logprobs"} <= set(entry)
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt", "options"),
+    [
+        (
+            "Hello there temperature=1.2 max_tokens=5",
+            "Hello there",
+            {"temperature": 1.2, "max_tokens": 5},
+        ),
+        ("a = b x=1", "a = b x=1", {}),
+        ('say stop=["a", "b c"] n=2', "say", {"stop": ["a", "b c"], "n": 2}),
+        ('say stop="b c"', "say", {"stop": ["b c"]}),
+        ("say logit_bias={5: 1.0}", None, None),
+        ('say logit_bias={"5": 1.0}', "say", {"logit_bias": {5: 1.0}}),
+        ("seed=3", "", {"seed": 3}),
+        ("x ignore_eos=true", "x", {"ignore_eos": True}),
+    ],
+)
+def test_parameters_are_split_from_a_line(
+    line: str, prompt: str | None, options: dict[str, object] | None
+) -> None:
+    if prompt is None:
+        with pytest.raises(RequestError, match="logit_bias"):
+            split_parameters(line)
+    else:
+        assert split_parameters(line) == (prompt, options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["generate", "x", "--max-tokens", "-1"], 4, "max_tokens=-1"),
+        (["generate", "x", "--model", "gpt-9"], 4, "gpt-9"),
+        (["generate", "x", "--set", "colour=red"], 4, "'colour'"),
+        (["generate", "x", "--front", "tcp:/nowhere"], 2, "tcp:/nowhere"),
+        (["generate", "x" * 9000], 4, "prompt_too_long"),
+        (["score", "x", ""], 4, "nothing to score"),
+        (["generate", "a", "--max-tokens", "900", "--set", "ignore_eos=true", "--timeout", "0.2"],
+         5, "timeout"),
+        (["fly"], 2, "fly"),
+        ([], 2, "COMMAND"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_and_an_exit_code(
+    bus: Bus, arguments: list[str], code: int, says: str
+) -> None:
+    done = tokenbus(bus, *arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    if code != 2:
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_broker_the_error_says_how_to_start_one() -> None:
+    front = f"tcp://127.0.0.1:{free_port()}"
+    done = tokenbus(None, "generate", "x", "--front", front)
+    assert done.returncode == 3
+    assert front in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
+    done = tokenbus(None, "status", fron="x")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "TOKENBUS_FRON" in done.stderr
+    assert "'front'" in done.stderr
+    config = tmp_path / "tokenbus.toml"
+    config.write_text("max_running = 'many'")
+    done = tokenbus(None, "status", config=str(config))
+    assert done.returncode == 2
+    assert "max_running" in done.stderr
+    assert str(config) in done.stderr
+
+
+def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
+    process = subprocess.Popen(
+        [TOKENBUS, "generate", PROMPT, "--max-tokens", "1000", "--set", "ignore_eos=true"],
+        env=clean_environment(front=bus.front),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert time.monotonic() - started < 5
+    with bus.client() as client:
+        until(lambda: client.status().streams == 0, 3.0, "the stream ended")
+
+
+def test_the_help_names_the_first_steps() -> None:
+    done = tokenbus(None, "--help")
+    assert done.returncode == 0
+    for command in ("up", "down", "serve-model", "status", "client", "generate", "score"):
+        assert f"tokenbus {command}" in done.stdout or f"    {command}" in done.stdout

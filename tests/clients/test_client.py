@@ -1,0 +1,346 @@
+"""Both clients against a real broker and the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing as mp
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+from tokenbus.clients import (
+    AsyncClient,
+    Client,
+    ConnectionLostError,
+    RequestError,
+    RequestTimeoutError,
+    System,
+)
+
+from ..processes import Bus, free_port, until
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = "def add(a, b):\n"
+
+
+def idle(client: Client) -> bool:
+    return client.status().streams == 0
+
+
+# --- Client ---------------------------------------------------------------------------------------
+
+
+def test_tokens_stream_and_their_texts_make_the_text(client: Client) -> None:
+    stream = client.generate(PROMPT, max_tokens=20, ignore_eos=True)
+    entries = list(stream)
+    assert [e.pos for e in entries] == list(range(20))
+    assert [e.finish_reason for e in entries] == [None] * 19 + ["length"]
+    assert "".join(e.text for e in entries if isinstance(e.text, str)) == stream.text
+    assert stream.tokens == [e.token for e in entries]
+    [sequence] = stream.sequences
+    assert sequence.cumulative_logprob == pytest.approx(sum(e.logprob or 0 for e in entries))
+
+
+def test_token_ids_in_give_token_ids_out(client: Client) -> None:
+    stream = client.generate([5, 6, 7], max_tokens=4, ignore_eos=True, top_logprobs=3)
+    for entry in stream:
+        assert isinstance(entry.top_logprobs, dict)
+        assert len(entry.top_logprobs) == 3
+        assert entry.token in entry.top_logprobs
+    assert len(stream.tokens) == 4
+    assert stream.text == ""
+
+
+def test_many_streams_share_one_connection(client: Client) -> None:
+    alone = client.generate(PROMPT, max_tokens=15, ignore_eos=True).tokens
+    streams = [client.generate(PROMPT, max_tokens=15, ignore_eos=True) for _ in range(50)]
+    assert all(s.tokens == alone for s in streams)
+    assert client.status().sessions >= 1
+
+
+def test_streams_may_be_read_by_many_threads(client: Client) -> None:
+    wanted = client.generate(PROMPT, max_tokens=15, ignore_eos=True).text
+    texts: list[str] = []
+
+    def read() -> None:
+        texts.append(client.generate(PROMPT, max_tokens=15, ignore_eos=True).text)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [wanted] * 8
+
+
+def test_leaving_the_loop_cancels(client: Client) -> None:
+    for _ in client.generate(PROMPT, max_tokens=900, ignore_eos=True):
+        break
+    until(lambda: idle(client), 2.0, "the stream ended")
+
+
+def test_dropping_the_stream_cancels(client: Client) -> None:
+    stream = client.generate(PROMPT, max_tokens=900, ignore_eos=True)
+    until(lambda: not idle(client), 2.0, "it runs")
+    del stream
+    gc.collect()
+    until(lambda: idle(client), 2.0, "the stream ended")
+
+
+def test_closing_the_client_ends_its_streams(bus: Bus, client: Client) -> None:
+    other = bus.client()
+    stream = other.generate(PROMPT, max_tokens=900, ignore_eos=True)
+    next(iter_entries := iter(stream))
+    other.close()
+    with pytest.raises(ConnectionLostError, match="closed"):
+        list(iter_entries)
+    until(lambda: idle(client), 2.0, "its streams ended")
+    with pytest.raises(RuntimeError, match="closed"):
+        other.generate(PROMPT)
+
+
+def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
+    stream = client.generate(PROMPT, max_tokens=900, ignore_eos=True, timeout_s=0.3)
+    with pytest.raises(RequestTimeoutError):
+        stream.wait()
+    assert 0 < len(stream.sequences[0].tokens) < 900
+    until(lambda: idle(client), 2.0, "the stream ended")
+
+
+def test_stop_strings_and_stop_tokens_end_the_stream(client: Client) -> None:
+    text = client.generate(PROMPT, max_tokens=60, ignore_eos=True).text
+    stop = text[10:14]
+    stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=[stop])
+    assert stream.text == text[: text.index(stop)]
+    assert stream.sequences[0].finish_reason == "stop"
+
+
+def test_a_seed_decides_and_its_absence_varies(client: Client) -> None:
+    options: Any = {"max_tokens": 20, "temperature": 1.5, "ignore_eos": True}
+    seeded = {client.generate(PROMPT, seed=4, **options).text for _ in range(3)}
+    free = {client.generate(PROMPT, **options).text for _ in range(3)}
+    assert len(seeded) == 1
+    assert len(free) == 3
+
+
+def test_buffers_are_sent_once_and_named_often(client: Client) -> None:
+    whole = client.generate(PROMPT + "    return", max_tokens=8, ignore_eos=True).tokens
+    client.buffer("start", PROMPT)
+    rest = client.generate("    return", buffers=["start"], max_tokens=8, ignore_eos=True)
+    assert len(rest.tokens) == 8
+    ids = [5, 6, 7]
+    client.buffer("ids", ids)
+    named = client.generate([8, 9], buffers=["ids"], max_tokens=8, ignore_eos=True).tokens
+    assert named == client.generate([*ids, 8, 9], max_tokens=8, ignore_eos=True).tokens
+    assert whole
+    client.buffer("ids", None)
+    with pytest.raises(RequestError, match="no buffer 'ids'"):
+        client.generate([8], buffers=["ids"]).wait()
+
+
+def test_what_a_stream_made_can_be_kept_as_a_buffer(client: Client) -> None:
+    first = client.generate([5, 6, 7], max_tokens=8, ignore_eos=True, save="kept").tokens
+    going_on = client.generate([8], buffers=["kept"], max_tokens=8, ignore_eos=True).tokens
+    at_once = client.generate([5, 6, 7, *first, 8], max_tokens=8, ignore_eos=True).tokens
+    assert going_on == at_once
+
+
+def test_what_it_knows_of_models_and_of_the_system(client: Client) -> None:
+    info = client.model_info()
+    assert (info.name, info.vocab_size, info.context_length) == ("embedded", 4096, 1024)
+    assert info.parameters == 3_148_224
+    status = client.status()
+    assert [w.models for w in status.workers] == [["embedded"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"model": "gpt-9"}, "embedded"),
+        ({"stop": "text"}, "a list"),
+        ({"controller": "x"}, "controller"),
+    ],
+)
+def test_a_wrong_option_is_named(client: Client, options: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        client.generate(PROMPT, **options).wait()
+
+
+def test_a_wrong_prompt_is_named(client: Client) -> None:
+    wrong: list[Any] = [[1, -2], ["a"], [2**40]]
+    for prompt in wrong:
+        with pytest.raises(RequestError, match="token ids"):
+            client.generate(prompt)
+    with pytest.raises(TypeError, match="temprature"):
+        client.generate(PROMPT, temprature=1)  # type: ignore[call-arg]
+
+
+def test_without_a_broker_the_error_names_the_address() -> None:
+    front = f"tcp://127.0.0.1:{free_port()}"
+    with Client(front, patience_s=0.5) as client, pytest.raises(ConnectionLostError, match=front):
+        client.status()
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="is no address"):
+        Client("tcp://")
+
+
+# --- AsyncClient ----------------------------------------------------------------------------------
+
+
+async def test_async_streams_interleave(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        order: list[int] = []
+
+        async def read(number: int) -> str:
+            stream = client.generate(PROMPT, max_tokens=20, ignore_eos=True)
+            async for _ in stream:
+                order.append(number)  # noqa: PERF401  The order between streams is what counts.
+            return await stream.text
+
+        texts = await asyncio.gather(*map(read, range(8)))
+    assert len(set(texts)) == 1
+    assert len(order) == 160
+    assert order != sorted(order)
+
+
+async def test_async_text_score_info_and_errors(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        text = await client.generate(PROMPT, max_tokens=5, ignore_eos=True).text
+        assert text
+        scores = await client.score("import ", "os")
+        assert scores.total < 0
+        assert (await client.model_info()).name == "embedded"
+        assert (await client.status()).workers
+        await client.buffer("b", [5])
+        with pytest.raises(RequestError, match="max_tokens"):
+            await client.generate(PROMPT, max_tokens=0).wait()
+
+
+async def test_leaving_an_async_loop_cancels(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        async for _ in client.generate(PROMPT, max_tokens=900, ignore_eos=True):
+            break
+        for _ in range(100):
+            if (await client.status()).streams == 0:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the stream goes on")
+
+
+async def test_a_cancelled_task_cancels_its_stream(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+
+        async def read() -> str:
+            return await client.generate(PROMPT, max_tokens=900, ignore_eos=True).text
+
+        task = asyncio.create_task(read())
+        while (await client.status()).streams == 0:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        for _ in range(100):
+            if (await client.status()).streams == 0:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the stream goes on")
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+PROCESSES, STREAMS, TOKENS = 10, 100, 30
+
+
+def _load(front: str, number: int, results: Any) -> None:
+    async def run() -> list[tuple[list[int], list[int]]]:
+        async with AsyncClient(front, patience_s=60) as client:
+            streams = [
+                client.generate(
+                    [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True
+                )
+                for i in range(STREAMS)
+            ]
+
+            async def read(stream: Any) -> tuple[list[int], list[int]]:
+                entries = [entry async for entry in stream]
+                return [e.pos for e in entries], [e.token for e in entries]
+
+            return await asyncio.gather(*map(read, streams))
+
+    results.put((number, asyncio.run(run())))
+
+
+def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: Client) -> None:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_load, args=(bus.front, n, results)) for n in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+    got = dict(results.get(timeout=150) for _ in processes)
+    for process in processes:
+        process.join()
+    assert sorted(got) == list(range(PROCESSES))
+    for streams in got.values():
+        assert len(streams) == STREAMS
+        assert all(positions == list(range(TOKENS)) for positions, _ in streams)
+    # Every stream got its own tokens: those that it gets when it is alone.
+    for number, i in ((0, 0), (4, 50), (9, 99)):
+        alone = client.generate(
+            [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True
+        )
+        assert alone.tokens == got[number][i][1]
+    assert idle(client)
+
+
+# --- failures on the way --------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_made_good_by_another_try() -> None:
+    with Bus() as bus:
+        first = bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            options: Any = {"max_tokens": 700, "temperature": 1.0, "ignore_eos": True, "seed": 1}
+            wanted = client.generate(PROMPT, **options).tokens
+            notices: list[System] = []
+            stream = client.generate(PROMPT, on_system=notices.append, **options)
+            entries = iter(stream)
+            next(entries)
+            bus.start_worker()
+            first.kill()
+            bus.workers.remove(first)
+            for _ in entries:
+                pass
+            assert stream.tokens == wanted
+            assert "retrying" in [n.event for n in notices]
+
+
+# --- what a client needs --------------------------------------------------------------------------
+
+
+def test_importing_the_client_is_quick_and_pulls_no_torch() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); import tokenbus.clients; "
+        "print(time.perf_counter() - t); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    best = 9.0
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        seconds, heavy = done.stdout.splitlines()
+        assert heavy == "[]"
+        best = min(best, float(seconds))
+    assert best < 0.3

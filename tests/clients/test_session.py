@@ -1,0 +1,277 @@
+"""A client's session without sockets: what it sends, and what its callers get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.clients.calls import Call, Ended, Event
+from tokenbus.clients.requests import buffer_call, generate_call, status_call
+from tokenbus.clients.session import Session
+from tokenbus.protocol.errors import TokenbusError
+from tokenbus.protocol.messages import Token
+
+PATIENCE = 10.0
+
+
+class Bench:
+    """A session that says HELLO, and a broker played by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.session = Session("tcp://front", PATIENCE, self.now)
+        self.session.connected(self.now)
+
+    def welcome(self, **fields: Any) -> None:
+        body = {"version": 1, "encoding": "json", "session": "tok"} | fields
+        self.hear("WELCOME", body)
+
+    def hear(self, word: str, body: Any) -> None:
+        """A message of the broker's."""
+        self.session.on_frames([word.encode(), msgspec.json.encode(body)], self.now)
+
+    def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
+        """The next entries of a call's stream."""
+        first = call.came.get(seq, 0)
+        entries = [
+            Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=first + i)
+            for i, t in enumerate(tokens)
+        ]
+        for entry in entries:
+            entry.seq = seq
+        if last:
+            entries[-1].finish_reason = "length"
+        self.hear("TOKEN", entries)
+
+    def submit(self, call: Call) -> Call:
+        self.session.submit(call, self.now)
+        return call
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.05)
+            self.session.on_time(self.now)
+
+    def sent(self) -> list[tuple[str, Any]]:
+        """What it sent since the last look."""
+        taken, self.session.outgoing = self.session.outgoing, []
+        return [(f[0].decode(), _decode(f[1])) for f in taken]
+
+    def events(self, call: Call) -> list[Event]:
+        """What a call got since the last look."""
+        mine = [e for c, events in self.session.ready if c is call for e in events]
+        self.session.ready = [(c, e) for c, e in self.session.ready if c is not call]
+        return mine
+
+
+def _decode(body: bytes) -> Any:
+    return msgspec.json.decode(body) if body[:1] in b"{[" else msgspec.msgpack.decode(body)
+
+
+def ids(events: list[Event]) -> list[int | None]:
+    return [e.token for e in events if isinstance(e, Token)]
+
+
+def error_of(events: list[Event]) -> TokenbusError | None:
+    [end] = [e for e in events if isinstance(e, Ended)]
+    return end.error
+
+
+def generate(**options: Any) -> Call:
+    return generate_call([1, 2], options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.welcome()
+    bench.sent()
+    return bench
+
+
+def test_requests_wait_for_the_welcome() -> None:
+    bench = Bench()
+    call = bench.submit(generate())
+    assert [w for w, _ in bench.sent()] == ["HELLO"]
+    bench.welcome()
+    assert [w for w, _ in bench.sent()] == ["GENERATE"]
+    bench.tokens(call, 5, 6, last=True)
+    events = bench.events(call)
+    assert ids(events) == [5, 6]
+    assert error_of(events) is None
+
+
+def test_it_pings_and_notices_a_silent_broker(bench: Bench) -> None:
+    bench.pass_time(2.1)
+    assert [w for w, _ in bench.sent()] == ["PING"]
+    assert not bench.session.lost(bench.now)
+    bench.pass_time(5.0)
+    assert bench.session.lost(bench.now)
+
+
+def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
+    bench: Bench,
+) -> None:
+    call = bench.submit(generate())
+    bench.tokens(call, 5, 6)
+    bench.sent()
+    bench.session.connected(bench.now)
+    [(_, hello)] = bench.sent()
+    assert hello["session"] == "tok"
+    bench.welcome(resumed=True, streams=[call.number])
+    assert bench.sent() == [("ATTACH", {"stream_id": call.number, "received": 2})]
+    stray = Token(token=9, stream_id=call.number, logprob=0.0, finish_reason=None, pos=4)
+    bench.hear("TOKEN", [stray])
+    bench.hear("MSG", {"stream_id": call.number, "attached": 2})
+    bench.tokens(call, 7, 8, last=True)
+    assert ids(bench.events(call)) == [5, 6, 7, 8]
+
+
+def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: Bench) -> None:
+    call = bench.submit(generate(temperature=1.0, n=2, retry_s=30.0))
+    [(_, first)] = bench.sent()
+    assert first["seed"] is not None, "another try must bring the same tokens"
+    bench.tokens(call, 5, 6)
+    bench.tokens(call, 50, seq=1)
+    bench.hear("PONG", {"session": False})
+    assert [w for w, _ in bench.sent()] == ["HELLO"]
+    bench.welcome(session="other")
+    bench.pass_time(1.0)
+    again = [body for word, body in bench.sent() if word == "GENERATE"]
+    assert [b | {"stream_id": 0} for b in again] == [first | {"stream_id": 0}]
+    assert again[0]["stream_id"] != first["stream_id"]
+    bench.tokens(call, 5, 6, 7)
+    bench.tokens(call, 50, 51, seq=1)
+    assert ids(bench.events(call)) == [5, 6, 50, 7, 51]
+
+
+def test_entries_of_an_earlier_try_are_not_taken_for_the_new_one(bench: Bench) -> None:
+    call = bench.submit(generate(retry_s=30.0))
+    old = call.number
+    bench.hear("ERROR", {"code": "worker_lost", "message": "gone", "stream_id": old})
+    bench.pass_time(1.0)
+    stray = Token(token=9, stream_id=old, logprob=0.0, finish_reason=None)
+    bench.hear("TOKEN", [stray])
+    bench.tokens(call, 5, last=True)
+    assert ids(bench.events(call)) == [5]
+
+
+def test_a_refused_request_is_tried_again_when_it_was_told_to(bench: Bench) -> None:
+    call = bench.submit(generate(retry_s=30.0))
+    bench.sent()
+    body = {"code": "queue_full", "message": "full", "stream_id": call.number, "retry_after_s": 3}
+    bench.hear("ERROR", body)
+    bench.pass_time(2.8)
+    assert "GENERATE" not in [w for w, _ in bench.sent()]
+    bench.pass_time(0.4)
+    assert "GENERATE" in [w for w, _ in bench.sent()]
+
+
+def test_trying_again_ends_when_its_time_is_over(bench: Bench) -> None:
+    call = bench.submit(generate(retry_s=2.0))
+    for _ in range(40):
+        number = call.number
+        if call.over:
+            break
+        body = {"code": "no_worker", "message": "none", "stream_id": number}
+        bench.hear("ERROR", body)
+        bench.pass_time(0.5)
+    error = error_of(bench.events(call))
+    assert error is not None
+    assert error.code == "no_worker"
+    assert 2.0 <= bench.now < 6.0
+
+
+def test_a_wrong_request_is_not_tried_again(bench: Bench) -> None:
+    call = bench.submit(generate(retry_s=30.0))
+    bench.hear(
+        "ERROR",
+        {
+            "code": "invalid_field",
+            "message": "no",
+            "stream_id": call.number,
+            "path": "$.n",
+        },
+    )
+    error = error_of(bench.events(call))
+    assert error is not None
+    assert (error.code, error.path) == ("invalid_field", "$.n")
+
+
+def test_a_stalled_stream_is_cancelled_and_tried_again(bench: Bench) -> None:
+    call = bench.submit(generate(stall_s=3.0, retry_s=30.0))
+    bench.sent()
+    bench.tokens(call, 5)
+    old = call.number
+    bench.pass_time(2.5)
+    assert call.number == old
+    bench.pass_time(2.0)
+    words = [w for w, _ in bench.sent() if w != "PING"]
+    assert words == ["CANCEL", "GENERATE"]
+    bench.tokens(call, 5, 6, last=True)
+    assert ids(bench.events(call)) == [5, 6]
+
+
+def test_a_call_whose_time_is_over_ends_even_if_the_broker_says_nothing(bench: Bench) -> None:
+    call = bench.submit(generate(timeout_s=1.0))
+    bench.pass_time(2.5)
+    error = error_of(bench.events(call))
+    assert error is not None
+    assert error.code == "timeout"
+    assert ("CANCEL", {"stream_id": call.number, "reason": "timeout"}) in bench.sent()
+
+
+def test_without_a_broker_a_call_ends_when_patience_does() -> None:
+    bench = Bench()
+    call = bench.submit(status_call(100.0))
+    bench.pass_time(PATIENCE - 1)
+    assert bench.events(call) == []
+    bench.pass_time(2)
+    error = error_of(bench.events(call))
+    assert error is not None
+    assert error.code == "connection_lost"
+    assert "tcp://front" in error.message
+
+
+def test_a_cancelled_call_is_forgotten(bench: Bench) -> None:
+    call = bench.submit(generate())
+    bench.sent()
+    bench.session.cancel(call)
+    assert [w for w, _ in bench.sent()] == ["CANCEL"]
+    bench.tokens(call, 5)
+    assert bench.events(call) == []
+    bench.session.cancel(call)
+    assert bench.sent() == []
+
+
+def test_a_buffer_is_there_when_the_ping_behind_it_is_answered(bench: Bench) -> None:
+    call = bench.submit(buffer_call("b", "text", 5.0))
+    (_, _), (_, ping) = bench.sent()
+    bench.hear("PONG", {"n": ping["n"]})
+    assert error_of(bench.events(call)) is None
+    refused = bench.submit(buffer_call("b", "text", 5.0))
+    bench.hear("ERROR", {"code": "too_large", "message": "too large", "type": "BUFFER"})
+    error = error_of(bench.events(refused))
+    assert error is not None
+    assert error.code == "too_large"
+
+
+def test_a_new_session_gets_the_buffers_again(bench: Bench) -> None:
+    call = bench.submit(buffer_call("b", [1, 2], 5.0))
+    (_, _), (_, ping) = bench.sent()
+    bench.hear("PONG", {"n": ping["n"]})
+    bench.events(call)
+    bench.hear("PONG", {"session": False})
+    bench.sent()
+    bench.welcome(session="new")
+    assert [w for w, _ in bench.sent()] == ["BUFFER"]
+
+
+def test_an_unknown_message_is_dropped(bench: Bench) -> None:
+    bench.hear("FLY", {})
+    bench.session.on_frames([b"TOKEN"], bench.now)
+    call = bench.submit(generate())
+    bench.tokens(call, 1, last=True)
+    assert ids(bench.events(call)) == [1]

@@ -1,0 +1,106 @@
+"""Systems under a real supervisord, driven through the command line as a user would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenbus.clients.system.processes import alive, started_by
+from tokenbus.clients.system.run_dir import RunDir
+
+from ..processes import clean_environment, free_port, until
+
+TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
+
+
+def tokenbus(
+    *arguments: str, cwd: Path, timeout_s: float = 60.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end."""
+    return subprocess.run(
+        [TOKENBUS, *arguments],
+        cwd=cwd,
+        env=clean_environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+class Foreground:
+    """A ``tokenbus up`` or ``serve-model`` that runs in a folder of its own, away from files."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.front = f"tcp://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.run_dir = RunDir(folder / "run")
+        self._output = folder / "output"
+        where = ["--run-dir", str(self.run_dir.path)]
+        at = ["--port", str(self.port)] if "serve-model" in arguments else ["--front", self.front]
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [TOKENBUS, *arguments, *where, *at],
+                cwd=folder,
+                env=clean_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    @property
+    def logs(self) -> str:
+        """The logs of all its processes, for a failing test's message."""
+        files = sorted(self.run_dir.logs.glob("*"))
+        return "".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
+
+    def wait_until_ready(self, seconds: float = 60.0) -> None:
+        """Waits for its word that clients can connect."""
+        until(
+            lambda: "ready" in self.output or self.process.poll() is not None,
+            seconds,
+            f"ready; it printed {self.output!r}",
+        )
+        assert self.process.poll() is None, self.output + self.logs
+
+    def processes(self) -> list[int]:
+        """Ids of its broker and workers that live."""
+        return started_by(self.run_dir)
+
+    def end(self, number: signal.Signals = signal.SIGINT, seconds: float = 20.0) -> int:
+        """Sends a signal and waits; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """Leaves nothing of it, whatever the test did."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in self.processes():
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for the names of sockets; pytest's own may not."""
+    folder = Path(tempfile.mkdtemp(prefix="tb-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

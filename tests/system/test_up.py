@@ -1,0 +1,127 @@
+"""``tokenbus up``, ``serve-model`` and ``down`` with a real supervisord."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.clients import Client
+from tokenbus.clients.system.processes import alive
+
+from ..processes import until
+from .foreground import Foreground, tokenbus
+
+Start = Callable[..., Foreground]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts systems that end with the test."""
+    started: list[Foreground] = []
+
+    def begin(*arguments: str) -> Foreground:
+        place = folder / str(len(started))
+        place.mkdir()
+        started.append(Foreground(place, *arguments))
+        return started[-1]
+
+    yield begin
+    for system in started:
+        system.kill()
+
+
+def test_up_serves_and_ctrl_c_leaves_nothing(start: Start) -> None:
+    system = start("up", "--gpu-workers", "2")
+    system.wait_until_ready()
+    with Client(system.front) as client:
+        assert len(client.status().workers) == 2
+        assert client.generate("import ", max_tokens=3, ignore_eos=True).text
+    pids = system.processes()
+    assert len(pids) == 3
+    assert system.end() == 0
+    assert not [pid for pid in pids if alive(pid)]
+    assert "nothing is left running" in system.output
+    assert not list(system.run_dir.path.glob("*.sock"))
+
+
+def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
+    system = start("up")
+    system.wait_until_ready()
+    with Client(system.front) as client:
+        [before] = client.status().workers
+        os.kill(before.pid, signal.SIGKILL)
+        assert client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=60).text
+        until(lambda: [w.pid for w in client.status().workers if w.pid != before.pid], 30, "again")
+        [broker] = [pid for pid in system.processes() if pid != client.status().workers[0].pid]
+        os.kill(broker, signal.SIGKILL)
+        assert client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=60).text
+    assert system.end() == 0
+
+
+def test_down_ends_it_from_elsewhere(start: Start, folder: Path) -> None:
+    system = start("up")
+    system.wait_until_ready()
+    where = ("down", "--run-dir", str(system.run_dir.path))
+    done = tokenbus(*where, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert system.process.wait(20) == 0
+    again = tokenbus(*where, cwd=folder)
+    assert again.returncode == 3
+    assert len(again.stderr.splitlines()) == 1
+
+
+def test_serve_model_says_what_lmtp_s_does(start: Start) -> None:
+    system = start("serve-model", "embedded")
+    system.wait_until_ready()
+    assert "[Loading embedded]" in system.output
+    assert f"======== Running on {system.front} ========" in system.output
+    assert "[embedded ready on device cpu]" in system.output
+    with Client(system.front) as client:
+        assert client.score("import ", "os").total < 0
+    assert system.end(signal.SIGTERM) == 0
+
+
+def test_a_stream_is_finished_before_the_system_ends(start: Start) -> None:
+    system = start("up")
+    system.wait_until_ready()
+    with Client(system.front) as client:
+        stream = client.generate("import ", max_tokens=600, ignore_eos=True, retry_s=0)
+        entries = iter(stream)
+        next(entries)
+        system.process.send_signal(signal.SIGINT)
+        for _ in entries:
+            pass
+        assert len(stream.tokens) == 600
+    assert system.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("up", "--model", "auto"), 2, "--allow"),
+        (("up", "--model", "/no/such/model"), 1, "/no/such/model"),
+        (("up", "--gpu-workers", "many"), 2, "--gpu-workers"),
+        (("up", "--device", "abacus"), 1, "abacus"),
+    ],
+)
+def test_what_cannot_start_says_why_and_leaves_nothing(
+    start: Start, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    system = start(*arguments)
+    assert system.process.wait(60) == code, system.output + system.logs
+    assert says in system.output
+    assert "Traceback" not in system.output
+    assert system.processes() == []
+
+
+def test_a_port_in_use_is_refused(start: Start, folder: Path) -> None:
+    system = start("up")
+    system.wait_until_ready()
+    run_dir = str(folder / "other")
+    done = tokenbus("up", "--front", system.front, "--run-dir", run_dir, cwd=folder)
+    assert done.returncode == 1
+    assert str(system.port) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
