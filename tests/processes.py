@@ -44,11 +44,13 @@ def free_port() -> int:
 class Process:
     """``python -m MODULE`` with its log in a file."""
 
-    def __init__(self, module: str, log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, module: str, log: Path, environment: dict[str, str], python: str = sys.executable
+    ) -> None:
         self._log = log
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [python, "-m", module],
                 cwd=log.parent,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -85,7 +87,9 @@ class Process:
 class Bus:
     """A broker, and any number of GPU workers, in a folder of their own."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, python: str = sys.executable, **settings: object) -> None:
+        """``python`` is the broker's interpreter; ``settings`` are of all processes."""
+        self._python = python
         self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
         self.front = f"tcp://127.0.0.1:{free_port()}"
         self.environment = clean_environment(
@@ -96,7 +100,9 @@ class Bus:
 
     def start_broker(self) -> Process:
         """Starts the broker, again after it was killed."""
-        self.broker = Process("tokenbus.broker", self.folder / "broker.log", self.environment)
+        self.broker = Process(
+            "tokenbus.broker", self.folder / "broker.log", self.environment, self._python
+        )
         return self.broker
 
     def start_worker(self, **settings: object) -> Process:

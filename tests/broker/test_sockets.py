@@ -140,8 +140,7 @@ def test_a_client_that_vanishes_frees_what_it_had(bus: Bus, client: Client) -> N
 
 
 def test_a_client_that_stops_reading_is_told_and_the_others_go_on(client: Client) -> None:
-    settings = {"max_pending_bytes": 64 * 1024}
-    with Bus(**settings) as bus:
+    with Bus(max_pending_bytes=64 * 1024) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
         # A small window, so that what it leaves unread comes back to the broker soon.

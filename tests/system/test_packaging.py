@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
-    "setuptools"
-]["package-dir"]
+from .conftest import PACKAGES, ROOT
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources, so that nothing of an older build gets in."""
-    copy = tmp_path_factory.mktemp("sources")
-    without = shutil.ignore_patterns("__pycache__")
-    for folder in PACKAGES.values():
-        shutil.copytree(ROOT / folder, copy / folder, ignore=without)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    out = copy / "wheels"
-    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([sys.executable, *build, str(out), str(copy)], check=True, capture_output=True)
-    [file] = out.glob("*.whl")
-    return zipfile.ZipFile(file)
+@pytest.fixture
+def wheel(wheel_file: Path) -> zipfile.ZipFile:
+    """The wheel's content."""
+    return zipfile.ZipFile(wheel_file)
 
 
 def test_the_wheel_is_for_any_platform(wheel: zipfile.ZipFile) -> None:

@@ -1,0 +1,153 @@
+"""A GPU worker on the bus: models on demand, drain, streams that are picked up again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from tokenbus.clients import RequestError, System
+
+from ...processes import Bus, until
+from . import shapes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for shape in ("llama", "gpt2"):
+        shapes.make(shape).save_pretrained(folder / shape)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_demand(folder: Path) -> Iterator[Bus]:
+    """A worker that loads one model at a time, on demand."""
+    with Bus(model="auto", allow=f"{folder}/*,embedded", max_models=1) as bus:
+        bus.start_worker()
+        bus.wait_for_models()
+        yield bus
+
+
+def test_models_are_loaded_on_demand_and_the_least_recently_used_goes(
+    on_demand: Bus, folder: Path
+) -> None:
+    with on_demand.client() as client:
+        for name in (str(folder / "llama"), str(folder / "gpt2"), "embedded"):
+            notices: list[System] = []
+            stream = client.generate(
+                [5, 6], model=name, max_tokens=3, ignore_eos=True, on_system=notices.append
+            )
+            assert len(stream.tokens) == 3
+            loading = [n for n in notices if n.event == "loading"]
+            assert loading
+            assert all(n.model == name for n in loading)
+            parts = [n.progress or 0.0 for n in loading]
+            assert parts == sorted(parts)
+            [worker] = client.status().workers
+            assert worker.models == [name]
+
+
+def test_a_model_beyond_the_allow_list_is_refused_by_name(on_demand: Bus) -> None:
+    with on_demand.client() as client, pytest.raises(RequestError, match="gpt-9") as caught:
+        client.generate([5], model="gpt-9").wait()
+    assert caught.value.code == "unknown_model"
+
+
+def test_a_model_that_cannot_be_loaded_is_told_and_the_worker_goes_on(
+    on_demand: Bus, folder: Path
+) -> None:
+    with on_demand.client() as client:
+        with pytest.raises(RequestError, match="broken") as caught:
+            client.generate([5], model=str(folder / "broken")).wait()
+        assert caught.value.code == "model_load_failed"
+        stream = client.generate([5], model="embedded", max_tokens=3, ignore_eos=True)
+        assert len(stream.tokens) == 3
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only(on_demand: Bus, folder: Path) -> None:
+    with on_demand.client() as client:
+        with pytest.raises(RequestError, match="no tokenizer"):
+            client.generate("text", model=str(folder / "llama")).wait()
+        with pytest.raises(RequestError, match="no tokenizer"):
+            client.generate([5], model=str(folder / "llama"), stop=["x"]).wait()
+
+
+def test_a_draining_worker_finishes_its_streams_and_takes_no_new_ones() -> None:
+    with Bus() as bus:
+        old = bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            stream = client.generate([5], max_tokens=900, ignore_eos=True, retry_s=0)
+            entries = iter(stream)
+            next(entries)
+            bus.start_worker()
+            old.send(signal.SIGTERM)
+            until(
+                lambda: (
+                    [w.state for w in client.status().workers if w.pid == old.pid] == ["draining"]
+                ),
+                5,
+                "it drains",
+            )
+            for _ in entries:
+                pass
+            assert len(stream.tokens) == 900
+            assert old.wait() == 0
+            bus.workers.remove(old)
+            assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def _dealer(bus: Bus) -> Any:
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    socket.connect(bus.front)
+    return socket
+
+
+def _say(socket: Any, word: bytes, body: Any) -> None:
+    socket.send_multipart([word, msgspec.json.encode(body)])
+
+
+def _hear(socket: Any, word: bytes) -> Any:
+    while True:
+        frames = socket.recv_multipart()
+        if frames[0] == word:
+            return msgspec.json.decode(frames[1])
+
+
+def test_a_stream_is_picked_up_again_on_a_new_connection(bus: Bus) -> None:
+    request = {"stream_id": 1, "prompt": [5, 6], "max_tokens": 500, "ignore_eos": True}
+    old = _dealer(bus)
+    _say(old, b"HELLO", {})
+    session = _hear(old, b"WELCOME")["session"]
+    _say(old, b"GENERATE", request)
+    got: list[int] = []
+    while len(got) < 20:
+        got += [e["token"] for e in _hear(old, b"TOKEN")]
+    old.close(0)
+    new = _dealer(bus)
+    _say(new, b"HELLO", {"session": session})
+    welcome = _hear(new, b"WELCOME")
+    assert (welcome["resumed"], welcome["streams"]) == (True, [1])
+    _say(new, b"ATTACH", {"stream_id": 1, "received": len(got)})
+    while True:
+        frames = new.recv_multipart()
+        if frames[0] == b"MSG":
+            break
+    assert msgspec.json.decode(frames[1])["attached"] == len(got)
+    over = False
+    while not over:
+        entries = _hear(new, b"TOKEN")
+        got += [e["token"] for e in entries]
+        over = entries[-1]["finish_reason"] is not None
+    with bus.client() as client:
+        assert got == client.generate([5, 6], max_tokens=500, ignore_eos=True).tokens
+    new.close(0)
