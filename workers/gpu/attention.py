@@ -32,8 +32,10 @@ class Group:
     start: int
     end: int
     width: int
-    slots: torch.Tensor
-    """``[batch, length]``: the slots of each sequence's keys; padding points to page 0."""
+    pages: torch.Tensor
+    """``[batch * pages]``: the pages of each sequence's keys; padding points to page 0."""
+    length: int
+    """Tokens that the longest of them reaches."""
     positions: torch.Tensor
     """``[batch, width]``: the position of each token in its sequence."""
     rows: torch.Tensor | None
@@ -45,17 +47,25 @@ class Group:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
 
-    def mask(self, window: int) -> torch.Tensor:
-        """True where a token may look."""
+    def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores: 0 where a token may look, -inf elsewhere."""
         found = self.masks.get(window)
         if found is None:
-            keys = torch.arange(self.slots.shape[1], device=self.slots.device)
+            keys = torch.arange(self.length, device=self.positions.device)
             queries = self.positions.unsqueeze(-1)
-            found = keys <= queries
+            hidden = keys > queries
             if window:
-                found &= keys > queries - window
-            self.masks[window] = found = found.unsqueeze(1)
+                hidden |= keys <= queries - window
+            found = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = found = found.masked_fill_(hidden, float("-inf")).unsqueeze(1)
         return found
+
+    def gather(self, paged: torch.Tensor) -> torch.Tensor:
+        """A layer's keys or values ``[num_pages, page, kv_heads, dim]`` of these sequences:
+        ``[batch, kv_heads, length, dim]``. Whole pages are copied, as they lie in memory."""
+        batch = self.positions.shape[0]
+        found = paged.flatten(1).index_select(0, self.pages)
+        return found.view(batch, -1, *paged.shape[2:])[:, : self.length].transpose(1, 2)
 
 
 @dataclass(slots=True)
@@ -86,8 +96,8 @@ def paged_attention(
     """
     keys, values = packed_batch.cache.layers[module.layer_idx]  # type: ignore[index]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys.index_copy_(0, packed_batch.slots, k.to(keys.dtype))
-    values.index_copy_(0, packed_batch.slots, v.to(values.dtype))
+    keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
     for group in packed_batch.groups:
         out[group.start : group.end] = _attend(
@@ -106,20 +116,19 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The attention of one group's tokens: ``[end - start, heads, dim]``."""
-    k = keys[group.slots].transpose(1, 2)
-    v = values[group.slots].transpose(1, 2)
+    k, v = group.gather(keys), group.gather(values)
     heads, kv_heads = q.shape[1], k.shape[1]
     if group.rows is None:
         # Decode. The heads that share a key head become its rows: keys are read once for all.
         batch = group.end - group.start
         grouped = q[group.start : group.end].reshape(batch, kv_heads, heads // kv_heads, -1)
-        mask = group.mask(window)
+        mask = group.mask(window, q.dtype)
         found = dot_product(grouped, k, v, mask, scaling, softcap, causal=False)
         return found.reshape(batch, heads, -1)
     assert group.places is not None
     rectangle = q[group.rows].transpose(1, 2)
     causal = group.fresh and not window
-    seen = None if causal and softcap is None else group.mask(window)
+    seen = None if causal and softcap is None else group.mask(window, q.dtype)
     found = dot_product(rectangle, k, v, seen, scaling, softcap, causal=seen is None)
     return found.transpose(1, 2).flatten(0, 1)[group.places]
 
@@ -151,8 +160,7 @@ def dot_product(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
     assert mask is not None
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
+    return torch.softmax(scores + mask, -1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -5,6 +5,11 @@ engine.add(1, prompt=[12, 7], sampling=Sampling(max_tokens=5))
 while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
+
+A step has two halves, so that a program can decide between them while it knows that a token is due:
+``begin`` runs the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``hold`` and
+``set_mask`` may be called between the two, for the sequences in ``Step.ready``, and at any other
+time.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
 import torch
 
 from ...protocol.errors import Code, RequestError
@@ -25,12 +31,12 @@ from .block_manager import BlockManager, BlockTable
 from .kv_cache import PAGE_SIZE, default_bytes, page_bytes
 from .loader import LoadedModel
 from .runner import Runner
-from .sampler import NAN, Row, Sampled, sample, scores
+from .sampler import NAN, Row, sample, scores
 from .scheduler import Batch, Chunk, Scheduler
 from .sequence import Sequence, TokenOutput
 from .text import Detokenizer, TextStream, detokenizers
 
-__all__ = ["Engine", "EngineConfig", "TokenOutput"]
+__all__ = ["Engine", "EngineConfig", "Step", "TokenOutput"]
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +49,58 @@ class EngineConfig:
     """Sequences in one batch."""
     max_step_tokens: int = 2048
     """Tokens of one forward: decodes and chunks of prompts together."""
+    max_forks: int = 128
+    """Sequences that one request may come to have, those that ended included."""
     kv_cache_bytes: int | None = None
     """Memory of the KV cache, in bytes; None: by what the device has."""
 
 
+@dataclass(slots=True)
+class Step:
+    """A step between its forward and its sampling."""
+
+    outputs: list[TokenOutput]
+    """What is told already: scores, forks, splices, ends."""
+    logits: torch.Tensor | None = None
+    """``[rows, vocab]``, float32."""
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    """The sequences that will be sampled, and at which row of the logits each of them looks."""
+
+    @property
+    def ready(self) -> list[tuple[int, int]]:
+        """The sequences that ``finish`` will sample, as (request, seq)."""
+        return [(s.request, s.seq) for s in self.rows]
+
+    def add(self, logits: torch.Tensor) -> int:
+        """Takes further rows in; the number of the first."""
+        first = 0 if self.logits is None else len(self.logits)
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        return first
+
+
 class Engine:
-    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+    """Continuous batching over one model. Not thread-safe: one thread makes all calls.
+
+    A sequence is named by (request, seq): the number that the caller gave the request, and 0 or a
+    fork's number. What a call names wrongly raises RequestError; what is wrong with a sequence ends
+    that sequence, with an output that says why, and nothing else.
+    """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
-        config = config or EngineConfig()
+        self._config = config = config or EngineConfig()
         self.loaded = loaded
         size = config.kv_cache_bytes or default_bytes(loaded.device)
         num_pages = max(2, size // page_bytes(loaded.layers, loaded.dtype))
         self._blocks = BlockManager(num_pages, PAGE_SIZE)
         self._scheduler = Scheduler(self._blocks, config.max_running, config.max_step_tokens)
         self._runner = Runner(loaded, num_pages)
-        self._requests: dict[int, list[Sequence]] = {}
+        self._requests: dict[int, dict[int, Sequence]] = {}
+        self._numbers: dict[int, int] = {}
+        """Of each request: the number of its next fork."""
         self._arrivals = count()
+        self._outputs: list[TokenOutput] = []
+        """What is to be told with the next step."""
+        self._step: Step | None = None
         self._detokenizer: Callable[[Tokens[int]], Detokenizer] | None = None
         if loaded.tokenizer is not None:
             self._detokenizer = detokenizers(loaded.tokenizer)
@@ -114,12 +155,12 @@ class Engine:
             client=client,
             arrival=next(self._arrivals),
             stop_ids=ids,
-            text=self._text(prompt, strings) if text or strings else None,
             says_text=text,
             pending=sampling.n - 1,
         )
-        self._requests[request] = [sequence]
-        self._scheduler.add(sequence)
+        if text or strings:
+            sequence.text = self._text(sequence)
+        self._begin_request(sequence)
 
     def score(
         self,
@@ -139,25 +180,25 @@ class Engine:
         if not scored:
             raise RequestError(Code.INVALID_FIELD, "there is nothing to score", path="$.scored")
         _check_ids(scored, self.loaded.vocab_size, "$.scored")
-        sequence = Sequence(
-            request=request,
-            seq=0,
-            tokens=[*prompt, *scored],
-            num_prompt=len(prompt),
-            sampling=Sampling(),
-            max_length=length,
-            scored=True,
-            priority=priority,
-            client=client,
-            arrival=next(self._arrivals),
+        self._begin_request(
+            Sequence(
+                request=request,
+                seq=0,
+                tokens=[*prompt, *scored],
+                num_prompt=len(prompt),
+                sampling=Sampling(),
+                max_length=length,
+                scored=True,
+                priority=priority,
+                client=client,
+                arrival=next(self._arrivals),
+            )
         )
-        self._requests[request] = [sequence]
-        self._scheduler.add(sequence)
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
         """Ends a request now; the last output of each of its sequences says ``reason``."""
         ended = []
-        for sequence in list(self._requests.get(request, ())):
+        for sequence in list(self._requests.get(request, {}).values()):
             ended.append(self._end(sequence, reason))
             ended += [
                 TokenOutput(request, sequence.seq + 1 + i, None, None, 0, reason)
@@ -167,137 +208,196 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything."""
-        return self._scheduler.has_work
+        """Whether ``step`` would do anything. Suspended sequences are no work."""
+        return self._scheduler.has_work or bool(self._outputs)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters, for heartbeats and for people."""
         return {
             "running": float(len(self._scheduler.running)),
             "waiting": float(len(self._scheduler.waiting)),
+            "suspended": float(len(self._scheduler.suspended)),
             "kv_pages_used": float(self._blocks.num_held),
             "kv_pages": float(self._blocks.num_pages - 1),
             "preemptions": float(self._scheduler.preemptions),
             "prefix_hit_tokens": float(self._scheduler.prefix_hit_tokens),
         }
 
+    # --- steering -------------------------------------------------------------------------------
+
+    def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
+        """Forks a sequence into itself and ``n`` more; the numbers of these.
+
+        Pages are shared until one of them is written to. Forks of a sequence that is ready sample
+        from the same logits as it does, so that no forward is spent on them; each draws for itself,
+        as its number is part of what decides. ``numbers``: which ones to give them. Beyond
+        ``max_forks`` the sequence ends with an error, and there are none.
+        """
+        parent = self._named(request, seq)
+        first = self._numbers[request]
+        if first + n > self._config.max_forks:
+            self._outputs += self._fail(
+                parent,
+                f"{n} more forks would make {first + n} sequences of this request; "
+                f"{self._config.max_forks} are allowed",
+            )
+            return []
+        given = list(numbers) if numbers is not None else list(range(first, first + n))
+        self._numbers[request] = first + n
+        children = [self._forked(parent, number) for number in given]
+        for child in children:
+            self._outputs.append(
+                TokenOutput(request, child.seq, None, None, child.num_generated, parent=seq)
+            )
+            step = self._step
+            if step is not None and parent in step.rows:
+                step.rows[child] = step.rows[parent]
+            elif parent.row is not None:
+                child.row = parent.row
+        self._scheduler.forked(children)
+        return given
+
+    def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
+        """Takes the last ``drop`` generated tokens back and appends ``tokens``, without sampling.
+
+        They are computed as one chunk beside the decodes. Where the sequence was ready, it is not
+        sampled in this step. A splice past the first generated token ends the sequence with an
+        error; tokens beyond its ``max_tokens`` are left out.
+        """
+        sequence = self._named(request, seq)
+        if not drop and not tokens:
+            raise RequestError(Code.INVALID_FIELD, "a splice drops tokens or appends some")
+        try:
+            if not 0 <= drop <= sequence.num_generated:
+                raise RequestError(
+                    Code.INVALID_FIELD,
+                    f"a splice that drops {drop} tokens, of {sequence.num_generated} generated",
+                )
+            _check_ids(tokens, self.loaded.vocab_size, "ff_tokens")
+        except RequestError as error:
+            self._outputs += self._fail(sequence, error.message)
+            return
+        self._not_now(sequence)
+        if drop:
+            self._drop(sequence, drop)
+        if not tokens:
+            pos = sequence.num_generated
+            self._outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
+            return
+        for token in tokens:
+            output = self._append(sequence, token, None, None)
+            self._outputs.append(output._replace(backtrack=drop))
+            drop = 0
+            if output.finish_reason is not None:
+                return
+
+    def suspend(self, request: int, seq: int) -> None:
+        """Lets a sequence sit out until ``resume``. It keeps its pages while there are enough."""
+        sequence = self._named(request, seq)
+        if sequence not in self._scheduler.suspended:
+            self._not_now(sequence)
+            self._scheduler.suspend(sequence)
+
+    def resume(self, request: int, seq: int) -> None:
+        """Lets a suspended sequence go on."""
+        sequence = self._named(request, seq)
+        if sequence in self._scheduler.suspended:
+            self._scheduler.resume(sequence)
+
+    def hold(self, request: int, seq: int) -> None:
+        """Lets a sequence that is ready sit out this step only; its logits are kept for the next."""
+        sequence = self._named(request, seq)
+        step = self._step
+        if step is not None and step.logits is not None and sequence in step.rows:
+            sequence.row = step.logits[step.rows.pop(sequence)].clone()
+
+    def set_mask(self, request: int, seq: int, mask: np.ndarray | None) -> None:
+        """Allows only some tokens for the next one that is sampled.
+
+        ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
+        """
+        words = -(-self.loaded.vocab_size // 32)
+        if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"a mask is {words} words of u32, this one is {mask.shape} of {mask.dtype}",
+            )
+        self._named(request, seq).mask = mask
+
+    def end(self, request: int, seq: int, reason: FinishReason = "controller") -> None:
+        """Ends one sequence."""
+        self._outputs.append(self._end(self._named(request, seq), reason))
+
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
         """Computes one batch and returns what it gave, in order within each sequence."""
-        batch = self._scheduler.schedule()
-        if not batch.chunks:
-            return []
-        try:
-            chunks, logits = self._runner.run(batch)
-        except Exception as error:
-            return self._apart(batch, error)
-        return self._results(chunks, logits)
+        return self.finish(self.begin())
 
-    def _apart(self, batch: Batch, error: Exception) -> list[TokenOutput]:
-        """After a failed forward: each chunk on its own, so that only the guilty one ends."""
-        if len(batch.chunks) == 1:
-            log.exception("the forward of request %d failed", batch.chunks[0].sequence.request)
-            return self._fail(batch.chunks[0].sequence, f"the model failed: {error}")
-        outputs = []
-        copies = batch.copies
-        for chunk in batch.chunks:
-            alone = Batch([chunk], copies)
-            copies = []
-            try:
-                outputs += self._results(*self._runner.run(alone))
-            except Exception as again:
-                outputs += self._apart(alone, again)
+    def begin(self) -> Step:
+        """The first half: the forward of what is scheduled."""
+        held = [s for s in self._scheduler.running if s.row is not None]
+        batch = self._scheduler.schedule()
+        self._step = step = Step(self._outputs)
+        self._outputs = step.outputs
+        if batch.chunks:
+            for chunks, logits in self._run(batch):
+                self._computed(step, chunks, logits)
+        kept = [s for s in held if s.row is not None and s in self._scheduler.running]
+        if kept:
+            at = step.add(torch.stack([s.row for s in kept if s.row is not None]))
+            step.rows.update(zip(kept, range(at, at + len(kept)), strict=True))
+        return step
+
+    def finish(self, step: Step) -> list[TokenOutput]:
+        """The second half: samples the next token of each sequence that is ready."""
+        self._step = None
+        outputs, self._outputs = self._outputs, []
+        if step.logits is None or not step.rows:
+            return outputs
+        sequences = list(step.rows)
+        sampled = sample(step.logits, list(step.rows.values()), [_row(s) for s in sequences])
+        for i, sequence in enumerate(sequences):
+            sequence.mask = sequence.row = None
+            if i in sampled.errors:
+                outputs += self._fail(sequence, sampled.errors[i])
+            else:
+                token, logprob, top = sampled.tokens[i], sampled.logprobs[i], sampled.top[i]
+                outputs.append(self._append(sequence, token, logprob, top))
         return outputs
 
-    def _results(self, chunks: list[Chunk], logits: torch.Tensor) -> list[TokenOutput]:
-        """Takes in what was computed: scores, forks, and the sampled tokens."""
-        outputs: list[TokenOutput] = []
-        sampling: list[Sequence] = []
-        which: list[int] = []
-        row = 0
+    def _run(self, batch: Batch) -> list[tuple[list[Chunk], torch.Tensor]]:
+        """The forward; where it fails, each chunk on its own, so that only the guilty ones end."""
+        try:
+            return [self._runner.run(batch)]
+        except Exception as error:
+            if len(batch.chunks) == 1:
+                sequence = batch.chunks[0].sequence
+                log.exception("the forward of request %d failed", sequence.request)
+                self._outputs += self._fail(sequence, f"the model failed: {error}")
+                return []
+        computed = []
+        copies = batch.copies
+        for chunk in batch.chunks:
+            computed += self._run(Batch([chunk], copies))
+            copies = []
+        return computed
+
+    def _computed(self, step: Step, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        """Takes in what was computed: scores, the forks that wait for it, and who is ready."""
+        row = step.add(logits)
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
             sequence.computed = chunk.end
-            if sequence.scored:
-                if rows:
-                    outputs += self._scores(chunk, logits[row : row + rows])
+            if sequence.scored and rows:
+                assert step.logits is not None
+                self._outputs += self._scores(chunk, step.logits[row : row + rows])
             elif rows:
-                for fork in [sequence, *self._fork_pending(sequence)]:
-                    sampling.append(fork)
-                    which.append(row)
+                for ready in (sequence, *self._fork_pending(sequence)):
+                    step.rows[ready] = row
             if sequence.request in self._requests:
                 self._blocks.commit(sequence.table, sequence.tokens, sequence.computed)
             row += rows
-        if sampling:
-            sampled = sample(logits, which, [_row(s) for s in sampling])
-            for i, sequence in enumerate(sampling):
-                outputs += self._token(sequence, sampled, i)
-        return outputs
-
-    def _fork_pending(self, sequence: Sequence) -> list[Sequence]:
-        """The other sequences of a request with ``n``: they share the prompt's pages and logits."""
-        children = []
-        for number in range(1, sequence.pending + 1):
-            strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
-            child = Sequence(
-                request=sequence.request,
-                seq=number,
-                tokens=list(sequence.tokens),
-                num_prompt=sequence.num_prompt,
-                sampling=sequence.sampling,
-                max_length=sequence.max_length,
-                seed=sequence.seed,
-                priority=sequence.priority,
-                client=sequence.client,
-                arrival=sequence.arrival,
-                stop_ids=sequence.stop_ids,
-                text=self._text(sequence.tokens, strings) if sequence.text else None,
-                says_text=sequence.says_text,
-                table=self._blocks.fork(sequence.table, sequence.computed),
-                computed=sequence.computed,
-            )
-            children.append(child)
-        sequence.pending = 0
-        self._scheduler.forked(children)
-        self._requests[sequence.request] += children
-        return children
-
-    def _token(self, sequence: Sequence, sampled: Sampled, i: int) -> list[TokenOutput]:
-        """Appends a sampled token to its sequence, and ends it where that is due."""
-        if i in sampled.errors:
-            return self._fail(sequence, sampled.errors[i])
-        token = sampled.tokens[i]
-        pos = sequence.num_generated
-        sequence.tokens.append(token)
-        reason: FinishReason | None = None
-        if token in sequence.stop_ids:
-            reason = "stop"
-        elif len(sequence.tokens) >= sequence.max_length:
-            reason = "length"
-        text = None
-        if sequence.text is not None:
-            said = sequence.text.push(token)
-            text = said.certain
-            if said.stopped:
-                reason = "stop"
-            elif reason is not None:
-                rest = sequence.text.finish()
-                text += rest.certain
-                reason = "stop" if rest.stopped else reason
-        output = TokenOutput(
-            sequence.request,
-            sequence.seq,
-            token,
-            sampled.logprobs[i],
-            pos,
-            reason,
-            sampled.top[i],
-            text if sequence.says_text else None,
-        )
-        if reason is not None:
-            self._remove(sequence)
-        return [output]
 
     def _scores(self, chunk: Chunk, logits: torch.Tensor) -> list[TokenOutput]:
         """The log-probabilities of the tokens that follow a chunk's rows."""
@@ -316,7 +416,94 @@ class Engine:
             self._remove(sequence)
         return outputs
 
-    # --- ends -----------------------------------------------------------------------------------
+    # --- sequences ------------------------------------------------------------------------------
+
+    def _begin_request(self, sequence: Sequence) -> None:
+        self._requests[sequence.request] = {sequence.seq: sequence}
+        self._numbers[sequence.request] = 1 + sequence.pending
+        self._scheduler.add(sequence)
+
+    def _named(self, request: int, seq: int) -> Sequence:
+        sequence = self._requests.get(request, {}).get(seq)
+        if sequence is None or sequence.scored:
+            raise RequestError(
+                Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq} to steer"
+            )
+        return sequence
+
+    def _fork_pending(self, sequence: Sequence) -> list[Sequence]:
+        """The other sequences of a request with ``n``: they share the prompt's pages and logits."""
+        children = [self._forked(sequence, number) for number in range(1, sequence.pending + 1)]
+        sequence.pending = 0
+        self._scheduler.forked(children)
+        return children
+
+    def _forked(self, parent: Sequence, number: int) -> Sequence:
+        child = Sequence(
+            request=parent.request,
+            seq=number,
+            tokens=list(parent.tokens),
+            num_prompt=parent.num_prompt,
+            sampling=parent.sampling,
+            max_length=parent.max_length,
+            seed=parent.seed,
+            priority=parent.priority,
+            client=parent.client,
+            arrival=parent.arrival,
+            stop_ids=parent.stop_ids,
+            text=parent.text.fork() if parent.text is not None else None,
+            says_text=parent.says_text,
+            table=self._blocks.fork(parent.table, parent.computed),
+            computed=parent.computed,
+        )
+        self._requests[parent.request][number] = child
+        return child
+
+    def _not_now(self, sequence: Sequence) -> None:
+        """A sequence that was ready is not sampled: its last token is to be computed again."""
+        if self._step is not None:
+            self._step.rows.pop(sequence, None)
+        sequence.row = sequence.mask = None
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+
+    def _drop(self, sequence: Sequence, drop: int) -> None:
+        del sequence.tokens[len(sequence.tokens) - drop :]
+        # The last token is computed again, for its logits.
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+        self._blocks.truncate(sequence.table, sequence.computed)
+        if sequence.text is not None:
+            sequence.text = self._text(sequence)
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float | None,
+        top: dict[int, float] | None,
+    ) -> TokenOutput:
+        """Appends a token to its sequence, and ends it where that is due."""
+        pos = sequence.num_generated
+        sequence.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in sequence.stop_ids:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.max_length:
+            reason = "length"
+        text = None
+        if sequence.text is not None:
+            said = sequence.text.push(token)
+            text = said.certain
+            if said.stopped:
+                reason = "stop"
+            elif reason is not None:
+                rest = sequence.text.finish()
+                text += rest.certain
+                reason = "stop" if rest.stopped else reason
+        if reason is not None:
+            self._remove(sequence)
+        text = text if sequence.says_text else None
+        request, seq = sequence.request, sequence.seq
+        return TokenOutput(request, seq, token, logprob, pos, reason, top, text)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
         """Ends a sequence without a further token."""
@@ -346,11 +533,24 @@ class Engine:
         return [self._end(sequence, "error", error), *missing]
 
     def _remove(self, sequence: Sequence) -> None:
+        if self._step is not None:
+            self._step.rows.pop(sequence, None)
         self._scheduler.remove(sequence)
         left = self._requests[sequence.request]
-        left.remove(sequence)
+        del left[sequence.seq]
         if not left:
             del self._requests[sequence.request]
+            del self._numbers[sequence.request]
+
+    def _text(self, sequence: Sequence) -> TextStream:
+        """The text of a sequence's tokens so far, ready for the next."""
+        assert self._detokenizer is not None
+        strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        text = TextStream(self._detokenizer(prompt), strings)
+        for token in sequence.generated:
+            text.push(token)
+        return text
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -369,10 +569,6 @@ class Engine:
             )
         _check_ids(prompt, self.loaded.vocab_size, path)
 
-    def _text(self, prompt: Tokens[int], strings: Tokens[str]) -> TextStream:
-        assert self._detokenizer is not None
-        return TextStream(self._detokenizer(prompt), strings)
-
 
 def _row(sequence: Sequence) -> Row:
     sampling = sequence.sampling
@@ -386,6 +582,7 @@ def _row(sequence: Sequence) -> Row:
         sequence.num_generated,
         prompt=sequence.tokens[: sequence.num_prompt] if looks_back else (),
         generated=sequence.generated if looks_back else (),
+        mask=sequence.mask,
     )
 
 

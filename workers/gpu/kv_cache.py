@@ -26,9 +26,10 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values by slot; slot ``page * PAGE_SIZE + offset`` holds one token.
+    """Keys and values by page; slot ``page * PAGE_SIZE + offset`` holds one token.
 
-    ``layers`` maps a layer's index to (keys ``[slots, kv_heads, key_dim]``, values alike).
+    ``layers`` maps a layer's index to (keys ``[num_pages, PAGE_SIZE, kv_heads, key_dim]``, values
+    alike).
     """
 
     def __init__(
@@ -39,12 +40,15 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.num_pages = num_pages
-        slots = num_pages * PAGE_SIZE
         # Zeros, not garbage: a masked position still meets 0 * value, and 0 * NaN is NaN.
         self.layers = {
             index: (
-                torch.zeros(slots, s.kv_heads, s.key_dim, dtype=dtype, device=device),
-                torch.zeros(slots, s.kv_heads, s.value_dim, dtype=dtype, device=device),
+                torch.zeros(
+                    num_pages, PAGE_SIZE, s.kv_heads, s.key_dim, dtype=dtype, device=device
+                ),
+                torch.zeros(
+                    num_pages, PAGE_SIZE, s.kv_heads, s.value_dim, dtype=dtype, device=device
+                ),
             )
             for index, s in shapes.items()
         }
@@ -57,15 +61,13 @@ class KVCache:
         source, target = torch.tensor(copies, device=device).T
         for pair in self.layers.values():
             for tensor in pair:
-                paged = tensor.view(self.num_pages, PAGE_SIZE, *tensor.shape[1:])
-                paged[target] = paged[source]
+                tensor[target] = tensor[source]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Sets pages to zeros: they held numbers that are none (NaN)."""
         for pair in self.layers.values():
             for tensor in pair:
-                paged = tensor.view(self.num_pages, PAGE_SIZE, *tensor.shape[1:])
-                paged[list(pages)] = 0
+                tensor[list(pages)] = 0
 
 
 def page_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:

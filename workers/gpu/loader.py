@@ -170,13 +170,13 @@ def _plain_attention(q: Any, k: Any, v: Any, given: dict[str, Any]) -> tuple[Any
     """Causal attention over one short sequence, with the arguments that we know."""
     length = q.shape[2]
     positions = torch.arange(length, device=q.device)
-    mask = positions <= positions.unsqueeze(-1)
+    hidden = positions > positions.unsqueeze(-1)
     window = given.get("sliding_window") or 0
     if window:
-        mask &= positions > positions.unsqueeze(-1) - window
-    found = dot_product(
-        q, k, v, mask[None, None], given.get("scaling"), given.get("softcap"), causal=False
-    )
+        hidden |= positions <= positions.unsqueeze(-1) - window
+    mask = torch.zeros(1, 1, length, length, dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill_(hidden, float("-inf"))
+    found = dot_product(q, k, v, mask, given.get("scaling"), given.get("softcap"), causal=False)
     return found.transpose(1, 2), None
 
 

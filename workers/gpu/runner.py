@@ -60,9 +60,8 @@ class Runner:
         for i, c in enumerate(chunks):
             table[i, : len(_pages(c))] = _pages(c)
             positions[i, : c.end - c.start] = np.arange(c.start, c.end)
-        slots = (table[:, :, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(len(chunks), -1)
         # No further than the longest reaches: the last page is rarely full.
-        slots = slots[:, : max(c.end for c in chunks)]
+        length = max(c.end for c in chunks)
         rows = places = None
         if width > 1:
             sizes = np.array([c.end - c.start for c in chunks])
@@ -75,11 +74,12 @@ class Runner:
             start=part.start,
             end=part.start + sum(c.end - c.start for c in chunks),
             width=width,
-            slots=self._tensor(slots),
+            pages=self._tensor(table.ravel()),
+            length=length,
             positions=self._tensor(positions),
             rows=rows,
             places=places,
-            fresh=all(c.start == 0 for c in chunks) and slots.shape[1] == width,
+            fresh=all(c.start == 0 for c in chunks) and length == width,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -120,12 +120,6 @@ def _pack(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[_Part]]:
         parts[-1].chunks.append(chunk)
         at += chunk.end - chunk.start
     return ordered, parts
-
-
-def _shape(chunk: Chunk) -> tuple[bool, bool, int, int]:
-    """What makes chunks similar, the decodes first."""
-    width = chunk.end - chunk.start
-    return width > 1, chunk.start != 0, width, chunk.end
 
 
 def _offsets(chunks: Sequence[Chunk]) -> list[tuple[Chunk, int]]:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from .block_manager import BlockManager
 from .sequence import Sequence
 
+MAX_OVERTAKEN = 1024
+"""Later arrivals that may be let in before a waiting sequence: the bound on its wait."""
 SCORE_ROWS = 256
 """Scored tokens of a sequence in one step at most: each takes a row of logits ``[vocab]``."""
 
@@ -63,6 +65,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.suspended: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hit_tokens = 0
 
@@ -76,20 +79,37 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def forked(self, children: Iterable[Sequence]) -> None:
-        """Takes in sequences that share a running one's pages."""
-        self.running.extend(children)
+        """Takes in sequences that share another one's pages."""
+        for child in children:
+            room = len(self.running) < self._max_running
+            (self.running if room else self.waiting).append(child)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the steps. It keeps its pages while there are enough, and no
+        slot."""
+        self._take_out(sequence)
+        self.suspended.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Lets a suspended sequence wait for its turn again, before those that came after it."""
+        self.suspended.remove(sequence)
+        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out; its pages go back."""
-        for held in (self.running, self.waiting):
+        self._take_out(sequence)
+        self._blocks.free(sequence.table)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        for held in (self.running, self.waiting, self.suspended):
             if sequence in held:
                 held.remove(sequence)
-        self._blocks.free(sequence.table)
 
     def schedule(self) -> Batch:
         """The next step's work."""
         batch = Batch()
         room = self._max_step_tokens
+        # Those that are ready already wait for their controller, not for a forward.
         decodes = [s for s in self.running if s.target - s.computed == 1]
         prefills = [s for s in self.running if s.target - s.computed > 1]
         scheduled: set[int] = set()
@@ -104,18 +124,27 @@ class Scheduler:
             slots = len(self.running) + sum(s.pending for s in self.running)
             if self.running and slots + 1 + sequence.pending > self._max_running:
                 break
-            if not self._admit(batch, sequence, room):
+            if self._admit(batch, sequence, room):
+                room -= batch.chunks[-1].end - batch.chunks[-1].start
+            elif self.running or not self._evict_idle(sequence):
                 break
-            room -= batch.chunks[-1].end - batch.chunks[-1].start
         return batch
 
     # --- the parts of a step --------------------------------------------------------------------
 
     def _next(self) -> Sequence:
         """The waiting sequence whose turn it is: by priority, then the client that has least
-        running, then arrival."""
+        running, then arrival. One that was overtaken ``MAX_OVERTAKEN`` times goes before all."""
         shares = Counter(s.client for s in self.running)
-        return min(self.waiting, key=lambda s: (-s.priority, shares[s.client], s.arrival))
+        return min(
+            self.waiting,
+            key=lambda s: (
+                s.overtaken < MAX_OVERTAKEN,
+                -s.priority,
+                shares[s.client],
+                s.arrival,
+            ),
+        )
 
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
@@ -140,8 +169,12 @@ class Scheduler:
     def _admit(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Lets a waiting sequence in, where pages for all of its known tokens are available."""
         # The last token is computed in any case: its logits are what is wanted.
-        limit = sequence.num_prompt - 1 if sequence.scored else sequence.target - 1
-        hit = self._blocks.match(sequence.table, sequence.tokens, limit)
+        kept = bool(sequence.table.pages)
+        if kept:
+            hit = sequence.computed
+        else:
+            limit = sequence.num_prompt - 1 if sequence.scored else sequence.target - 1
+            hit = self._blocks.match(sequence.table, sequence.tokens, limit)
         needed = self._blocks.pages_for(sequence.target + 1) - len(sequence.table.pages)
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
@@ -150,25 +183,50 @@ class Scheduler:
         if spare >= 0 and (not self.running or spare >= len(self.running)):
             copies = self._blocks.reserve(sequence.table, chunk.start, chunk.end)
         if copies is None:
-            self._blocks.free(sequence.table)
+            if not kept:
+                self._blocks.free(sequence.table)
             return False
         sequence.computed = hit
-        self.prefix_hit_tokens += hit
+        self.prefix_hit_tokens += 0 if kept else hit
         self.waiting.remove(sequence)
         self.running.append(sequence)
         batch.chunks.append(chunk)
         batch.copies += copies
+        for other in self.waiting:
+            other.overtaken += other.arrival < sequence.arrival
         return True
 
+    def _evict_idle(self, wanting: Sequence) -> bool:
+        """Takes the pages of one that does not run, for the one whose turn it is."""
+        idle = [s for s in self._idle() if s is not wanting]
+        if idle:
+            self._preempt(min(idle, key=_least))
+        elif wanting.table.pages:
+            self._preempt(wanting)
+        else:
+            return False
+        return True
+
+    def _idle(self) -> list[Sequence]:
+        return [s for s in (*self.suspended, *self.waiting) if s.table.pages]
+
     def _victim(self, scheduled: set[int]) -> Sequence:
-        """The running sequence that loses its pages: not in this step yet, lowest in priority, the
-        last to arrive. There is one: whoever asks is not in this step yet."""
-        candidates = (s for s in self.running if id(s) not in scheduled)
-        return min(candidates, key=lambda s: (s.priority, -s.arrival, -s.seq))
+        """The sequence that loses its pages: one that does not run, where such a one has any; else
+        one that is not in this step yet, lowest in priority, the last to arrive. There is one:
+        whoever asks is not in this step yet."""
+        candidates = self._idle() or [s for s in self.running if id(s) not in scheduled]
+        return min(candidates, key=_least)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._blocks.free(sequence.table)
         sequence.computed = 0
-        self.running.remove(sequence)
-        self.waiting.append(sequence)
+        sequence.row = None
         self.preemptions += 1
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.waiting.append(sequence)
+
+
+def _least(sequence: Sequence) -> tuple[int, int, int]:
+    """The order in which sequences lose their pages."""
+    return sequence.priority, -sequence.arrival, -sequence.seq

@@ -7,6 +7,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
 from ...protocol.messages import FinishReason
 from ...protocol.sampling import Sampling
 from .block_manager import BlockTable
@@ -28,6 +31,10 @@ class TokenOutput(NamedTuple):
     text: str | None = None
     """Text mode: what became certain."""
     error: str | None = None
+    backtrack: int = 0
+    """Tokens of the sequence that were taken back before this one."""
+    parent: int | None = None
+    """In a fork's first output: the sequence that it was forked from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +64,12 @@ class Sequence:
     """Tokens whose keys and values are in the cache."""
     pending: int = 0
     """Sequences that will be forked from it once its prompt is computed."""
+    overtaken: int = 0
+    """Later arrivals that were let in before it."""
+    mask: np.ndarray | None = None
+    """What the next token may be: bit i of u32 words, little-endian; None allows all."""
+    row: torch.Tensor | None = None
+    """Logits ``[vocab]`` that are waited with: its controller is late."""
 
     @property
     def target(self) -> int:

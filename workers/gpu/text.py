@@ -22,6 +22,9 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What was held back, the sequence being over."""
 
+    def fork(self) -> Detokenizer:
+        """A second one in the same state."""
+
 
 class Text(NamedTuple):
     """What a token brought."""
@@ -51,6 +54,12 @@ class TextStream:
         text = self._take(self._detokenizer.finish())
         rest, self._held = self._held, ""
         return text if text.stopped else Text(text.certain + rest)
+
+    def fork(self) -> TextStream:
+        """A second one in the same state."""
+        copy = TextStream(self._detokenizer.fork(), self._stop)
+        copy._held = self._held
+        return copy
 
     def _take(self, new: str) -> Text:
         if not self._stop:
@@ -98,6 +107,12 @@ class ByteDetokenizer:
         """A character that stayed incomplete, as a replacement character."""
         return self._decoder.decode(b"", True)
 
+    def fork(self) -> ByteDetokenizer:
+        """A second one in the same state."""
+        copy = ByteDetokenizer(self._table)
+        copy._decoder.setstate(self._decoder.getstate())
+        return copy
+
 
 class WindowDetokenizer:
     """For any other tokenizer: decodes a short window of tokens with and without the new ones."""
@@ -122,6 +137,12 @@ class WindowDetokenizer:
         before, now = self._texts()
         self._from, self._told = self._told, len(self._tokens)
         return now[len(before) :]
+
+    def fork(self) -> WindowDetokenizer:
+        """A second one in the same state."""
+        copy = WindowDetokenizer(self._tokenizer, ())
+        copy._tokens, copy._from, copy._told = list(self._tokens), self._from, self._told
+        return copy
 
     def _texts(self) -> tuple[str, str]:
         decode = self._tokenizer.decode

@@ -232,8 +232,7 @@ class GpuWorker:
             stream = self._streams.get(output.request)
             if stream is None:
                 continue
-            if output.finish_reason is not None:
-                stream.live -= 1
+            stream.live += (output.parent is not None) - (output.finish_reason is not None)
             new.setdefault(output.request, (stream, []))[1].append(_entry(output, stream))
         self._tokens += len(outputs)
         self._post_tokens(list(new.values()))
@@ -334,6 +333,8 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         pos=output.pos,
         seq=output.seq,
         text=UNSET if output.text is None else output.text,
+        backtrack=output.backtrack,
+        parent=output.parent,
         error=output.error,
         live=stream.live if output.finish_reason is not None else 0,
     )
