@@ -68,14 +68,26 @@ class Broker:
             self.dispatcher.say_places()
         return self._taken()
 
-    def stop(self) -> list[Outgoing]:
-        """The broker stops: every client is told."""
-        self.front.end_all(
-            UnavailableError(
-                Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=5.0
-            )
-        )
+    def drain(self) -> list[Outgoing]:
+        """The broker is about to stop: it takes nothing new, and finishes what runs."""
+        self.front.close(self._stopping())
         return self._taken()
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing runs any more."""
+        return not self.dispatcher.requests
+
+    def stop(self) -> list[Outgoing]:
+        """The broker stops: every client that still has a stream is told."""
+        self.front.end_all(self._stopping())
+        return self._taken()
+
+    @staticmethod
+    def _stopping() -> UnavailableError:
+        return UnavailableError(
+            Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=5.0
+        )
 
     def _taken(self) -> list[Outgoing]:
         if not self._out:

@@ -78,6 +78,7 @@ class Front:
         self._ids = ids
         self._counters = counters
         self._started = started
+        self._closing: TokenbusError | None = None
         self.sessions: dict[int, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._by_token: dict[str, Session] = {}
@@ -156,6 +157,14 @@ class Front:
         if session.peer is not None:
             self._by_peer.pop(session.peer, None)
             session.peer = None
+
+    def close(self, error: TokenbusError) -> None:
+        """No new requests from now on; those that wait for a worker end with ``error``."""
+        self._closing = error
+        for session in list(self.sessions.values()):
+            for request in list(session.streams.values()):
+                if request.worker is None:
+                    self._dispatcher.abandon(request, error)
 
     def end_all(self, error: TokenbusError) -> None:
         """The broker stops: every stream ends with ``error``."""
@@ -258,6 +267,8 @@ class Front:
         self, session: Session, word: bytes, frames: list[bytes], role: str, now: float
     ) -> None:
         fields: RoutingFields = decode_as(RoutingFields, frames[1])
+        if self._closing is not None:
+            raise self._closing
         buffers = [self._buffer_named(session, name, i) for i, name in enumerate(fields.buffers)]
         request = Request(
             id=next(self._ids),

@@ -67,13 +67,15 @@ class BrokerServer:
         self._to_back = Outbox(partial(send, self._back), limit)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._hurry = False
+        self._closed = False
         self._drain_due = False
         self._flush_due = False
         self._retry_s = RETRY_S[0]
         self._flushed_at = 0.0
 
     async def run(self) -> None:
-        """Serves until ``stop``; then tells every client, and closes."""
+        """Serves until ``stop``; then lets streams end, tells every client, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -82,6 +84,8 @@ class BrokerServer:
         self._drain()
         self._tick()
         await self._stopping.wait()
+        await self._drain_streams()
+        self._closed = True
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         self._post(self.core.stop())
@@ -92,8 +96,12 @@ class BrokerServer:
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Lets ``run`` end. From another thread, call it through ``loop.call_soon_threadsafe``."""
+        """Lets ``run`` end: within ``drain_s``, or at once when it is called again.
+
+        From another thread, call it through ``loop.call_soon_threadsafe``.
+        """
         if self._stopping is not None:
+            self._hurry = self._stopping.is_set()
             self._stopping.set()
 
     def run_forever(self) -> None:
@@ -107,6 +115,15 @@ class BrokerServer:
             await self.run()
 
         uvloop.run(main())
+
+    async def _drain_streams(self) -> None:
+        """Waits for streams on workers that go on without this broker's supervisord."""
+        self._post(self.core.drain())
+        deadline = time.monotonic() + self.settings.drain_s
+        if not self.core.drained:
+            log.info("draining %d streams", len(self.core.dispatcher.requests))
+        while not (self.core.drained or self._hurry or time.monotonic() > deadline):
+            await asyncio.sleep(0.05)
 
     # --- the drain loop -------------------------------------------------------------------------
 
@@ -198,4 +215,4 @@ class BrokerServer:
 
     @property
     def _stopped(self) -> bool:
-        return self._stopping is None or self._stopping.is_set()
+        return self._loop is None or self._closed

@@ -29,5 +29,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """All buffers of one session together."""
     max_pending_bytes: int = 4 * 1024 * 1024
     """What waits for a client that does not read; beyond it, its streams end."""
+    drain_s: float = 30.0
+    """When it is told to stop: how long streams may go on, of workers that still run."""
     tick_s: float = 0.25
     """How often leases are looked at."""

@@ -27,7 +27,7 @@ from .requests import (
     score_call,
     status_call,
 )
-from .results import Scores, Sequence, Sequences
+from .results import Scores, Sequence, Sequences, check_text, describe
 
 
 class _Inboxes:
@@ -87,7 +87,7 @@ class AsyncClient:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = AsyncStream(self, score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = await stream.wait() or [Sequence(0)]
-        return Scores(sequence.tokens, sequence.logprobs)
+        return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """What is known of a model; loads one that is loaded on demand."""
@@ -151,7 +151,11 @@ class AsyncStream:
 
     @property
     def text(self) -> Coroutine[Any, Any, str]:
-        """``await stream.text``: the text of the first sequence, read to its end."""
+        """``await stream.text``: the text of the first sequence, read to its end.
+
+        Raises ValueError where the request did not ask for text.
+        """
+        check_text(self._call)
         return self._text()
 
     @property
@@ -189,6 +193,9 @@ class AsyncStream:
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
             self._connection.cancel(self._call)
+
+    def __repr__(self) -> str:
+        return f"<AsyncStream {self._call.number}: {describe(self._over, self.sequences)}>"
 
     async def _text(self) -> str:
         return next((s.text for s in await self.wait()), "")

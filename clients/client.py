@@ -24,7 +24,7 @@ from .requests import (
     score_call,
     status_call,
 )
-from .results import Scores, Sequence, Sequences
+from .results import Scores, Sequence, Sequences, check_text, describe
 
 _Events = queue.SimpleQueue[list[Event]]
 
@@ -84,7 +84,7 @@ class Client:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = Stream(self, score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = stream.wait() or [Sequence(0)]
-        return Scores(sequence.tokens, sequence.logprobs)
+        return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """What is known of a model; loads one that is loaded on demand."""
@@ -151,7 +151,11 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """The text of the first sequence, read to its end."""
+        """The text of the first sequence, read to its end.
+
+        Raises ValueError where the request did not ask for text.
+        """
+        check_text(self._call)
         return next((s.text for s in self.wait()), "")
 
     @property
@@ -188,6 +192,9 @@ class Stream:
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
             self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stream {self._call.number}: {describe(self._over, self.sequences)}>"
 
     def _take(self) -> list[Token]:
         """The next entries, waiting for them; none where the stream is over."""

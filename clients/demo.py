@@ -49,11 +49,12 @@ SCORED = ("import ", ("os", "sys", "banana"))
 
 NEXT = """\
 Go on:
-  .venv/bin/tokenbus up                          the same system, until Ctrl-C
-  .venv/bin/tokenbus generate 'def add(a, b):'   in another terminal: stream
-  .venv/bin/tokenbus client                      type prompts
-  .venv/bin/tokenbus serve-model PATH            your own model
-  README.md, docs/                               the Python client, the protocol"""
+  source .venv/bin/activate
+  tokenbus up                             the same system, until Ctrl-C
+  tokenbus generate 'def add(a, b):'      in another terminal: stream
+  tokenbus client                         type prompts
+  tokenbus serve-model PATH               your own model
+  README.md, docs/                        the Python client, the protocol"""
 
 
 def main() -> int:
@@ -153,7 +154,7 @@ async def _eight(front: str, console: Console) -> None:
             client.generate(p, max_tokens=40, temperature=0.6, seed=i) for i, p in enumerate(EIGHT)
         ]
         started = time.monotonic()
-        with Live(console=console, refresh_per_second=20) as live:
+        with Live(console=console, refresh_per_second=20, transient=True) as live:
 
             async def read(number: int, stream: AsyncStream) -> None:
                 async for _ in stream:
@@ -161,8 +162,8 @@ async def _eight(front: str, console: Console) -> None:
                     live.update(_lines(streams))
 
             await asyncio.gather(*itertools.starmap(read, enumerate(streams)))
-            live.update(_lines(streams))
         seconds = time.monotonic() - started
+    console.print(_lines(streams))
     shown = Text("as they came: ", style="dim")
     for number in order[: max(16, console.width - 16)]:
         shown.append("█", style=COLOURS[number])

@@ -98,7 +98,8 @@ def score_call(prompt: Prompt, scored: Prompt, options: RequestOptions) -> Call:
     if "buffers" in given:
         given["buffers"] = _as_list(given["buffers"], "buffers")
     body, attachments = _prompt(prompt)
-    ids = scored if isinstance(scored, str) else _ids(scored, "$.scored")
+    ids = _checked(scored, "$.scored") if isinstance(scored, str) else _ids(scored, "$.scored")
+    given.setdefault("text", isinstance(scored, str))
     message = Score(stream_id=0, prompt=body, scored=ids, timeout_s=timing["timeout_s"], **given)
     return Call(b"SCORE", message, attachments, **timing)
 
@@ -135,10 +136,29 @@ def _timing(given: dict[str, Any]) -> dict[str, Any]:
 
 def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
     """A prompt as the field of that name, or as an attachment: 4 bytes for each token."""
-    return (prompt, ()) if isinstance(prompt, str) else (None, (_packed(prompt),))
+    if not isinstance(prompt, str):
+        return None, (_packed(prompt),)
+    return _checked(prompt, "$.prompt"), ()
+
+
+def _checked(text: str, path: str) -> str:
+    """A text that has an encoding; one made of bytes that were none has not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            Code.INVALID_FIELD, f"the text is not valid UTF-8: {error}", path=path
+        ) from None
+    return text
 
 
 def _packed(ids: Sequence[int]) -> bytes:
+    if isinstance(ids, bytes | bytearray):
+        raise RequestError(
+            Code.INVALID_FIELD,
+            "a prompt is text or a list of token ids, not bytes",
+            path="$.prompt",
+        )
     try:
         return pack_tokens(ids)
     except (TypeError, OverflowError, ValueError) as error:

@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from ..protocol.errors import Code, RequestTimeoutError, ServiceError, TokenbusError
 from ..protocol.messages import Token
+from .calls import Call
 
 
 @dataclass(slots=True)
@@ -22,9 +23,16 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """For each token the most likely ones and itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
     _pieces: list[str] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        """What each token added to the text."""
+        return list(self._pieces)
 
     @property
     def text(self) -> str:
@@ -38,17 +46,23 @@ class Sequence:
 
     def _fork(self, number: int, at: int) -> Sequence:
         return Sequence(
-            number, self.seq, self.tokens[:at], self.logprobs[:at], _pieces=self._pieces[:at]
+            number,
+            self.seq,
+            self.tokens[:at],
+            self.logprobs[:at],
+            top_logprobs=self.top_logprobs[:at],
+            _pieces=self._pieces[:at],
         )
 
     def _add(self, entry: Token) -> None:
         if entry.backtrack:
-            for parts in (self.tokens, self.logprobs, self._pieces):
+            for parts in (self.tokens, self.logprobs, self.top_logprobs, self._pieces):
                 del parts[max(0, len(parts) - entry.backtrack) :]
         text = "" if entry.text is UNSET else entry.text
         if entry.token is not None:
             self.tokens.append(entry.token)
             self.logprobs.append(entry.logprob if entry.logprob is not None else float("nan"))
+            self.top_logprobs.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self._pieces.append(text)
         elif text:
             if not self._pieces:
@@ -96,8 +110,22 @@ class Scores:
 
     tokens: list[int]
     logprobs: list[float]
+    texts: list[str]
+    """Each token's text, where text was scored."""
 
     @property
     def total(self) -> float:
         """The log-probability of the whole scored part, given the prompt."""
         return sum(self.logprobs)
+
+
+def check_text(call: Call) -> None:
+    """Raises ValueError where a stream carries no text."""
+    if not getattr(call.message, "text", False):
+        raise ValueError("this stream carries no text; its prompt was token ids: pass text=True")
+
+
+def describe(over: bool, sequences: list[Sequence]) -> str:
+    """A stream in a few words."""
+    count = sum(len(s.tokens) for s in sequences)
+    return f"{len(sequences)} sequences, {count} tokens, {'over' if over else 'running'}"

@@ -20,6 +20,7 @@ from ..protocol.errors import (
     RETRYABLE,
     Code,
     ConnectionLostError,
+    RequestError,
     RequestTimeoutError,
     TokenbusError,
     UnavailableError,
@@ -153,6 +154,19 @@ class Session:
         self._calls[call.number] = self._waiting[call.number] = call
 
     def _send_call(self, call: Call, now: float) -> None:
+        """Sends a call; one that has no encoding ends here, and nothing else with it."""
+        try:
+            self._send_parts(call)
+        except (UnicodeError, TypeError, ValueError, OverflowError) as error:
+            what = f"the request cannot be encoded: {error}"
+            self._end(call, RequestError(Code.INVALID_FIELD, what))
+            return
+        self._waiting.pop(call.number, None)
+        call.sent = True
+        call.heard = now
+        call.tries += 1
+
+    def _send_parts(self, call: Call) -> None:
         message = call.message
         if isinstance(message, Buffer):
             self._buffers[message.name] = (message, call.attachments)
@@ -161,10 +175,6 @@ class Session:
             self._send(b"PING", Ping(n=call.number))
         else:
             self._send(call.type, message, call.attachments)
-        self._waiting.pop(call.number, None)
-        call.sent = True
-        call.heard = now
-        call.tries += 1
 
     def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
         """Drops a call from every table; with ``reason``, the broker is told to end its stream."""
@@ -192,7 +202,7 @@ class Session:
         self._forget(call, "cancelled" if tell_broker else None)
         first, longest = BACK_OFF_S
         pause = error.retry_after_s or min(longest, first * 2.0 ** min(call.tries, 10))
-        notice = System(event="retrying", message=f"{error.message}; trying again")
+        notice = System(event="retrying", message=error.message)
         self.ready.append((call, [notice]))
         call.begin_try()
         call.resend_at = now + pause
@@ -330,14 +340,16 @@ class Session:
             self._look(call, now)
 
     def _look(self, call: Call, now: float) -> None:
-        if call.timeout_s is not None and now - call.began > call.timeout_s + GRACE_S:
-            self._forget(call, "timeout")
-            what = f"the request's time of {call.timeout_s:g} s has passed"
-            self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
-        elif not self._welcomed:
-            if now - max(self._offline_since, call.began) > self._patience_s:
+        timeout_s = float("inf") if call.timeout_s is None else call.timeout_s
+        if not self._welcomed:
+            waited = now - max(self._offline_since, call.began)
+            if waited > self._patience_s or now - call.began > timeout_s:
                 what = f"no broker answers at {self._front}"
                 self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
+        elif now - call.began > timeout_s + GRACE_S:
+            self._forget(call, "timeout")
+            what = f"the request's time of {timeout_s:g} s has passed"
+            self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
         elif call.resend_at is not None:
             if now >= call.resend_at:
                 call.resend_at = None

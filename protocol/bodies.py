@@ -25,7 +25,6 @@ _encoders: dict[str, Any] = {
     "msgpack": msgspec.msgpack.Encoder().encode,
 }
 _PATH = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`")
-_JSON_START = frozenset(b"{[ \t\r\n")
 
 
 def encode_body(body: Any, encoding: Encoding) -> bytes:
@@ -37,10 +36,10 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
 def encoding_of(body: bytes) -> Encoding:
     """Which encoding a body is in.
 
-    A body is a map or a list, and no msgpack map or list begins with a byte that JSON's can.
-    An empty body stands for a message without fields, in either.
+    A body is a map or a list: every msgpack one begins with a byte of 0x80 or more, and no text
+    that somebody writes by hand does. An empty body stands for a message without fields, in either.
     """
-    return "json" if not body or body[0] in _JSON_START else "msgpack"
+    return "json" if not body or body[0] < 0x80 else "msgpack"
 
 
 @cache

@@ -80,6 +80,8 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     model: str = ""
     prompt: list[TokenId] | str | None = None
     buffers: list[Name] = []
+    text: bool = False
+    """Each TOKEN also carries its token's text."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -38,7 +38,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Where clients connect."""
     back: str = ""
     """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     session_timeout_s: Positive = 30.0
     """How long a client waits for the broker to answer."""
 
@@ -48,10 +48,10 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Models that may be loaded on demand: names with ``*`` and ``?``."""
     max_models: AtLeastOne = 2
     """Models that a GPU worker holds at once; the least recently used one goes first."""
-    device: str = "auto"
+    device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"
     """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
-    dtype: str = "auto"
-    """``auto`` (float32 on the CPU, the checkpoint's own on a GPU), ``float32``, ``bfloat16``."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``auto``: float32 on the CPU, the checkpoint's own on a GPU."""
     trust_remote_code: bool = False
     """Let a checkpoint bring its own Python code. It runs with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0

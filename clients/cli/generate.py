@@ -30,6 +30,7 @@ def add_command(commands: Any) -> None:
     """Adds ``generate``."""
     parser = commands.add_parser(
         "generate",
+        allow_abbrev=False,
         help="stream what a model makes of a prompt",
         description="Streams the continuation of a prompt; '-' or nothing reads it from stdin.",
     )
@@ -86,12 +87,15 @@ def begin(
 
 def print_stream(stream: Stream, notices: Notices) -> int:
     """Prints the text of one sequence as it comes."""
+    said = False
     try:
         for token in stream:
             notices.clear()
+            said = True
             print(_text(token), end="", flush=True)
     finally:
-        print(flush=True)
+        if said:
+            print(flush=True)
     return OK
 
 
@@ -101,7 +105,10 @@ def _print_sequences(stream: Stream, notices: Notices) -> int:
         notices.clear()
         if token.finish_reason is not None:
             text = next(s.text for s in stream.sequences if s.seq == token.seq)
-            print(f"--- {token.seq} ({token.error or token.finish_reason})\n{text}", flush=True)
+            print(
+                f"--- sequence {token.seq} ({token.error or token.finish_reason})\n{text}",
+                flush=True,
+            )
     return FAILED if all(s.finish_reason == "error" for s in stream.sequences) else OK
 
 
@@ -112,6 +119,7 @@ def _print_json(stream: Stream) -> int:
             "text": s.text,
             "tokens": s.tokens,
             "logprobs": s.logprobs,
+            "top_logprobs": s.top_logprobs,
             "finish_reason": s.finish_reason,
             "error": s.error,
         }

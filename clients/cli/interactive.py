@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ def add_command(commands: Any) -> None:
     """Adds ``client``."""
     parser = commands.add_parser(
         "client",
+        allow_abbrev=False,
         help="type prompts; parameters go at the line's end",
         description="LMTP's interactive client: 'Hello there temperature=1.2 max_tokens=5'. "
         "Ctrl-C ends a generation, Ctrl-D the client.",
@@ -51,6 +53,17 @@ def split_parameters(line: str) -> tuple[str, dict[str, Any]]:
     return line, options
 
 
+def _warn(prompt: str) -> None:
+    """Says so where the end of a prompt looks like a parameter with a slip in its name."""
+    found = _PARAMETER.search(prompt)
+    near = difflib.get_close_matches(found[1], PARAMETERS, 1, 0.8) if found else []
+    if found and near:
+        print(
+            f"tokenbus: {found[1]!r} is no parameter and stays in the prompt; {near[0]!r} is one",
+            file=sys.stderr,
+        )
+
+
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Reads prompts until the end of the input."""
     if sys.stdin.isatty():
@@ -60,6 +73,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     last = OK
     with client_for(settings) as client:
         client.status()
+        if args.request_model:
+            client.model_info(args.request_model)
+        if sys.stdin.isatty():
+            console.print("parameters go at the line's end; Ctrl-D ends", style="dim")
         while True:
             try:
                 line = input(PROMPT if sys.stdin.isatty() else "")
@@ -78,6 +95,7 @@ def _answer(
     started = time.monotonic()
     try:
         prompt, options = split_parameters(line)
+        _warn(prompt)
         with Notices() as notices:
             stream = begin(client, prompt, args.request_model, options, notices)
             if not args.trace:
@@ -92,7 +110,7 @@ def _answer(
         print()
         return report(error, settings.front)
     except KeyboardInterrupt:
-        console.print(" [cancelled]", style="dim")
+        console.print(" [cancelled]", style="dim", markup=False)
         return OK
     if args.trace:
         print(prompt + stream.text)

@@ -36,12 +36,23 @@ def build_parser() -> argparse.ArgumentParser:
         description="A message bus that serves language models.",
         epilog=FIRST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
     for module in (status, interactive, generate, score):
         module.add_command(commands)
     return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tokenbus")
+    except PackageNotFoundError:
+        return "of a source tree"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,12 +22,14 @@ class Notices:
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._last = ""
 
     def __call__(self, notice: System) -> None:
         """Shows one notice."""
         if not self._console.is_terminal:
-            if notice.event == "retrying":
-                print(f"tokenbus: {notice.message}", file=sys.stderr)
+            if notice.event == "retrying" and notice.message != self._last:
+                self._last = notice.message
+                print(f"tokenbus: trying again: {notice.message}", file=sys.stderr)
             return
         if self._progress is None or self._task is None:
             self._progress = Progress(

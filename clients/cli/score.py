@@ -19,6 +19,7 @@ def add_command(commands: Any) -> None:
     """Adds ``score``."""
     parser = commands.add_parser(
         "score",
+        allow_abbrev=False,
         help="log-probabilities of a given text",
         description="Prints the natural log-probability of each token of TEXT after PROMPT.",
     )
@@ -36,14 +37,20 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with client_for(settings) as client, Notices() as notices:
         scores = client.score(args.prompt, args.text, on_system=notices, **options)
     if args.json:
-        fields = {"tokens": scores.tokens, "logprobs": scores.logprobs, "total": scores.total}
+        fields = {
+            "tokens": scores.tokens,
+            "logprobs": scores.logprobs,
+            "texts": scores.texts,
+            "total": scores.total,
+        }
         print(msgspec.json.encode(fields).decode())
         return OK
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("token", justify="right")
+    table.add_column("text")
     table.add_column("logprob", justify="right")
-    for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
-        table.add_row(str(token), f"{logprob:.4f}")
-    table.add_row("total", f"{scores.total:.4f}", style="bold")
+    for token, text, logprob in zip(scores.tokens, scores.texts, scores.logprobs, strict=True):
+        table.add_row(str(token), repr(text)[1:-1], f"{logprob:.4f}")
+    table.add_row("total", "", f"{scores.total:.4f}", style="bold")
     Console(highlight=False).print(table)
     return OK

@@ -16,7 +16,7 @@ from .options import PATIENCE_S, add_connection, client_for
 
 def add_command(commands: Any) -> None:
     """Adds ``status``."""
-    parser = commands.add_parser("status", help="what runs, and how busy it is")
+    parser = commands.add_parser("status", allow_abbrev=False, help="what runs, and how busy it is")
     add_connection(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def add_commands(subparsers: Subparsers) -> None:
     """Adds the three commands. A flag's ``dest`` is the name of the setting that it sets."""
     up = subparsers.add_parser(
         "up",
+        allow_abbrev=False,
         help="run a broker and its workers in the foreground",
         description="Runs a whole system under supervisord until Ctrl-C.",
     )
@@ -40,6 +42,7 @@ def add_commands(subparsers: Subparsers) -> None:
 
     down = subparsers.add_parser(
         "down",
+        allow_abbrev=False,
         help="end a system that runs on this machine",
         description="Ends the system of a run directory; exit code 3 where there is none.",
     )
@@ -49,6 +52,7 @@ def add_commands(subparsers: Subparsers) -> None:
 
     serve = subparsers.add_parser(
         "serve-model",
+        allow_abbrev=False,
         help="serve one model, with everything that takes",
         description="LMTP's command: everything for one model in the foreground, until Ctrl-C.",
     )
@@ -155,6 +159,9 @@ def _check_model(settings: Settings) -> None:
             "--allow 'my-org/*'",
             WRONG_SETTING,
         )
+    looks_like_a_path = settings.model.startswith(("/", "./", "../", "~"))
+    if looks_like_a_path and not Path(settings.model).is_dir():
+        raise SystemFault(f"model: there is no folder {settings.model}", WRONG_SETTING)
 
 
 def _port_dir(port: int) -> str:
@@ -165,7 +172,9 @@ def _port_dir(port: int) -> str:
 
 def _example(settings: Settings) -> str:
     where = "" if settings.front == Settings().front else f" --front {shlex.quote(settings.front)}"
-    return f"tokenbus generate 'def add(a, b):'{where}"
+    found = shutil.which("tokenbus")
+    program = "tokenbus" if found else str(Path(sys.executable).parent / "tokenbus")
+    return f"{program} generate 'def add(a, b):'{where}"
 
 
 def _port(text: str) -> int:

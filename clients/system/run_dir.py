@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from .faults import WRONG_SETTING, SystemFault
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux."""
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
+"""What logging puts before a message."""
 LONGEST_NAME = "supervisor.sock.4194304"
 """supervisord binds under a name with its process id first."""
 
@@ -88,8 +91,8 @@ class RunDir:
             ) from None
 
     def last_line(self, process: str) -> str:
-        """The last line of a process's log that is not empty, or ``""``."""
-        return "".join(_tail(self.logs / f"{process}.log")[-1:])
+        """What the last line of a process's log says, or ``""``."""
+        return _STAMP.sub("", "".join(_tail(self.logs / f"{process}.log")[-1:]))
 
     def last_error(self) -> str:
         """Why supervisord did not start, or ``""``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from ...protocol.settings import Settings
@@ -66,6 +68,7 @@ def check_address(front: str) -> None:
             WRONG_SETTING,
         )
     try:
+        _check_loopback(front, host)
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -81,6 +84,18 @@ def check_address(front: str) -> None:
         raise SystemFault(
             f"front: cannot listen on {front}: {error.strerror}", WRONG_SETTING
         ) from None
+
+
+def _check_loopback(front: str, host: str) -> None:
+    """Raises SystemFault where others than this machine's users could connect."""
+    with suppress(ValueError):
+        if host == "localhost" or ip_address(host).is_loopback:
+            return
+    raise SystemFault(
+        f"front: {front} is open to other machines, and there is no encryption yet; use "
+        "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines",
+        WRONG_SETTING,
+    )
 
 
 def _check_path(path: str) -> None:
@@ -138,6 +153,7 @@ def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemF
 
 def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
     """Ends every process in the stop order; a further signal kills them. Says what happened."""
+    watcher.ending = True
     if supervisor.exit_code() is None:
         screen.say("ending: workers finish what they have; Ctrl-C again to kill them")
     supervisor.stop()

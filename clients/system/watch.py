@@ -60,13 +60,16 @@ class Watcher:
         self._front = settings.front
         self._on_demand = settings.model == "auto"
         self._client: Client | None = None
+        self.ending = False
+        """The system is being ended: nobody need worry that the broker does not answer."""
 
     def look(self) -> Picture:
         """A picture of now; takes at most about a second."""
         processes = self._control.processes() or []
         broker = next((p for p in processes if p.name == "broker"), None)
         status = self._status() if broker is not None and broker.pid else None
-        return Picture([self._shown(p, status) for p in processes], load_line(status))
+        load = "ending" if self.ending else load_line(status)
+        return Picture([self._shown(p, status) for p in processes], load)
 
     def client(self) -> Client:
         """The connection to the broker, made when it is first needed."""

@@ -345,6 +345,27 @@ def test_a_worker_s_final_error_ends_its_request(bench: Bench) -> None:
     assert bench.broker.dispatcher.requests == {}
 
 
+def test_before_it_stops_it_finishes_what_runs_and_takes_nothing_new(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.client("c", "GENERATE", generate(2))
+    bench.sent += bench.broker.drain()
+    assert [e["code"] for w, e in bench.to_client("c") if w == "ERROR"] == ["shutting_down"]
+    [(_, error)] = bench.client("c", "GENERATE", generate(3))
+    assert error["code"] == "shutting_down"
+    assert not bench.broker.drained
+    bench.tokens("a", header, final=True)
+    assert bench.broker.drained
+
+
+def test_what_somebody_types_by_hand_is_answered_in_json(bench: Bench) -> None:
+    [(_, error)] = bench.client("c", "FOO")
+    assert error["code"] == "unknown_type"
+    [out] = bench.broker.on_client(_peer("c"), [b"GENERATE", b"not json"], bench.now)
+    assert msgspec.json.decode(out.frames[1])["code"] == "bad_message"
+
+
 def test_stopping_tells_every_client(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))

@@ -56,12 +56,13 @@ def test_generate_reads_the_prompt_from_stdin_and_prints_json(bus: Bus) -> None:
 def test_several_sequences_are_printed_one_after_the_other(bus: Bus) -> None:
     arguments = ("--n", "2", "--temperature", "1", "--max-tokens", "4")
     done = tokenbus(bus, "generate", PROMPT, *arguments)
-    assert done.stdout.count("--- ") == 2
+    assert done.stdout.count("--- sequence ") == 2
 
 
 def test_score_prints_a_table_or_json(bus: Bus) -> None:
     table = tokenbus(bus, "score", "import ", "os")
     assert "total" in table.stdout
+    assert "os" in table.stdout
     done = tokenbus(bus, "score", "import ", "os", "--json")
     fields = json.loads(done.stdout)
     assert fields["total"] == pytest.approx(sum(fields["logprobs"]))
@@ -82,6 +83,11 @@ def test_the_interactive_client_takes_parameters_at_the_line_s_end(bus: Bus) -> 
     assert PROMPT + text in done.stdout
     assert "temperature=hot" in done.stderr
     assert done.returncode == 0
+
+
+def test_a_slip_in_a_parameter_s_name_is_pointed_out(bus: Bus) -> None:
+    done = tokenbus(bus, "client", stdin="foo maxtokens=5 max_tokens=2\n")
+    assert "'max_tokens'" in done.stderr
 
 
 def test_the_interactive_client_can_trace_entries_as_lmtp_s_does(bus: Bus) -> None:
@@ -130,6 +136,9 @@ def test_parameters_are_split_from_a_line(
         (["score", "x", ""], 4, "nothing to score"),
         (["generate", "a", "--max-tokens", "900", "--set", "ignore_eos=true", "--timeout", "0.2"],
          5, "timeout"),
+        (["generate", "caf\udce9"], 4, "UTF-8"),
+        (["generate", "x", "--max-token", "3"], 2, "--max-token"),
+        (["client", "gpt-9"], 4, "gpt-9"),
         (["fly"], 2, "fly"),
         ([], 2, "COMMAND"),
     ],
@@ -140,6 +149,8 @@ def test_an_error_is_one_line_and_an_exit_code(
     done = tokenbus(bus, *arguments)
     assert done.returncode == code
     assert says in done.stderr
+    if code not in (0, 5):
+        assert done.stdout == ""
     assert "Traceback" not in done.stderr
     if code != 2:
         assert len(done.stderr.splitlines()) == 1

@@ -52,7 +52,9 @@ def test_token_ids_in_give_token_ids_out(client: Client) -> None:
         assert len(entry.top_logprobs) == 3
         assert entry.token in entry.top_logprobs
     assert len(stream.tokens) == 4
-    assert stream.text == ""
+    assert [len(top) for top in stream.sequences[0].top_logprobs] == [3] * 4
+    with pytest.raises(ValueError, match="text=True"):
+        _ = stream.text
 
 
 def test_many_streams_share_one_connection(client: Client) -> None:
@@ -173,6 +175,10 @@ def test_a_wrong_option_is_named(client: Client, options: Any, says: str) -> Non
 
 
 def test_a_wrong_prompt_is_named(client: Client) -> None:
+    for prompt in ("caf\udce9", b"bytes"):
+        with pytest.raises(RequestError, match=r"UTF-8|bytes") as caught:
+            client.generate(prompt)  # type: ignore[arg-type]
+        assert caught.value.path == "$.prompt"
     wrong: list[Any] = [[1, -2], ["a"], [2**40]]
     for prompt in wrong:
         with pytest.raises(RequestError, match="token ids"):
@@ -181,8 +187,21 @@ def test_a_wrong_prompt_is_named(client: Client) -> None:
         client.generate(PROMPT, temprature=1)  # type: ignore[call-arg]
 
 
+def test_what_has_no_encoding_ends_alone(client: Client) -> None:
+    good = client.generate(PROMPT, max_tokens=200, ignore_eos=True)
+    entries = iter(good)
+    next(entries)
+    with pytest.raises(RequestError, match="encoded"):
+        client.generate(PROMPT, stop=["\udce9"]).wait()
+    with pytest.raises(RequestError, match="encoded"):
+        client.generate(PROMPT, temperature=object()).wait()  # type: ignore[arg-type]
+    assert len(list(entries)) == 199
+
+
 def test_without_a_broker_the_error_names_the_address() -> None:
     front = f"tcp://127.0.0.1:{free_port()}"
+    with Client(front) as client, pytest.raises(ConnectionLostError, match=front):
+        client.generate(PROMPT, timeout_s=0.3).wait()
     with Client(front, patience_s=0.5) as client, pytest.raises(ConnectionLostError, match=front):
         client.status()
 
@@ -217,6 +236,7 @@ async def test_async_text_score_info_and_errors(bus: Bus) -> None:
         assert text
         scores = await client.score("import ", "os")
         assert scores.total < 0
+        assert "".join(scores.texts) == "os"
         assert (await client.model_info()).name == "embedded"
         assert (await client.status()).workers
         await client.buffer("b", [5])

@@ -102,9 +102,11 @@ def test_a_stream_is_finished_before_the_system_ends(start: Start) -> None:
     ("arguments", "code", "says"),
     [
         (("up", "--model", "auto"), 2, "--allow"),
-        (("up", "--model", "/no/such/model"), 1, "/no/such/model"),
+        (("up", "--model", "/no/such/model"), 2, "/no/such/model"),
         (("up", "--gpu-workers", "many"), 2, "--gpu-workers"),
-        (("up", "--device", "abacus"), 1, "abacus"),
+        (("up", "--device", "abacus"), 2, "abacus"),
+        (("up", "--device", "cuda"), 1, "cuda"),
+        (("up", "--log-level", "loud"), 2, "--log-level"),
     ],
 )
 def test_what_cannot_start_says_why_and_leaves_nothing(

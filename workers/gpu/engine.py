@@ -170,30 +170,32 @@ class Engine:
         *,
         priority: int = 0,
         client: int = 0,
+        text: bool = False,
     ) -> None:
         """Asks for the log-probability of each token of ``scored``, given all before it.
 
-        Raises RequestError where the request cannot be run.
+        ``text``: outputs carry text. Raises RequestError where the request cannot be run.
         """
         length = len(prompt) + len(scored)
         self._check(prompt, length, "$.prompt")
         if not scored:
             raise RequestError(Code.INVALID_FIELD, "there is nothing to score", path="$.scored")
         _check_ids(scored, self.loaded.vocab_size, "$.scored")
-        self._begin_request(
-            Sequence(
-                request=request,
-                seq=0,
-                tokens=[*prompt, *scored],
-                num_prompt=len(prompt),
-                sampling=Sampling(),
-                max_length=length,
-                scored=True,
-                priority=priority,
-                client=client,
-                arrival=next(self._arrivals),
-            )
+        sequence = Sequence(
+            request=request,
+            seq=0,
+            tokens=[*prompt, *scored],
+            num_prompt=len(prompt),
+            sampling=Sampling(),
+            max_length=length,
+            scored=True,
+            priority=priority,
+            client=client,
+            arrival=next(self._arrivals),
         )
+        if text and self._detokenizer is not None:
+            sequence.text = TextStream(self._detokenizer(prompt))
+        self._begin_request(sequence)
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
         """Ends a request now; the last output of each of its sequences says ``reason``."""
@@ -305,7 +307,7 @@ class Engine:
             self._scheduler.resume(sequence)
 
     def hold(self, request: int, seq: int) -> None:
-        """Lets a sequence that is ready sit out this step only; its logits are kept for the next."""
+        """Lets a sequence that is ready sit out this step only; its logits are kept."""
         sequence = self._named(request, seq)
         step = self._step
         if step is not None and step.logits is not None and sequence in step.rows:
@@ -407,12 +409,23 @@ class Engine:
         found = scores(logits, tokens)
         if any(value != value for value in found):
             return self._fail(sequence, NAN)
+        said = sequence.text
         outputs = [
-            TokenOutput(sequence.request, sequence.seq, token, value, first + i)
+            TokenOutput(
+                sequence.request,
+                sequence.seq,
+                token,
+                value,
+                first + i,
+                text=said.push(token).certain if said is not None else None,
+            )
             for i, (token, value) in enumerate(zip(tokens, found, strict=True))
         ]
         if chunk.completes:
-            outputs[-1] = outputs[-1]._replace(finish_reason="length")
+            rest = said.finish().certain if said is not None else ""
+            last = outputs[-1]
+            text = last.text + rest if last.text is not None else None
+            outputs[-1] = last._replace(finish_reason="length", text=text)
             self._remove(sequence)
         return outputs
 

@@ -69,6 +69,7 @@ class GpuWorker:
         self._draining_since: float | None = None
         self._stop_reason = ""
         self._failed: str | None = None
+        self._logged = ("", 0)
         self._tokens = 0
         self._rate = 0.0
         self._rate_at = time.monotonic()
@@ -187,7 +188,7 @@ class GpuWorker:
             scored = message.scored
             if isinstance(scored, str):
                 scored = tokenize(scored, tokenizer, start=False)
-            engine.score(stream.request, prompt, scored, **common)
+            engine.score(stream.request, prompt, scored, text=message.text, **common)
         else:
             if message.controller is not None:
                 raise RequestError(
@@ -256,7 +257,9 @@ class GpuWorker:
             waiting = [w for w in self._waiting.values() if w.stream.model == event.model]
             match event:
                 case Progress(model, part, stage):
-                    log.info("%s: %s (%d%%)", model, stage, round(100 * part))
+                    if (stage, int(10 * part)) != self._logged:
+                        self._logged = (stage, int(10 * part))
+                        log.info("%s: %s (%d%%)", model, stage, round(100 * part))
                     for w in waiting:
                         self._notice(w.stream, "loading", f"{model}: {stage}", part)
                 case Ready(model, engine):
