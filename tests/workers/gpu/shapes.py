@@ -67,10 +67,15 @@ def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:
     return [[rng.randrange(1, vocab) for _ in range(n)] for n in lengths[:count]]
 
 
+def _own(model: Any) -> str:
+    """Transformers' own attention for this model."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """``model.generate``, greedy, without an end."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(_own(model))
     model.generation_config.eos_token_id = None
     out = model.generate(
         torch.tensor([list(prompt)]),
@@ -86,7 +91,7 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 @torch.inference_mode()
 def log_probs(model: Any, prompt: Sequence[int], scored: Sequence[int]) -> list[float]:
     """Log-softmax of one plain forward at each scored token."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(_own(model))
     rows = torch.log_softmax(model(torch.tensor([[*prompt, *scored]])).logits[0].float(), -1)
     return [rows[len(prompt) - 1 + i, token].item() for i, token in enumerate(scored)]
 
@@ -99,7 +104,7 @@ def same_tokens(
     assert len(wanted) == len(got)
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if a != b:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(_own(model))
             logits = model(torch.tensor([[*prompt, *wanted[:i]]])).logits[0, -1].float()
             gap = abs(logits[a].item() - logits[b].item())
             print(f"position {i} of a prompt of {len(prompt)}: {a} or {b}, {gap:.1e} apart")

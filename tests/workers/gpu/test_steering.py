@@ -1,0 +1,440 @@
+"""Forks, splices, suspensions and masks: the same tokens as without them, and no page lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+PROMPT = list(range(5, 45))
+STEPS = 100_000
+GREEDY = Sampling(max_tokens=30, ignore_eos=True)
+SEEDED = Sampling(max_tokens=30, ignore_eos=True, temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture
+def engine(embedded: LoadedModel) -> Engine:
+    return Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
+
+
+class Told:
+    """What a client would know from the outputs of a request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {0: []}
+        self.texts: dict[int, list[str]] = {0: []}
+        self.reasons: dict[int, str] = {}
+        self.errors: dict[int, str] = {}
+
+    def take(self, outputs: list[TokenOutput]) -> None:
+        for o in outputs:
+            if o.parent is not None:
+                self.tokens[o.seq] = self.tokens[o.parent][: o.pos]
+                self.texts[o.seq] = self.texts[o.parent][: o.pos]
+            tokens = self.tokens.setdefault(o.seq, [])
+            texts = self.texts.setdefault(o.seq, [])
+            if o.backtrack:
+                del tokens[-o.backtrack :], texts[-o.backtrack :]
+            if o.token is not None:
+                assert o.pos == len(tokens)
+                tokens.append(o.token)
+                texts.append(o.text or "")
+            if o.finish_reason is not None:
+                self.reasons[o.seq] = o.finish_reason
+            if o.error is not None:
+                self.errors[o.seq] = o.error
+
+
+def run(engine: Engine, told: Told | None = None) -> Told:
+    """Steps until nothing is left."""
+    told = told or Told()
+    while engine.has_work:
+        told.take(engine.step())
+    return told
+
+
+def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
+    """What a fresh engine makes of a prompt."""
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
+    engine.add(1, prompt, sampling)
+    return run(engine).tokens[0]
+
+
+def only(vocab: int, *tokens: int) -> np.ndarray:
+    mask = np.zeros(-(-vocab // 32), dtype=np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << (token % 32))
+    return mask
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def test_a_fork_of_a_greedy_sequence_goes_the_same_way(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    wanted = alone(embedded, PROMPT, GREEDY)
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    for _ in range(7):
+        told.take(engine.step())
+    assert engine.fork(1, 0, 3) == [1, 2, 3]
+    run(engine, told)
+    assert told.tokens == dict.fromkeys(range(4), wanted)
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+def test_forks_of_a_sampled_sequence_draw_for_themselves(engine: Engine) -> None:
+    engine.add(1, PROMPT, SEEDED)
+    told = Told()
+    for _ in range(7):
+        told.take(engine.step())
+    engine.fork(1, 0, 3)
+    run(engine, told)
+    assert len({tuple(t) for t in told.tokens.values()}) == 4
+    assert len({tuple(t[:7]) for t in told.tokens.values()}) == 1
+
+
+def test_forks_between_the_halves_share_the_logits_and_need_no_forward(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add(1, PROMPT, SEEDED)
+    told = Told()
+    step = engine.begin()
+    assert step.ready == [(1, 0)]
+    assert step.logits is not None
+    rows = len(step.logits)
+    engine.fork(1, 0, 7)
+    assert len(step.ready) == 8
+    assert len(step.logits) == rows
+    told.take(engine.finish(step))
+    assert [len(t) for t in told.tokens.values()] == [1] * 8
+    run(engine, told)
+    assert len({tuple(t) for t in told.tokens.values()}) > 4
+
+
+def test_forks_of_forks(engine: Engine, embedded: LoadedModel) -> None:
+    wanted = alone(embedded, PROMPT, GREEDY)
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    for seq in range(4):
+        told.take(engine.step())
+        assert engine.fork(1, seq, 1) == [seq + 1]
+    run(engine, told)
+    assert set(told.reasons.values()) == {"length"}
+    assert told.tokens == dict.fromkeys(range(5), wanted)
+
+
+def test_too_many_forks_end_the_sequence_and_nothing_else(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    engine.add(2, PROMPT[:20], GREEDY)
+    outputs = engine.step()
+    assert engine.fork(1, 0, 128) == []
+    while engine.has_work:
+        outputs += engine.step()
+    [end] = [o for o in outputs if o.request == 1 and o.finish_reason]
+    assert "128 are allowed" in (end.error or "")
+    other = [o.token for o in outputs if o.request == 2]
+    assert other == alone(embedded, PROMPT[:20], GREEDY)
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+# --- splices --------------------------------------------------------------------------------------
+
+
+def test_what_follows_a_splice_is_what_follows_that_text(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    forced = [100, 200, 300, 400, 500]
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    for _ in range(6):
+        told.take(engine.step())
+    kept = told.tokens[0][:4]
+    engine.splice(1, 0, 2, forced)
+    run(engine, told)
+    head = [*kept, *forced]
+    assert told.tokens[0][: len(head)] == head
+    rest = Sampling(max_tokens=30 - len(head), ignore_eos=True)
+    assert told.tokens[0][len(head) :] == alone(embedded, PROMPT + head, rest)
+
+
+@pytest.mark.parametrize(("drop", "forced"), [(0, [7]), (3, []), (1, [9] * 40), (6, [8])])
+def test_splices_of_every_kind(
+    engine: Engine, embedded: LoadedModel, drop: int, forced: list[int]
+) -> None:
+    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    engine.add(1, PROMPT, sampling)
+    told = Told()
+    for _ in range(6):
+        told.take(engine.step())
+    head = [*told.tokens[0][: 6 - drop], *forced]
+    engine.splice(1, 0, drop, forced)
+    run(engine, told)
+    rest = Sampling(max_tokens=60 - len(head), ignore_eos=True)
+    assert told.tokens[0] == head + alone(embedded, PROMPT + head, rest)
+
+
+def test_a_splice_between_the_halves_replaces_the_sampling(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    step = engine.begin()
+    engine.splice(1, 0, 0, [100, 200])
+    assert step.ready == []
+    told.take(engine.finish(step))
+    assert told.tokens[0] == [100, 200]
+    run(engine, told)
+    rest = Sampling(max_tokens=28, ignore_eos=True)
+    assert told.tokens[0][2:] == alone(embedded, [*PROMPT, 100, 200], rest)
+
+
+def test_the_text_of_a_spliced_sequence_is_that_of_its_tokens(engine: Engine) -> None:
+    tokenizer = engine.loaded.tokenizer
+    prompt = tokenizer.encode("def f(x):\n")
+    engine.add(1, prompt, GREEDY, text=True)
+    told = Told()
+    for _ in range(5):
+        told.take(engine.step())
+    engine.splice(1, 0, 3, tokenizer.encode("    return é + x"))
+    run(engine, told)
+    assert "".join(told.texts[0]) == tokenizer.decode(told.tokens[0])
+
+
+def test_a_splice_ends_the_sequence_at_its_stop_and_at_its_length(engine: Engine) -> None:
+    tokenizer = engine.loaded.tokenizer
+    stop = Sampling(max_tokens=30, ignore_eos=True, stop=["END"])
+    engine.add(1, PROMPT, stop, text=True)
+    told = Told()
+    told.take(engine.step())
+    engine.splice(1, 0, 0, tokenizer.encode("some END of it"))
+    run(engine, told)
+    assert told.reasons[0] == "stop"
+    assert "".join(told.texts[0]).endswith("some ")
+    engine.add(2, PROMPT, Sampling(max_tokens=4, ignore_eos=True))
+    told = Told()
+    told.take(engine.step())
+    engine.splice(2, 0, 0, [7] * 50)
+    run(engine, told)
+    assert told.reasons[0] == "length"
+    assert told.tokens[0][1:] == [7] * 3
+
+
+@pytest.mark.parametrize(("drop", "tokens", "says"), [(9, [], "9 tokens"), (0, [9999], "9999")])
+def test_a_wrong_splice_ends_its_sequence_with_a_clear_error(
+    engine: Engine, drop: int, tokens: list[int], says: str
+) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    told.take(engine.step())
+    engine.splice(1, 0, drop, tokens)
+    run(engine, told)
+    assert told.reasons[0] == "error"
+    assert says in told.errors[0]
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+# --- masks, suspension, late controllers ----------------------------------------------------------
+
+
+def test_a_mask_holds_for_one_token(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    engine.set_mask(1, 0, only(4096, 77))
+    told.take(engine.step())
+    told.take(engine.step())
+    assert told.tokens[0][0] == 77
+    assert told.tokens[0][1] != 77
+
+
+def test_an_empty_mask_ends_its_sequence_alone(engine: Engine, embedded: LoadedModel) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    engine.add(2, PROMPT[:9], GREEDY)
+    engine.set_mask(1, 0, only(4096))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    [end] = [o for o in outputs if o.request == 1]
+    assert "no token is allowed" in (end.error or "")
+    assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
+
+
+def test_a_mask_of_the_wrong_size_is_refused(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    with pytest.raises(RequestError, match="128 words"):
+        engine.set_mask(1, 0, np.zeros(3, dtype=np.uint32))
+    with pytest.raises(RequestError, match="no live sequence"):
+        engine.set_mask(9, 0, None)
+
+
+def test_a_suspended_sequence_sits_out_and_goes_on_as_if_nothing_was(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    for when in ("between steps", "between halves"):
+        engine.add(1, PROMPT, SEEDED)
+        engine.add(2, PROMPT[:9], GREEDY)
+        told, other = Told(), Told()
+
+        def sort(outputs: list[TokenOutput], told: Told = told, other: Told = other) -> None:
+            told.take([o for o in outputs if o.request == 1])
+            other.take([o for o in outputs if o.request == 2])
+
+        for _ in range(5):
+            sort(engine.step())
+        step = engine.begin()
+        if when == "between halves":
+            engine.suspend(1, 0)
+        sort(engine.finish(step))
+        engine.suspend(1, 0)
+        count = len(told.tokens[0])
+        for _ in range(4):
+            sort(engine.step())
+        assert len(told.tokens[0]) == count
+        assert engine.stats()["suspended"] == 1
+        engine.resume(1, 0)
+        while engine.has_work:
+            sort(engine.step())
+        assert told.tokens[0] == alone(embedded, PROMPT, SEEDED)
+        assert other.tokens[0] == alone(embedded, PROMPT[:9], GREEDY)
+
+
+def test_suspended_sequences_alone_are_no_work(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    engine.step()
+    engine.suspend(1, 0)
+    assert not engine.has_work
+    assert engine.abort(1)[0].finish_reason == "cancelled"
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+def test_a_late_controller_delays_its_own_sequence_only(
+    engine: Engine, embedded: LoadedModel
+) -> None:
+    engine.add(1, PROMPT, SEEDED)
+    engine.add(2, PROMPT[:9], GREEDY)
+    outputs = []
+    late = 0
+    while engine.has_work:
+        step = engine.begin()
+        if (1, 0) in step.ready and late % 3:
+            engine.hold(1, 0)
+        late += 1
+        outputs += engine.finish(step)
+    mine = [o.token for o in outputs if o.request == 1]
+    assert mine == alone(embedded, PROMPT, SEEDED)
+    order = [o.request for o in outputs]
+    assert order.index(1) < 29
+    assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
+
+
+def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    told.take(engine.step())
+    engine.fork(1, 0, 1)
+    engine.end(1, 0)
+    run(engine, told)
+    assert told.reasons == {0: "controller", 1: "length"}
+
+
+# --- long random load -----------------------------------------------------------------------------
+
+
+def _tiny() -> Engine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config).eval()
+    loaded = wrap_model("tiny", model)
+    page = 16 * 2 * 8 * 4
+    return Engine(
+        loaded,
+        EngineConfig(kv_cache_bytes=40 * page, max_running=8, max_step_tokens=48, max_forks=20),
+    )
+
+
+def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, int]]) -> None:
+    """Something that a program may do to one of the live sequences, wrong things among them."""
+    request, seq = rng.choice(live)
+    kind = rng.randrange(8)
+    if kind == 0:
+        engine.fork(request, seq, rng.choice([1, 1, 2, 30]))
+    elif kind == 1:
+        engine.splice(request, seq, rng.randrange(3), [rng.randrange(64)] * rng.randrange(1, 20))
+    elif kind == 2:
+        engine.suspend(request, seq)
+    elif kind == 3:
+        engine.abort(request)
+    elif kind == 4:
+        engine.set_mask(request, seq, only(64, *rng.sample(range(64), rng.randrange(4))))
+    elif kind == 5:
+        engine.end(request, seq)
+    elif kind == 6:
+        engine.hold(request, seq)
+    else:
+        engine.resume(request, seq)
+
+
+def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody() -> None:
+    engine = _tiny()
+    rng = random.Random(1)
+    arrived: dict[int, int] = {}
+    waited = 0
+    request = 0
+    for number in range(STEPS):
+        if rng.random() < 0.25 and len(engine._requests) < 24:
+            request += 1
+            prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 120))]
+            sampling = Sampling(max_tokens=rng.randrange(1, 40), temperature=1.0, seed=request)
+            engine.add(request, prompt, sampling, priority=rng.randrange(2), client=request % 3)
+            arrived[request] = number
+        step = engine.begin()
+        for _ in range(rng.randrange(2)):
+            live = [(r, s) for r, held in engine._requests.items() for s in held]
+            if live:
+                _random_operation(engine, rng, live)
+        engine.finish(step)
+        if number % 50 == 0:
+            _resume_all(engine)
+            for key in [key for key in arrived if key not in engine._requests]:
+                waited = max(waited, number - arrived.pop(key))
+    for _ in range(2000):
+        _resume_all(engine)
+        if not engine.has_work:
+            break
+        engine.step()
+    assert not engine._requests
+    assert engine.stats()["kv_pages_used"] == 0
+    assert request > STEPS // 50
+    assert waited < 5000, "a sequence waited for too long"
+
+
+def _resume_all(engine: Engine) -> None:
+    for sequence in list(engine._scheduler.suspended):
+        engine.resume(sequence.request, sequence.seq)
