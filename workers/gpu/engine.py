@@ -27,6 +27,7 @@ import torch
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import FinishReason
 from ...protocol.sampling import Sampling
+from .allocator import keep_freed_memory
 from .block_manager import BlockManager, BlockTable
 from .kv_cache import PAGE_SIZE, default_bytes, page_bytes
 from .loader import LoadedModel
@@ -88,6 +89,8 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
         self._config = config = config or EngineConfig()
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
         self.loaded = loaded
         size = config.kv_cache_bytes or default_bytes(loaded.device)
         num_pages = max(2, size // page_bytes(loaded.layers, loaded.dtype))

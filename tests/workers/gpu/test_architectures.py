@@ -115,7 +115,7 @@ def test_a_model_that_hides_its_attention_is_refused_by_name() -> None:
 
 def test_a_model_without_attention_is_refused_by_name(tmp_path: Any) -> None:
     config = transformers.MambaConfig(
-        vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=1, intermediate_size=32
+        vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=1
     )
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="MambaForCausalLM"):

@@ -1,0 +1,275 @@
+"""The engine beside transformers' ``generate`` and its continuous batching, on this machine.
+
+A Llama shape of 21 million parameters with random weights, greedy, everything in one process. Each
+time is the best of several runs, as other work on the machine only ever makes one slower.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from _report import arguments, report
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+VOCAB = 32_000
+BATCH = 32
+Prompts = list[list[int]]
+
+
+def make_model() -> Any:
+    """6 layers, hidden 256, 8 query and 4 key-value heads, vocabulary 32,000."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """So many token ids."""
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
+    """The best time of each, taken in turn so that a noisy minute hits all of them."""
+    times = [[timed(work) for work in works] for _ in range(runs)]
+    return [min(column) for column in zip(*times, strict=True)]
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def generate(model: Any, prompts: Prompts, new: int) -> None:
+    """``generate`` on one static batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[i, longest - len(prompt) :] = 1
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+
+
+def generate_static(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
+    """Static batches of 32: each goes on until its longest is done."""
+    for i in range(0, len(prompts), BATCH):
+        generate(model, prompts[i : i + BATCH], max(new[i : i + BATCH]))
+
+
+def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
+    """Transformers' continuous batching, each request with its own length."""
+    model.set_attn_implementation("sdpa")
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        for prompt, count in zip(prompts, new, strict=True):
+            manager.add_request(prompt, max_new_tokens=count)
+        done = 0
+        while done < len(prompts):
+            result = manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("transformers' continuous batching gave nothing in a minute")
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            done += result.is_finished()
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+class Ours:
+    """An engine on the same model; ``run`` serves a set of requests to their ends."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.engine = Engine(loaded, EngineConfig(kv_cache_bytes=512 * 2**20))
+        self._next = 0
+
+    def add(self, prompt: list[int], new: int) -> int:
+        """Begins a request."""
+        self._next += 1
+        self.engine.add(self._next, prompt, Sampling(max_tokens=new, ignore_eos=True))
+        return self._next
+
+    def run(self, prompts: Prompts, new: Sequence[int]) -> None:
+        """Serves these requests, none of which was seen before."""
+        self.loaded.model.set_attn_implementation("tokenbus")
+        for prompt, count in zip(prompts, new, strict=True):
+            self.add(prompt, count)
+        count = 0
+        while self.engine.has_work:
+            count += len(self.engine.step())
+        assert count == sum(new)
+
+    def ttft(self, prompt: list[int]) -> float:
+        """Seconds to the first token."""
+        self.add(prompt, 1)
+        started = time.perf_counter()
+        while self.engine.has_work:
+            self.engine.step()
+        return time.perf_counter() - started
+
+
+def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
+    """Throughput on a uniform and on a ragged load."""
+    rng = random.Random(1)
+
+    def uniform_set() -> Prompts:
+        return [random_tokens(rng, 32) for _ in range(BATCH)]
+
+    sets = iter([uniform_set() for _ in range(2 * runs + 2)])
+    ours.run(next(sets), [64] * BATCH)
+    generate(model, next(sets), 64)
+    theirs, mine = best_in_turn(
+        runs,
+        lambda: generate(model, next(sets), 64),
+        lambda: ours.run(next(sets), [64] * BATCH),
+    )
+    results = {"uniform_vs_generate": theirs / mine, "uniform_tokens_per_s": 64 * BATCH / mine}
+    lengths = [rng.randrange(16, 513) for _ in range(64)]
+    new = [rng.randrange(16, 257) for _ in range(64)]
+    ragged = [[random_tokens(rng, n) for n in lengths] for _ in range(2)]
+    continuous, static = best_in_turn(
+        1,
+        lambda: generate_continuous(model, ragged[0], new),
+        lambda: generate_static(model, ragged[0], new),
+    )
+    mine = min(timed(lambda p=p: ours.run(p, new)) for p in ragged)
+    results["ragged_vs_generate_batch"] = continuous / mine
+    results["ragged_vs_generate"] = static / mine
+    results["ragged_tokens_per_s"] = sum(new) / mine
+    return results
+
+
+def prefixes(ours: Ours, runs: int) -> dict[str, float]:
+    """Time to the first token with a prefix of 1,500 tokens that was seen, over a cold one."""
+    rng = random.Random(2)
+    ratios = []
+    for _ in range(runs):
+        shared = random_tokens(rng, 1500)
+        cold = ours.ttft([*shared, *random_tokens(rng, 20)])
+        warm = min(ours.ttft([*shared, *random_tokens(rng, 20)]) for _ in range(3))
+        ratios.append(warm / cold)
+    return {"prefix_ttft_ratio": statistics.median(ratios)}
+
+
+def forks(ours: Ours, runs: int) -> dict[str, float]:
+    """Pages of 8 forks of a 512-token prompt after a step, and the time of a fork."""
+    rng = random.Random(3)
+    engine = ours.engine
+    times = []
+    for _ in range(runs):
+        request = ours.add(random_tokens(rng, 512), 50)
+        engine.step()
+        engine.step()
+        one = engine.stats()["kv_pages_used"]
+        times.append(timed(lambda request=request: engine.fork(request, 0, 7)) / 7)
+        engine.step()
+        eight = engine.stats()["kv_pages_used"]
+        engine.abort(request)
+        engine.step()
+    return {"fork8_kv_pages": eight / one, "fork_us": 1e6 * min(times)}
+
+
+def splices(ours: Ours, runs: int) -> dict[str, float]:
+    """Appending 32 known tokens by a splice, over decoding 32."""
+    rng = random.Random(4)
+    engine = ours.engine
+    decoded, spliced = [], []
+    for _ in range(runs):
+        request = ours.add(random_tokens(rng, 64), 400)
+        engine.step()
+
+        def decode() -> None:
+            for _ in range(32):
+                engine.step()
+
+        known = random_tokens(rng, 32)
+
+        def splice(request: int = request, known: list[int] = known) -> None:
+            engine.splice(request, 0, 0, known)
+            engine.step()
+
+        decoded.append(timed(decode))
+        spliced.append(timed(splice))
+        engine.abort(request)
+    return {"splice_vs_decode": min(spliced) / min(decoded)}
+
+
+def host_time(ours: Ours, steps: int) -> dict[str, float]:
+    """Microseconds of a step at batch 32 with the forward taken out: what is left is scheduling,
+    packing, sampling and results."""
+    rng = random.Random(5)
+    engine = ours.engine
+    requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
+    for _ in range(5):
+        engine.step()
+    runner = engine._runner
+    model, logits = runner._model, torch.randn(1, BATCH, VOCAB)
+    runner._model = lambda **_: SimpleNamespace(logits=logits)
+    times = [timed(engine.step) for _ in range(steps)]
+    runner._model = model
+    for request in requests:
+        engine.abort(request)
+    return {"host_us_per_step": 1e6 * statistics.median(times)}
+
+
+NOTES = {
+    "uniform_vs_generate": "32 requests, prompt 32, 64 new; at least 1.0",
+    "ragged_vs_generate_batch": "64 requests, prompts 16-512, 16-256 new; at least 2.5",
+    "ragged_vs_generate": "the same over static batches of 32; at least 1.5",
+    "prefix_ttft_ratio": "1,500 tokens seen before, over cold; at most 0.1",
+    "fork8_kv_pages": "8 forks of 512 tokens, over one sequence; at most 1.3",
+    "fork_us": "per fork, no forward",
+    "splice_vs_decode": "32 known tokens, over decoding 32; at most 0.2",
+    "host_us_per_step": "batch 32, sampling included; at most 1,500",
+}
+
+
+def main() -> None:
+    """Runs all of it."""
+    args = arguments(__doc__)
+    runs = 2 if args.quick else 5
+    model = make_model()
+    ours = Ours(wrap_model("bench", model))
+    results = against_generate(model, ours, runs)
+    model.set_attn_implementation("tokenbus")
+    results |= prefixes(ours, runs)
+    results |= forks(ours, runs)
+    results |= splices(ours, runs)
+    results |= host_time(ours, 50 * runs)
+    report(results, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
