@@ -177,8 +177,8 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
     ratios = []
     for _ in range(runs):
         shared = random_tokens(rng, 1500)
-        cold = ours.ttft([*shared, *random_tokens(rng, 20)])
-        warm = min(ours.ttft([*shared, *random_tokens(rng, 20)]) for _ in range(3))
+        cold = ours.ttft([*shared, *random_tokens(rng, 8)])
+        warm = min(ours.ttft([*shared, *random_tokens(rng, 8)]) for _ in range(3))
         ratios.append(warm / cold)
     return {"prefix_ttft_ratio": statistics.median(ratios)}
 

@@ -98,12 +98,11 @@ def paged_attention(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
     values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-    for group in packed_batch.groups:
-        out[group.start : group.end] = _attend(
-            group, q, keys, values, scaling, sliding_window or 0, softcap
-        )
-    return out.unsqueeze(0), None
+    found = [
+        _attend(group, q, keys, values, scaling, sliding_window or 0, softcap)
+        for group in packed_batch.groups
+    ]
+    return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0), None
 
 
 def _attend(

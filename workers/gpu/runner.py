@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
 from .attention import NAME, Group, PackedBatch
+from .block_manager import PADDING_PAGE
+from .head import packed_head
 from .kv_cache import PAGE_SIZE, KVCache
 from .loader import LoadedModel
 from .scheduler import Batch, Chunk
@@ -25,6 +28,7 @@ class Runner:
         self._device = loaded.device
         self._model.set_attn_implementation(NAME)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._head = packed_head(loaded.model) if self._keeps_logits else None
         self.cache = KVCache(loaded.layers, num_pages, loaded.dtype, loaded.device)
 
     @torch.inference_mode()
@@ -33,19 +37,33 @@ class Runner:
         ``[rows, vocab]`` (float32) of the tokens from each chunk's ``first_row`` to its end."""
         self.cache.copy_pages(batch.copies)
         chunks, packed = _pack(batch.chunks)
-        ids = np.concatenate([np.array(c.sequence.tokens[c.start : c.end]) for c in chunks])
-        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        slots = np.concatenate([_slots(c, c.start, c.end) for c in chunks])
-        rows = np.concatenate([np.arange(c.first_row, c.end) + at for c, at in _offsets(chunks)])
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        for chunk in chunks:
+            sequence, start, end = chunk
+            at = len(ids)
+            if end - start == 1:
+                page = sequence.table.pages[start // PAGE_SIZE]
+                ids.append(sequence.tokens[start])
+                slots.append(page * PAGE_SIZE + start % PAGE_SIZE)
+                positions.append(start)
+            else:
+                ids += sequence.tokens[start:end]
+                slots += _slots(sequence.table.pages, start, end)
+                positions += range(start, end)
+            rows += range(at + chunk.first_row - start, at + end - start)
         context = PackedBatch(self.cache, self._tensor(slots), [self._group(g) for g in packed])
         keep = {"logits_to_keep": self._tensor(rows)} if self._keeps_logits else {}
-        logits = self._model(
-            input_ids=self._tensor(ids).unsqueeze(0),
-            position_ids=self._tensor(positions).unsqueeze(0),
-            use_cache=False,
-            packed_batch=context,
-            **keep,
-        ).logits[0]
+        with self._head.applied() if self._head is not None else nullcontext():
+            logits = self._model(
+                input_ids=self._tensor(ids).unsqueeze(0),
+                position_ids=self._tensor(positions).unsqueeze(0),
+                use_cache=False,
+                packed_batch=context,
+                **keep,
+            ).logits[0]
         if not self._keeps_logits:
             logits = logits[self._tensor(rows)]
         return chunks, logits.float()
@@ -53,15 +71,20 @@ class Runner:
     def _group(self, part: _Part) -> Group:
         """The attention's metadata of some chunks of similar size."""
         chunks = part.chunks
-        width = max(c.end - c.start for c in chunks)
-        pages = max(len(_pages(c)) for c in chunks)
-        table = np.zeros((len(chunks), pages), dtype=np.int64)
-        positions = np.zeros((len(chunks), width), dtype=np.int64)
-        for i, c in enumerate(chunks):
-            table[i, : len(_pages(c))] = _pages(c)
-            positions[i, : c.end - c.start] = np.arange(c.start, c.end)
+        width = max([c.end - c.start for c in chunks])
         # No further than the longest reaches: the last page is rarely full.
-        length = max(c.end for c in chunks)
+        length = max([c.end for c in chunks])
+        count = -(-length // PAGE_SIZE)
+        table: list[int] = []
+        for c in chunks:
+            held = _pages(c)
+            table += held
+            table += [PADDING_PAGE] * (count - len(held))
+        positions = np.array([c.start for c in chunks])[:, None]
+        if width > 1:
+            sizes = np.array([c.end - c.start for c in chunks])[:, None]
+            within = np.arange(width)
+            positions = np.where(within < sizes, positions + within, 0)
         rows = places = None
         if width > 1:
             sizes = np.array([c.end - c.start for c in chunks])
@@ -74,7 +97,7 @@ class Runner:
             start=part.start,
             end=part.start + sum(c.end - c.start for c in chunks),
             width=width,
-            pages=self._tensor(table.ravel()),
+            pages=self._tensor(table),
             length=length,
             positions=self._tensor(positions),
             rows=rows,
@@ -82,7 +105,8 @@ class Runner:
             fresh=all(c.start == 0 for c in chunks) and length == width,
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
+        array = np.asarray(values, dtype=np.int64)
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
@@ -100,7 +124,7 @@ class _Part:
         first, last = self.chunks[0], self.chunks[-1]
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
-            grown = len(_pages(chunk)) - len(_pages(last))
+            grown = chunk.end // PAGE_SIZE - last.end // PAGE_SIZE
             return grown * len(self.chunks) <= DECODE_WASTE
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
@@ -122,23 +146,14 @@ def _pack(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[_Part]]:
     return ordered, parts
 
 
-def _offsets(chunks: Sequence[Chunk]) -> list[tuple[Chunk, int]]:
-    """For each chunk, what to add to a position to get the packed token."""
-    found = []
-    at = 0
-    for chunk in chunks:
-        found.append((chunk, at - chunk.start))
-        at += chunk.end - chunk.start
-    return found
-
-
 def _pages(chunk: Chunk) -> list[int]:
     """The pages that a chunk's tokens may look at."""
     return chunk.sequence.table.pages[: -(-chunk.end // PAGE_SIZE)]
 
 
-def _slots(chunk: Chunk, start: int, end: int) -> np.ndarray:
+def _slots(pages: Sequence[int], start: int, end: int) -> list[int]:
     """The slots of the tokens ``[start, end)``."""
     positions = np.arange(start, end)
-    pages = np.array(chunk.sequence.table.pages)
-    return np.asarray(pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE)
+    found = np.array(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    slots: list[int] = found.tolist()
+    return slots

@@ -54,9 +54,11 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     Several rows may look at the same logits: the sequences that are forked from one prompt.
     """
     own = logits if list(which) == list(range(len(logits))) else logits[list(which)]
-    log_total = torch.logsumexp(own, -1)
+    # On a CPU, max is two and a half times as fast as argmax, and its result serves logsumexp too.
+    best = own.max(-1)
+    log_total = (own - best.values.unsqueeze(-1)).exp_().sum(-1).log_() + best.values
     bent = _bend(own, rows)
-    chosen = bent.max(-1).indices  # Two and a half times as fast as argmax on a CPU.
+    chosen = best.indices if bent is own else bent.max(-1).indices
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if random:
         index = torch.tensor(random, device=own.device)

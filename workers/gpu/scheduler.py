@@ -113,10 +113,12 @@ class Scheduler:
         decodes = [s for s in self.running if s.target - s.computed == 1]
         prefills = [s for s in self.running if s.target - s.computed > 1]
         scheduled: set[int] = set()
+        before = self.preemptions
         for sequence in [*decodes, *prefills]:
             if room == 0:
                 break
-            if sequence in self.running and self._grow(batch, sequence, room, scheduled):
+            evicted = self.preemptions > before and sequence not in self.running
+            if not evicted and self._grow(batch, sequence, room, scheduled):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         while room > 0 and self.waiting:

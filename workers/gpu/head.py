@@ -1,0 +1,64 @@
+"""The output layer on a CPU: its weights once more, in the order in which oneDNN reads them.
+
+A decode batch multiplies few rows with the largest matrix of the model, ``[vocab, hidden]``. The
+product that torch chooses for that spends a third of its time on reordering the weights (32 rows,
+vocabulary 32,000, hidden 256: 3.6 ms against 2.4 ms; 8 rows: 1.9 ms against 0.9 ms). The price is
+their memory a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+ROWS = range(3, 65)
+"""Numbers of rows for which the reordered weights are the faster ones."""
+TYPICAL_ROWS = 32
+MIN_VOCAB = 8192
+MAX_BYTES = 1 << 30
+"""Larger ones are not kept twice."""
+
+
+class PackedHead:
+    """Stands in for a model's output layer while ``applied``; the model itself is not changed."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self._layer = layer
+        weight = layer.weight.detach()
+        with torch.inference_mode():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it, the layer computes with the reordered weights."""
+        self._layer.forward = self._forward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self._layer.forward
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        layer = self._layer
+        if hidden.shape[:-1].numel() not in ROWS:
+            return linear(hidden, layer.weight, layer.bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            hidden, self._packed, layer.bias, "none", [], ""
+        )
+        return product
+
+
+def packed_head(model: Any) -> PackedHead | None:
+    """The reordered output layer of a model; None where it would not help or cannot be made."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not torch.nn.Linear or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    weight = layer.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    if weight.shape[0] < MIN_VOCAB or weight.nbytes > MAX_BYTES:
+        return None
+    return PackedHead(layer)
