@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,7 +165,7 @@ def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
         lambda: generate_continuous(model, ragged[0], new),
         lambda: generate_static(model, ragged[0], new),
     )
-    mine = min(timed(lambda p=p: ours.run(p, new)) for p in ragged)
+    mine = min(timed(partial(ours.run, p, new)) for p in ragged)
     results["ragged_vs_generate_batch"] = continuous / mine
     results["ragged_vs_generate"] = static / mine
     results["ragged_tokens_per_s"] = sum(new) / mine
@@ -193,7 +194,7 @@ def forks(ours: Ours, runs: int) -> dict[str, float]:
         engine.step()
         engine.step()
         one = engine.stats()["kv_pages_used"]
-        times.append(timed(lambda request=request: engine.fork(request, 0, 7)) / 7)
+        times.append(timed(partial(engine.fork, request, 0, 7)) / 7)
         engine.step()
         eight = engine.stats()["kv_pages_used"]
         engine.abort(request)
