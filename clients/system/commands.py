@@ -80,6 +80,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         help="a model that may be loaded on demand, with * and ?; may be given again",
     )
     add("--max-models", dest="max_models", metavar="N", help="models that a worker holds (2)")
+    add("--tp", metavar="N", help="devices over which each worker spreads its model (1)")
     add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")
     add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
     add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")

@@ -540,7 +540,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: str) -> list[TokenOutput]:
         """Ends a sequence with an error; its pages come back, cleared."""
-        self._runner.cache.clear_pages(self._blocks.discard(sequence.table))
+        self._runner.clear_pages(self._blocks.discard(sequence.table))
         sequence.table = BlockTable()
         missing = [
             TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)

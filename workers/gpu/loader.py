@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from . import embedded
 from .attention import dot_product, register
 from .kv_cache import LayerShape
+from .ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layers: dict[int, LayerShape]
+    """Of this rank."""
+    ranks: Ranks | None = None
+    """The other ranks, where the model is spread over several."""
 
 
 def load_model(
@@ -61,11 +65,14 @@ def load_model(
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    parallel: bool = False,
     progress: OnProgress = lambda part, stage: None,
 ) -> LoadedModel:
     """Loads a causal language model by path or hub id; ``embedded`` is the one that we bring.
 
-    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU. Raises ModelLoadError.
+    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU; quantized checkpoints
+    load as transformers loads them. ``parallel``: this process is one of several ranks, and loads
+    its part. Raises ModelLoadError.
     """
     where = _device(device)
     place = str(embedded.path()) if name == embedded.NAME else name
@@ -77,11 +84,11 @@ def load_model(
         tokenizer = _load_tokenizer(place, common)
         progress(0.1, "loading the weights")
         with _weights_progress(progress):
+            spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
             model: Any = AutoModelForCausalLM.from_pretrained(
-                place, config=config, dtype=_dtype(dtype, where), **common
+                place, config=config, dtype=_dtype(dtype, where), **spread, **common
             )
-        progress(0.9, f"moving the weights to {where}")
-        model = model.to(where).eval()
+        model = model.eval()
     except ModelLoadError:
         raise
     except Exception as error:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 from queue import SimpleQueue
+from typing import Any
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import ModelInfo
 from ...protocol.settings import Settings
 from .engine import Engine, EngineConfig
 from .loader import LoadedModel, ModelLoadError, load_model
+from .ranks import Ranks
 
 AUTO = "auto"
 
@@ -53,8 +56,11 @@ class Models:
     ``on_event`` is called from that thread whenever ``events`` has something new.
     """
 
-    def __init__(self, settings: Settings, on_event: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, on_event: Callable[[], None], ranks: Ranks | None = None
+    ) -> None:
         self._settings = settings
+        self._ranks = ranks
         self._on_event = on_event
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._loading: set[str] = set()
@@ -109,6 +115,8 @@ class Models:
                 break
             if name != event.model and not self._engines[name].has_work:
                 del self._engines[name]
+                if self._ranks is not None:
+                    self._ranks.drop(name)
                 gone.append(name)
         return gone
 
@@ -125,13 +133,16 @@ class Models:
             self._say(Progress(name, part, stage))
 
         try:
-            loaded = load_model(
-                name,
-                device=settings.device,
-                dtype=settings.dtype,
-                trust_remote_code=settings.trust_remote_code,
-                progress=progress,
-            )
+            options: dict[str, Any] = {
+                "device": settings.device,
+                "dtype": settings.dtype,
+                "trust_remote_code": settings.trust_remote_code,
+                "parallel": self._ranks is not None,
+            }
+            together = self._ranks.loading(name, options) if self._ranks else nullcontext()
+            with together:
+                loaded = load_model(name, **options, progress=progress)
+            loaded.ranks = self._ranks
             config = EngineConfig(
                 max_running=settings.max_running,
                 kv_cache_bytes=settings.kv_cache_bytes or None,

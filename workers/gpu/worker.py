@@ -30,6 +30,7 @@ from ..bus import Bus, FromBus
 from .engine import Engine, TokenOutput
 from .models import Failed, Models, Progress, Ready, model_info
 from .prompts import prompt_tokens, tokenize
+from .ranks import Ranks
 from .streams import (
     Stream,
     attached_frames,
@@ -65,7 +66,8 @@ class GpuWorker:
         self._streams: dict[int, Stream] = {}
         self._waiting: dict[int, Waiting] = {}
         self._bus = Bus(settings.back_endpoint, self._registration, self._load)
-        self._models = Models(settings, on_event=self._bus.interrupt)
+        self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
+        self._models = Models(settings, self._bus.interrupt, self._ranks)
         self._draining_since: float | None = None
         self._stop_reason = ""
         self._failed: str | None = None
@@ -86,6 +88,8 @@ class GpuWorker:
             self._load_events()
             self._step()
         self._bus.close(self._stop_reason or "it was stopped")
+        if self._ranks is not None:
+            self._ranks.close()
         if self._failed is not None:
             log.error("%s", self._failed)
             return 1

@@ -1,0 +1,70 @@
+"""``python -m tokenbus.workers.gpu.follower ORDERS``: a rank other than 0.
+
+The worker, which is rank 0, starts it, and says at which address its orders come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import zmq
+
+from ...protocol.settings import load
+from .loader import LoadedModel, ModelLoadError, load_model
+from .ranks import Clear, Drop, Forward, Load, Open, decode_order, join
+from .runner import Runner
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Does what it is told, in order."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, LoadedModel] = {}
+        self._runners: dict[str, Runner] = {}
+
+    def on_order(self, encoded: bytes) -> None:
+        """One order of rank 0's."""
+        match decode_order(encoded):
+            case Load(name, options):
+                try:
+                    self._loaded[name] = load_model(name, **options)
+                except ModelLoadError as error:
+                    log.error("%s", error)  # Rank 0 meets the same error, and tells of it.
+            case Open(name, num_pages):
+                self._runners[name] = Runner(self._loaded.pop(name), num_pages)
+            case Forward(name, packed):
+                self._runners[name].forward(packed)
+            case Clear(name, pages):
+                self._runners[name].clear_pages(pages)
+            case Drop(name):
+                self._runners.pop(name, None)
+
+
+def _end_with_rank_0() -> None:
+    """Rank 0 holds the other end of this process's standard input: it closes when it dies."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> int:
+    """Follows until rank 0 ends it."""
+    settings = load()
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    orders.connect(sys.argv[1])
+    join(settings.device)
+    follower = Follower()
+    while True:
+        follower.on_order(orders.recv())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

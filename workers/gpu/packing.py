@@ -1,0 +1,156 @@
+"""From a step's chunks to the numbers that its forward needs. Pure: no torch.
+
+The tokens of all chunks lie side by side in one row. For the attention, chunks of similar size are
+padded to rectangles, so that a few calls serve all of them. What comes out can be sent to other
+ranks as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from .block_manager import PADDING_PAGE
+from .kv_cache import PAGE_SIZE
+from .scheduler import Batch, Chunk
+
+DECODE_WASTE = 64
+"""Pages of padding at which decodes of different lengths are worth a call of their own."""
+
+
+class PackedGroup(Struct, array_like=True):
+    """Chunks of similar size: the packed tokens ``[start, end)`` as ``batch`` rows of ``width``."""
+
+    start: int
+    end: int
+    batch: int
+    width: int
+    length: int
+    """Tokens that the longest of them reaches."""
+    pages: list[int]
+    """``[batch * pages]``: the pages of each one's keys; padding points to page 0."""
+    positions: list[int]
+    """``[batch * width]``: the position of each token in its sequence."""
+    rows: list[int] | None
+    """``[batch * width]``: the packed token at each place of the rectangle; None at width 1."""
+    places: list[int] | None
+    """``[end - start]``: the place of each packed token in the flattened rectangle."""
+    fresh: bool
+    """All of them begin at position 0 and have the same length."""
+
+
+class Packed(Struct, array_like=True):
+    """One forward."""
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    """Where each token's key and value go."""
+    rows: list[int]
+    """The packed tokens whose logits are wanted."""
+    groups: list[PackedGroup]
+    copies: list[tuple[int, int]]
+    """Pages to copy first, as (from, to)."""
+
+
+def pack(batch: Batch) -> tuple[list[Chunk], Packed]:
+    """The chunks in the order of their rows, and the forward that computes them."""
+    chunks, parts = _arrange(batch.chunks)
+    packed = Packed([], [], [], [], [_group(part) for part in parts], batch.copies)
+    for chunk in chunks:
+        sequence, start, end = chunk
+        at = len(packed.ids)
+        if end - start == 1:
+            page = sequence.table.pages[start // PAGE_SIZE]
+            packed.ids.append(sequence.tokens[start])
+            packed.positions.append(start)
+            packed.slots.append(page * PAGE_SIZE + start % PAGE_SIZE)
+        else:
+            packed.ids += sequence.tokens[start:end]
+            packed.positions += range(start, end)
+            packed.slots += _slots(sequence.table.pages, start, end)
+        packed.rows += range(at + chunk.first_row - start, at + end - start)
+    return chunks, packed
+
+
+class _Part:
+    """Chunks that make a group, and the packed token at which they begin."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.chunks: list[Chunk] = []
+
+    def takes(self, chunk: Chunk) -> bool:
+        """Whether padding this chunk together with the others wastes little."""
+        if not self.chunks:
+            return True
+        first, last = self.chunks[0], self.chunks[-1]
+        width, first_width = chunk.end - chunk.start, first.end - first.start
+        if width == 1:
+            grown = chunk.end // PAGE_SIZE - last.end // PAGE_SIZE
+            return grown * len(self.chunks) <= DECODE_WASTE
+        if first_width == 1 or (first.start == 0) != (chunk.start == 0):
+            return False
+        return 4 * width <= 5 * first_width + 32 and 2 * chunk.end <= 3 * first.end + 64
+
+
+def _arrange(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[_Part]]:
+    """Chunks ordered so that those of similar size lie side by side, and these groups."""
+    ordered = sorted(
+        chunks, key=lambda c: (c.end - c.start > 1, c.start != 0, c.end - c.start, c.end)
+    )
+    parts: list[_Part] = []
+    at = 0
+    for chunk in ordered:
+        if not parts or not parts[-1].takes(chunk):
+            parts.append(_Part(at))
+        parts[-1].chunks.append(chunk)
+        at += chunk.end - chunk.start
+    return ordered, parts
+
+
+def _group(part: _Part) -> PackedGroup:
+    """The attention's metadata of some chunks of similar size."""
+    chunks = part.chunks
+    sizes = [c.end - c.start for c in chunks]
+    width = max(sizes)
+    # No further than the longest reaches: the last page is rarely full.
+    length = max([c.end for c in chunks])
+    count = -(-length // PAGE_SIZE)
+    pages: list[int] = []
+    for c in chunks:
+        held = c.sequence.table.pages[: -(-c.end // PAGE_SIZE)]
+        pages += held
+        pages += [PADDING_PAGE] * (count - len(held))
+    positions = [c.start for c in chunks]
+    rows = places = None
+    if width > 1:
+        each = np.array(sizes)[:, None]
+        within = np.arange(width)
+        real = within < each
+        starts = part.start + np.concatenate([[0], np.cumsum(sizes)[:-1]])[:, None]
+        rows = np.where(real, starts + within, part.start).ravel().tolist()
+        places = np.flatnonzero(real).tolist()
+        positions = np.where(real, np.array(positions)[:, None] + within, 0).ravel().tolist()
+    return PackedGroup(
+        start=part.start,
+        end=part.start + sum(sizes),
+        batch=len(chunks),
+        width=width,
+        length=length,
+        pages=pages,
+        positions=positions,
+        rows=rows,
+        places=places,
+        fresh=length == width and all(c.start == 0 for c in chunks),
+    )
+
+
+def _slots(pages: Sequence[int], start: int, end: int) -> list[int]:
+    """The slots of the tokens ``[start, end)``."""
+    positions = np.arange(start, end)
+    found = np.array(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    slots: list[int] = found.tolist()
+    return slots
