@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from .kv_cache import KVCache
+from .kv_cache import KVCache, Mirror
 
 NAME = "tokenbus"
 
@@ -44,6 +44,10 @@ class Group:
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool = False
     """All of them begin at position 0: plain causal attention among the new tokens."""
+    mirror: Mirror | None = None
+    """Of decodes: where their keys and values are kept side by side."""
+    added: torch.Tensor | None = None
+    """``[batch]``: the mirror's places of the new tokens; None: it is to be filled from pages."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
 
@@ -60,12 +64,34 @@ class Group:
             self.masks[window] = found = found.masked_fill_(hidden, float("-inf")).unsqueeze(1)
         return found
 
-    def gather(self, paged: torch.Tensor) -> torch.Tensor:
-        """A layer's keys or values ``[num_pages, page, kv_heads, dim]`` of these sequences:
-        ``[batch, kv_heads, length, dim]``. Whole pages are copied, as they lie in memory."""
+    def keys_values(
+        self,
+        layer: int,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values of these sequences, each ``[batch, kv_heads, length, dim]``.
+
+        ``cache``: the paged ones, with the new tokens' ``k`` and ``v`` in them already. Whole pages
+        are copied, as they lie in memory.
+        """
         batch = self.positions.shape[0]
-        found = paged.flatten(1).index_select(0, self.pages)
-        return found.view(batch, -1, *paged.shape[2:])[:, : self.length].transpose(1, 2)
+        if self.mirror is None:
+            found = tuple(
+                paged.flatten(1).index_select(0, self.pages).view(batch, -1, *paged.shape[2:])
+                for paged in cache
+            )
+        elif self.added is None:
+            found = self.mirror.fill(layer, cache, self.pages.view(batch, -1))
+        else:
+            new = slice(self.start, self.end)
+            found = self.mirror.add(layer, k[new], v[new], self.added)
+        whole_keys, whole_values = found
+        return (
+            whole_keys[:, : self.length].transpose(1, 2),
+            whole_values[:, : self.length].transpose(1, 2),
+        )
 
 
 @dataclass(slots=True)
@@ -94,28 +120,28 @@ def paged_attention(
     """One layer's attention: ``query`` ``[1, heads, num_tokens, dim]`` to ``[1, num_tokens,
     heads, dim]``. ``attention_mask`` is None: sequences are told apart by their slots.
     """
-    keys, values = packed_batch.cache.layers[module.layer_idx]  # type: ignore[index]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = packed_batch.cache.layers[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
     values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
-    found = [
-        _attend(group, q, keys, values, scaling, sliding_window or 0, softcap)
-        for group in packed_batch.groups
-    ]
+    found = []
+    for group in packed_batch.groups:
+        seen = group.keys_values(layer, (keys, values), k, v)
+        found.append(_attend(group, q, *seen, scaling, sliding_window or 0, softcap))
     return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0), None
 
 
 def _attend(
     group: Group,
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     scaling: float | None,
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
     """The attention of one group's tokens: ``[end - start, heads, dim]``."""
-    k, v = group.gather(keys), group.gather(values)
     heads, kv_heads = q.shape[1], k.shape[1]
     if group.rows is None:
         # Decode. The heads that share a key head become its rows: keys are read once for all.

@@ -70,6 +70,46 @@ class KVCache:
                 tensor[list(pages)] = 0
 
 
+class Mirror:
+    """The keys and values of a group of decodes, side by side, kept from step to step.
+
+    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` a multiple of PAGE_SIZE.
+    """
+
+    def __init__(self, batch: int, room: int) -> None:
+        self._batch = batch
+        self._room = room
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fill(
+        self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathers the pages ``[batch, count]`` of a layer's cache; gives keys and values."""
+        made = self._layers.get(layer)
+        if made is None:
+            made = tuple(  # type: ignore[assignment]
+                torch.zeros(self._batch, self._room, *t.shape[2:], dtype=t.dtype, device=t.device)
+                for t in cache
+            )
+            assert made is not None
+            self._layers[layer] = made
+        for paged, mirror in zip(cache, made, strict=True):
+            whole = mirror.view(self._batch, -1, *paged.shape[1:])
+            whole[:, : pages.shape[1]] = paged.index_select(0, pages.flatten()).view(
+                *pages.shape, *paged.shape[1:]
+            )
+        return made
+
+    def add(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds one token to each sequence, at the flat places ``batch * room + position``."""
+        keys, values = self._layers[layer]
+        keys.flatten(0, 1).index_copy_(0, at, k.to(keys.dtype))
+        values.flatten(0, 1).index_copy_(0, at, v.to(values.dtype))
+        return keys, values
+
+
 def page_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes.values())

@@ -8,6 +8,7 @@ ranks as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 from msgspec import Struct
@@ -18,6 +19,8 @@ from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
 """Pages of padding at which decodes of different lengths are worth a call of their own."""
+MIRROR_BYTES = 512 * 2**20
+"""A group of decodes whose keys and values take more is gathered in each step."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -39,6 +42,12 @@ class PackedGroup(Struct, array_like=True):
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool
     """All of them begin at position 0 and have the same length."""
+    mirror: int = 0
+    """Of decodes: the number of the mirror that holds their keys and values; 0: none."""
+    goes_on: bool = False
+    """The mirror holds all but the new tokens already."""
+    room: int = 0
+    """Tokens that each sequence has in the mirror."""
 
 
 class Packed(Struct, array_like=True):
@@ -55,10 +64,12 @@ class Packed(Struct, array_like=True):
     """Pages to copy first, as (from, to)."""
 
 
-def pack(batch: Batch) -> tuple[list[Chunk], Packed]:
+def pack(batch: Batch, mirrors: Mirrors | None = None) -> tuple[list[Chunk], Packed]:
     """The chunks in the order of their rows, and the forward that computes them."""
     chunks, parts = _arrange(batch.chunks)
     packed = Packed([], [], [], [], [_group(part) for part in parts], batch.copies)
+    if mirrors is not None:
+        mirrors.assign(parts, packed.groups)
     for chunk in chunks:
         sequence, start, end = chunk
         at = len(packed.ids)
@@ -75,6 +86,45 @@ def pack(batch: Batch) -> tuple[list[Chunk], Packed]:
     return chunks, packed
 
 
+class Mirrors:
+    """Which groups of decodes find their keys and values side by side from the step before.
+
+    Gathering pages costs as much as attending over them. So where the same sequences decode step
+    after step, what was gathered is kept, and only the new tokens are added. It is valid while
+    every sequence goes on exactly where the step before ended: whatever else happens to one
+    (splice, preemption, sitting out) makes it begin elsewhere.
+    """
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
+        """By the sequences' identities: their last chunks, the mirror, and its room."""
+        self._numbers = count(1)
+
+    def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
+        """Gives each group of decodes its mirror, one that goes on where there is one."""
+        last, self._last = self._last, {}
+        for part, group in zip(parts, groups, strict=True):
+            if group.width > 1:
+                continue
+            key = tuple(id(c.sequence) for c in part.chunks)
+            before, number, room = last.get(key, ([], 0, 0))
+            group.goes_on = group.length <= room and all(
+                old.end == new.start for old, new in zip(before, part.chunks, strict=False)
+            )
+            if not group.goes_on:
+                number, room = next(self._numbers), _room(group.length)
+                if group.batch * room * self._bytes_per_token > MIRROR_BYTES:
+                    continue
+            group.mirror, group.room = number, room
+            self._last[key] = (part.chunks, number, room)
+
+
+def _room(length: int) -> int:
+    """Tokens for which a mirror is made: an eighth more, so that it is seldom made anew."""
+    return -(-(length + max(4 * PAGE_SIZE, length // 8)) // PAGE_SIZE) * PAGE_SIZE
+
+
 class _Part:
     """Chunks that make a group, and the packed token at which they begin."""
 
@@ -89,8 +139,8 @@ class _Part:
         first, last = self.chunks[0], self.chunks[-1]
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
-            grown = chunk.end // PAGE_SIZE - last.end // PAGE_SIZE
-            return grown * len(self.chunks) <= DECODE_WASTE
+            # In tokens, not pages: then groups stay the same while their members go on.
+            return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * PAGE_SIZE
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
         return 4 * width <= 5 * first_width + 32 and 2 * chunk.end <= 3 * first.end + 64

@@ -10,9 +10,9 @@ import torch
 
 from .attention import NAME, Group, PackedBatch
 from .head import packed_head
-from .kv_cache import KVCache
+from .kv_cache import PAGE_SIZE, KVCache, Mirror, page_bytes
 from .loader import LoadedModel
-from .packing import Packed, PackedGroup, pack
+from .packing import Mirrors, Packed, PackedGroup, pack
 from .scheduler import Batch, Chunk
 
 
@@ -29,13 +29,17 @@ class Runner:
         alone = self._ranks is None
         self._head = packed_head(loaded.model) if self._keeps_logits and alone else None
         self._cache = KVCache(loaded.layers, num_pages, loaded.dtype, loaded.device)
+        # A GPU reads pages as fast as anything else: there a mirror would only take memory.
+        per_token = page_bytes(loaded.layers, loaded.dtype) // PAGE_SIZE
+        self._mirrors = Mirrors(per_token) if self._device.type == "cpu" else None
+        self._mirror: dict[int, Mirror] = {}
         if self._ranks is not None:
             self._ranks.open(self._name, num_pages)
 
     def run(self, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
         """The forward of a step: the chunks in the order of their rows, and the logits
         ``[rows, vocab]`` (float32) of the tokens from each chunk's ``first_row`` to its end."""
-        chunks, packed = pack(batch)
+        chunks, packed = pack(batch, self._mirrors)
         if self._ranks is None:
             return chunks, self.forward(packed)
         with self._ranks.forward(self._name, packed):
@@ -51,6 +55,8 @@ class Runner:
     def forward(self, packed: Packed) -> torch.Tensor:
         """This rank's part of a forward: the logits of the rows that are wanted."""
         self._cache.copy_pages(packed.copies)
+        kept = {g.mirror for g in packed.groups}
+        self._mirror = {n: mirror for n, mirror in self._mirror.items() if n in kept}
         groups = [self._group(g) for g in packed.groups]
         context = PackedBatch(self._cache, self._tensor(packed.slots), groups)
         keep = {"logits_to_keep": self._tensor(packed.rows)} if self._keeps_logits else {}
@@ -68,6 +74,12 @@ class Runner:
 
     def _group(self, group: PackedGroup) -> Group:
         shape = (group.batch, group.width)
+        mirror = added = None
+        if group.mirror:
+            mirror = self._mirror.setdefault(group.mirror, Mirror(group.batch, group.room))
+            if group.goes_on:
+                places = [i * group.room + at for i, at in enumerate(group.positions)]
+                added = self._tensor(places)
         return Group(
             start=group.start,
             end=group.end,
@@ -78,6 +90,8 @@ class Runner:
             rows=None if group.rows is None else self._tensor(group.rows).view(shape),
             places=None if group.places is None else self._tensor(group.places),
             fresh=group.fresh,
+            mirror=mirror,
+            added=added,
         )
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
