@@ -60,6 +60,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Sequences in one batch."""
     capacity: AtLeastOne = 512
     """Requests that a GPU worker takes, waiting ones included; the others wait at the broker."""
+    compile: bool = False
+    """Run models through torch.compile; it needs a C++ compiler on a CPU."""
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0

@@ -85,6 +85,12 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
     add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")
     add(
+        "--compile",
+        action="store_const",
+        const=True,
+        help="run models through torch.compile",
+    )
+    add(
         "--trust-remote-code",
         dest="trust_remote_code",
         action="store_const",

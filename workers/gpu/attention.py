@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from .kv_cache import KVCache, Mirror
 
 NAME = "tokenbus"
+NAME_COMPILED = "tokenbus_compiled"
 
 
 @dataclass(slots=True)
@@ -199,3 +200,5 @@ def register(name: str, function: Callable[..., Any]) -> None:
 
 
 register(NAME, paged_attention)
+# What torch.compile makes of a model leaves the attention as it is: its metadata is never the same.
+register(NAME_COMPILED, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]

@@ -54,6 +54,8 @@ class EngineConfig:
     """Sequences that one request may come to have, those that ended included."""
     kv_cache_bytes: int | None = None
     """Memory of the KV cache, in bytes; None: by what the device has."""
+    compiled: bool = False
+    """Run the model through torch.compile."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Engine:
         num_pages = max(2, size // page_bytes(loaded.layers, loaded.dtype))
         self._blocks = BlockManager(num_pages, PAGE_SIZE)
         self._scheduler = Scheduler(self._blocks, config.max_running, config.max_step_tokens)
-        self._runner = Runner(loaded, num_pages)
+        self._runner = Runner(loaded, num_pages, config.compiled)
         self._requests: dict[int, dict[int, Sequence]] = {}
         self._numbers: dict[int, int] = {}
         """Of each request: the number of its next fork."""

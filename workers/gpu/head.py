@@ -57,7 +57,9 @@ def packed_head(model: Any) -> PackedHead | None:
     if type(layer) is not torch.nn.Linear or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     weight = layer.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    # A quantized weight is a tensor of another type that looks like this one.
+    plain = type(weight.data) is torch.Tensor
+    if not plain or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     if weight.shape[0] < MIN_VOCAB or weight.nbytes > MAX_BYTES:
         return None

@@ -146,6 +146,7 @@ class Models:
             config = EngineConfig(
                 max_running=settings.max_running,
                 kv_cache_bytes=settings.kv_cache_bytes or None,
+                compiled=settings.compile,
             )
             self._say(Ready(name, Engine(loaded, config)))
         except ModelLoadError as error:

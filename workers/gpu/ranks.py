@@ -47,6 +47,7 @@ class Open(msgspec.Struct, tag=True):
 
     name: str
     num_pages: int
+    compiled: bool
 
 
 class Forward(msgspec.Struct, tag=True):
@@ -109,10 +110,10 @@ class Ranks:
             self._send(Load(name, options))
             yield
 
-    def open(self, name: str, num_pages: int) -> None:
+    def open(self, name: str, num_pages: int, compiled: bool) -> None:
         """The others make their KV caches."""
         with self._together:
-            self._send(Open(name, num_pages))
+            self._send(Open(name, num_pages, compiled))
 
     @contextmanager
     def forward(self, name: str, packed: Packed) -> Iterator[None]:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from .attention import NAME, Group, PackedBatch
+from .attention import NAME, NAME_COMPILED, Group, PackedBatch
 from .head import packed_head
 from .kv_cache import PAGE_SIZE, KVCache, Mirror, page_bytes
 from .loader import LoadedModel
@@ -17,24 +17,28 @@ from .scheduler import Batch, Chunk
 
 
 class Runner:
-    """Owns the model and its KV cache of ``num_pages`` pages, on every rank."""
+    """Owns the model and its KV cache of ``num_pages`` pages, on every rank.
 
-    def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
-        self._model = loaded.model
+    ``compiled``: through torch.compile, which takes its time with the first steps.
+    """
+
+    def __init__(self, loaded: LoadedModel, num_pages: int, compiled: bool = False) -> None:
         self._device = loaded.device
         self._ranks = loaded.ranks
         self._name = loaded.name
-        self._model.set_attn_implementation(NAME)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        alone = self._ranks is None
-        self._head = packed_head(loaded.model) if self._keeps_logits and alone else None
+        model = loaded.model
+        model.set_attn_implementation(NAME_COMPILED if compiled else NAME)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        plain = self._ranks is None and self._keeps_logits and not compiled
+        self._head = packed_head(model) if plain else None
+        self._model = torch.compile(model, dynamic=True) if compiled else model
         self._cache = KVCache(loaded.layers, num_pages, loaded.dtype, loaded.device)
         # A GPU reads pages as fast as anything else: there a mirror would only take memory.
         per_token = page_bytes(loaded.layers, loaded.dtype) // PAGE_SIZE
         self._mirrors = Mirrors(per_token) if self._device.type == "cpu" else None
         self._mirror: dict[int, Mirror] = {}
         if self._ranks is not None:
-            self._ranks.open(self._name, num_pages)
+            self._ranks.open(self._name, num_pages, compiled)
 
     def run(self, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
         """The forward of a step: the chunks in the order of their rows, and the logits

@@ -10,6 +10,7 @@ import transformers
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import ModelLoadError, load_model, wrap_model
+from torchao.quantization import Int8WeightOnlyConfig
 
 from . import shapes
 
@@ -105,6 +106,28 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
         if not shapes.same_tokens(model, prompt, tokens, got[i])
     ]
     assert wrong == []
+
+
+def test_a_quantized_checkpoint_loads_as_transformers_loads_it(tmp_path: Any) -> None:
+    shapes.make("llama").save_pretrained(tmp_path / "plain")
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain",
+        quantization_config=transformers.TorchAoConfig(Int8WeightOnlyConfig()),
+        device_map={"": "cpu"},
+    )
+    quantized.save_pretrained(tmp_path / "int8")
+    loaded = load_model(str(tmp_path / "int8"))
+    assert "Int8" in type(loaded.model.model.layers[0].mlp.up_proj.weight).__name__
+    engine = Engine(loaded, EngineConfig(kv_cache_bytes=8 * 2**20))
+    for i, prompt in enumerate(shapes.prompts(5, 50)):
+        engine.add(i, prompt, Sampling(max_tokens=8, ignore_eos=True))
+    got: dict[int, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.request, []).append(output.token or 0)
+    for i, prompt in enumerate(shapes.prompts(5, 50)):
+        wanted = shapes.greedy(loaded.model, prompt, 8)
+        assert shapes.same_tokens(loaded.model, prompt, wanted, got[i])
 
 
 def test_a_model_that_hides_its_attention_is_refused_by_name() -> None:

@@ -189,6 +189,22 @@ def test_a_forward_that_raises_ends_only_the_guilty_sequence(
     assert end.error == "the model failed: out of memory"
 
 
+def test_a_compiled_model_gives_the_same_tokens(embedded: LoadedModel) -> None:
+    prompts = shapes.prompts(4, 60, 4096)
+
+    def all_of(compiled: bool) -> list[list[int]]:
+        config = EngineConfig(kv_cache_bytes=32 * 2**20, compiled=compiled)
+        engine = Engine(embedded, config)
+        for i, prompt in enumerate(prompts):
+            engine.add(i, prompt, Sampling(max_tokens=10, ignore_eos=True))
+        outputs = run(engine)
+        return [tokens(outputs, i) for i in range(len(prompts))]
+
+    plain, compiled = all_of(False), all_of(True)
+    for prompt, wanted, got in zip(prompts, plain, compiled, strict=True):
+        assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+
+
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Any) -> None:
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         load_model(str(tmp_path))
