@@ -29,13 +29,14 @@ from ...protocol.messages import FinishReason
 from ...protocol.sampling import Sampling
 from .allocator import keep_freed_memory
 from .block_manager import BlockManager, BlockTable
-from .kv_cache import PAGE_SIZE, default_bytes, page_bytes
+from .kv_cache import default_bytes, token_bytes
 from .loader import LoadedModel
 from .runner import Runner
 from .sampler import NAN, Row, sample, scores
 from .scheduler import Batch, Chunk, Scheduler
 from .sequence import Sequence, TokenOutput
 from .text import Detokenizer, TextStream, detokenizers
+from .varlen import choose_layout
 
 __all__ = ["Engine", "EngineConfig", "Step", "TokenOutput"]
 
@@ -95,10 +96,12 @@ class Engine:
             keep_freed_memory()
         self.loaded = loaded
         size = config.kv_cache_bytes or default_bytes(loaded.device)
-        num_pages = max(2, size // page_bytes(loaded.layers, loaded.dtype))
-        self._blocks = BlockManager(num_pages, PAGE_SIZE)
+        layout = choose_layout(loaded)
+        per_token = token_bytes(loaded.layers, loaded.dtype)
+        num_pages = max(2, size // (layout.page_size * per_token))
+        self._blocks = BlockManager(num_pages, layout.page_size)
         self._scheduler = Scheduler(self._blocks, config.max_running, config.max_step_tokens)
-        self._runner = Runner(loaded, num_pages, config.compiled)
+        self._runner = Runner(loaded, num_pages, layout, config.compiled)
         self._requests: dict[int, dict[int, Sequence]] = {}
         self._numbers: dict[int, int] = {}
         """Of each request: the number of its next fork."""
@@ -111,11 +114,12 @@ class Engine:
             self._detokenizer = detokenizers(loaded.tokenizer)
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         log.info(
-            "%s: a KV cache of %d pages of %d tokens, %.0f MiB",
+            "%s: a KV cache of %d pages of %d tokens, %.0f MiB; attention: %s",
             loaded.name,
             num_pages,
-            PAGE_SIZE,
-            num_pages * page_bytes(loaded.layers, loaded.dtype) / 2**20,
+            layout.page_size,
+            num_pages * layout.page_size * per_token / 2**20,
+            layout.why,
         )
 
     # --- requests -------------------------------------------------------------------------------
@@ -217,6 +221,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Suspended sequences are no work."""
         return self._scheduler.has_work or bool(self._outputs)
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a forward goes on, on its device, after ``begin`` has returned."""
+        return self.loaded.device.type == "cuda"
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters, for heartbeats and for people."""

@@ -35,8 +35,9 @@ class Follower:
                     self._loaded[name] = load_model(name, **options)
                 except ModelLoadError as error:
                     log.error("%s", error)  # Rank 0 meets the same error, and tells of it.
-            case Open(name, num_pages, compiled):
-                self._runners[name] = Runner(self._loaded.pop(name), num_pages, compiled)
+            case Open(name, num_pages, layout, compiled):
+                loaded = self._loaded.pop(name)
+                self._runners[name] = Runner(loaded, num_pages, layout, compiled)
             case Forward(name, packed):
                 self._runners[name].forward(packed)
             case Clear(name, pages):

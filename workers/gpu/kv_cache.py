@@ -9,12 +9,25 @@ import psutil
 import torch
 
 PAGE_SIZE = 16
-"""Tokens of a page."""
+"""Tokens of a page that is gathered."""
+FLASH_PAGE_SIZE = 256
+"""Tokens of a page that FlashAttention reads in place: its second version takes no smaller one."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
 CUDA_PART = 0.9
 """The cache takes at most this many bytes, or this part of the memory that is free."""
+
+
+class Layout(NamedTuple):
+    """How keys and values lie, and who reads them."""
+
+    page_size: int
+    """Tokens of a page."""
+    in_place: bool
+    """FlashAttention reads the pages; else they are gathered for SDPA."""
+    why: str
+    """For people: which attention it is, and why not the other."""
 
 
 class LayerShape(NamedTuple):
@@ -26,9 +39,9 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values by page; slot ``page * PAGE_SIZE + offset`` holds one token.
+    """Keys and values by page; slot ``page * page_size + offset`` holds one token.
 
-    ``layers`` maps a layer's index to (keys ``[num_pages, PAGE_SIZE, kv_heads, key_dim]``, values
+    ``layers`` maps a layer's index to (keys ``[num_pages, page_size, kv_heads, key_dim]``, values
     alike).
     """
 
@@ -36,6 +49,7 @@ class KVCache:
         self,
         shapes: Mapping[int, LayerShape],
         num_pages: int,
+        page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -44,10 +58,10 @@ class KVCache:
         self.layers = {
             index: (
                 torch.zeros(
-                    num_pages, PAGE_SIZE, s.kv_heads, s.key_dim, dtype=dtype, device=device
+                    num_pages, page_size, s.kv_heads, s.key_dim, dtype=dtype, device=device
                 ),
                 torch.zeros(
-                    num_pages, PAGE_SIZE, s.kv_heads, s.value_dim, dtype=dtype, device=device
+                    num_pages, page_size, s.kv_heads, s.value_dim, dtype=dtype, device=device
                 ),
             )
             for index, s in shapes.items()
@@ -73,7 +87,7 @@ class KVCache:
 class Mirror:
     """The keys and values of a group of decodes, side by side, kept from step to step.
 
-    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` a multiple of PAGE_SIZE.
+    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` whole pages.
     """
 
     def __init__(self, batch: int, room: int) -> None:
@@ -110,10 +124,10 @@ class Mirror:
         return keys, values
 
 
-def page_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers."""
+def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over all layers."""
     per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes.values())
-    return PAGE_SIZE * per_token * dtype.itemsize
+    return per_token * dtype.itemsize
 
 
 def default_bytes(device: torch.device) -> int:

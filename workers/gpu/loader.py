@@ -55,6 +55,8 @@ class LoadedModel:
     device: torch.device
     layers: dict[int, LayerShape]
     """Of this rank."""
+    soft_caps: bool = False
+    """Its attention bends scores before the softmax (Gemma 2)."""
     ranks: Ranks | None = None
     """The other ranks, where the model is spread over several."""
 
@@ -106,6 +108,7 @@ def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
     embeddings = model.get_output_embeddings()
     vocab_size = embeddings.weight.shape[0] if embeddings is not None else config.vocab_size
     parameter = next(model.parameters())
+    layers, soft_caps = _probe(name, model)
     return LoadedModel(
         name=name,
         model=model,
@@ -117,15 +120,17 @@ def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
         num_parameters=model.num_parameters(),
         dtype=parameter.dtype,
         device=parameter.device,
-        layers=_probe(name, model),
+        layers=layers,
+        soft_caps=soft_caps,
     )
 
 
 # --- can the engine run it? -----------------------------------------------------------------------
 
 
-def _probe(name: str, model: Any) -> dict[int, LayerShape]:
-    """The shape of each layer's keys and values, seen in a forward over a few tokens.
+def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
+    """The shape of each layer's keys and values, seen in a forward over a few tokens, and whether
+    scores are capped.
 
     The same forward with transformers' own attention must give the same logits.
     """
@@ -134,6 +139,7 @@ def _probe(name: str, model: Any) -> dict[int, LayerShape]:
         raise ModelLoadError(f"{name!r} is an encoder-decoder ({kind}), not a causal model")
     before = model.config._attn_implementation
     layers: dict[int, LayerShape] = {}
+    caps = False
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
@@ -144,6 +150,8 @@ def _probe(name: str, model: Any) -> dict[int, LayerShape]:
             raise ModelLoadError(f"{kind} uses attention sinks")
         if not getattr(module, "is_causal", True):
             raise ModelLoadError(f"{kind} has attention that is not causal")
+        nonlocal caps
+        caps |= given.get("softcap") is not None
         layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         return _plain_attention(query, key, value, given)
 
@@ -170,7 +178,7 @@ def _probe(name: str, model: Any) -> dict[int, LayerShape]:
             f"the engine cannot run {name!r}: {kind} does something to its attention that the "
             f"engine does not know (its logits are off by {away:.3g})"
         )
-    return layers
+    return layers, caps
 
 
 def _plain_attention(q: Any, k: Any, v: Any, given: dict[str, Any]) -> tuple[Any, None]:

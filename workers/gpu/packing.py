@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Struct
 
 from .block_manager import PADDING_PAGE
-from .kv_cache import PAGE_SIZE
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
@@ -50,6 +49,18 @@ class PackedGroup(Struct, array_like=True):
     """Tokens that each sequence has in the mirror."""
 
 
+class PackedSpans(Struct, array_like=True):
+    """What FlashAttention needs to know of the chunks, in their order: it wants no rectangles."""
+
+    queries: list[int]
+    """Tokens of each chunk."""
+    keys: list[int]
+    """Tokens that each may look at: up to its end."""
+    pages: list[int]
+    """``[chunks * width]``: the pages of each one's keys, padded with page 0."""
+    width: int
+
+
 class Packed(Struct, array_like=True):
     """One forward."""
 
@@ -62,26 +73,38 @@ class Packed(Struct, array_like=True):
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
     """Pages to copy first, as (from, to)."""
+    spans: PackedSpans | None = None
+    """Instead of ``groups``, for FlashAttention."""
 
 
-def pack(batch: Batch, mirrors: Mirrors | None = None) -> tuple[list[Chunk], Packed]:
-    """The chunks in the order of their rows, and the forward that computes them."""
-    chunks, parts = _arrange(batch.chunks)
-    packed = Packed([], [], [], [], [_group(part) for part in parts], batch.copies)
-    if mirrors is not None:
-        mirrors.assign(parts, packed.groups)
+def pack(
+    batch: Batch, page_size: int, *, spans: bool = False, mirrors: Mirrors | None = None
+) -> tuple[list[Chunk], Packed]:
+    """The chunks in the order of their rows, and the forward that computes them.
+
+    ``spans``: for FlashAttention, which reads pages in place. ``mirrors``: for decodes on a CPU.
+    """
+    packed = Packed([], [], [], [], [], batch.copies)
+    if spans:
+        chunks = list(batch.chunks)
+        packed.spans = _spans(chunks, page_size)
+    else:
+        chunks, parts = _arrange(batch.chunks, page_size)
+        packed.groups = [_group(part, page_size) for part in parts]
+        if mirrors is not None:
+            mirrors.assign(parts, packed.groups)
     for chunk in chunks:
         sequence, start, end = chunk
         at = len(packed.ids)
         if end - start == 1:
-            page = sequence.table.pages[start // PAGE_SIZE]
+            page = sequence.table.pages[start // page_size]
             packed.ids.append(sequence.tokens[start])
             packed.positions.append(start)
-            packed.slots.append(page * PAGE_SIZE + start % PAGE_SIZE)
+            packed.slots.append(page * page_size + start % page_size)
         else:
             packed.ids += sequence.tokens[start:end]
             packed.positions += range(start, end)
-            packed.slots += _slots(sequence.table.pages, start, end)
+            packed.slots += _slots(sequence.table.pages, page_size, start, end)
         packed.rows += range(at + chunk.first_row - start, at + end - start)
     return chunks, packed
 
@@ -95,8 +118,9 @@ class Mirrors:
     (splice, preemption, sitting out) makes it begin elsewhere.
     """
 
-    def __init__(self, bytes_per_token: int) -> None:
+    def __init__(self, bytes_per_token: int, page_size: int) -> None:
         self._bytes_per_token = bytes_per_token
+        self._page_size = page_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
         """By the sequences' identities: their last chunks, the mirror, and its room."""
         self._numbers = count(1)
@@ -113,23 +137,24 @@ class Mirrors:
                 old.end == new.start for old, new in zip(before, part.chunks, strict=False)
             )
             if not group.goes_on:
-                number, room = next(self._numbers), _room(group.length)
+                number, room = next(self._numbers), self._room(group.length)
                 if group.batch * room * self._bytes_per_token > MIRROR_BYTES:
                     continue
             group.mirror, group.room = number, room
             self._last[key] = (part.chunks, number, room)
 
-
-def _room(length: int) -> int:
-    """Tokens for which a mirror is made: an eighth more, so that it is seldom made anew."""
-    return -(-(length + max(4 * PAGE_SIZE, length // 8)) // PAGE_SIZE) * PAGE_SIZE
+    def _room(self, length: int) -> int:
+        """Tokens for which a mirror is made: an eighth more, so that it is seldom made anew."""
+        page = self._page_size
+        return -(-(length + max(4 * page, length // 8)) // page) * page
 
 
 class _Part:
     """Chunks that make a group, and the packed token at which they begin."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, page_size: int) -> None:
         self.start = start
+        self._page_size = page_size
         self.chunks: list[Chunk] = []
 
     def takes(self, chunk: Chunk) -> bool:
@@ -140,13 +165,13 @@ class _Part:
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
             # In tokens, not pages: then groups stay the same while their members go on.
-            return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * PAGE_SIZE
+            return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * self._page_size
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
         return 4 * width <= 5 * first_width + 32 and 2 * chunk.end <= 3 * first.end + 64
 
 
-def _arrange(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[_Part]]:
+def _arrange(chunks: Sequence[Chunk], page_size: int) -> tuple[list[Chunk], list[_Part]]:
     """Chunks ordered so that those of similar size lie side by side, and these groups."""
     ordered = sorted(
         chunks, key=lambda c: (c.end - c.start > 1, c.start != 0, c.end - c.start, c.end)
@@ -155,25 +180,20 @@ def _arrange(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[_Part]]:
     at = 0
     for chunk in ordered:
         if not parts or not parts[-1].takes(chunk):
-            parts.append(_Part(at))
+            parts.append(_Part(at, page_size))
         parts[-1].chunks.append(chunk)
         at += chunk.end - chunk.start
     return ordered, parts
 
 
-def _group(part: _Part) -> PackedGroup:
+def _group(part: _Part, page_size: int) -> PackedGroup:
     """The attention's metadata of some chunks of similar size."""
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
     # No further than the longest reaches: the last page is rarely full.
     length = max([c.end for c in chunks])
-    count = -(-length // PAGE_SIZE)
-    pages: list[int] = []
-    for c in chunks:
-        held = c.sequence.table.pages[: -(-c.end // PAGE_SIZE)]
-        pages += held
-        pages += [PADDING_PAGE] * (count - len(held))
+    pages, _ = _table(chunks, page_size)
     positions = [c.start for c in chunks]
     rows = places = None
     if width > 1:
@@ -198,9 +218,25 @@ def _group(part: _Part) -> PackedGroup:
     )
 
 
-def _slots(pages: Sequence[int], start: int, end: int) -> list[int]:
+def _spans(chunks: Sequence[Chunk], page_size: int) -> PackedSpans:
+    pages, width = _table(chunks, page_size)
+    return PackedSpans([c.end - c.start for c in chunks], [c.end for c in chunks], pages, width)
+
+
+def _table(chunks: Sequence[Chunk], page_size: int) -> tuple[list[int], int]:
+    """The pages that each chunk may look at, padded to the same number, and this number."""
+    width = -(-max([c.end for c in chunks]) // page_size)
+    pages: list[int] = []
+    for c in chunks:
+        held = c.sequence.table.pages[: -(-c.end // page_size)]
+        pages += held
+        pages += [PADDING_PAGE] * (width - len(held))
+    return pages, width
+
+
+def _slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
     """The slots of the tokens ``[start, end)``."""
     positions = np.arange(start, end)
-    found = np.array(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    found = np.array(pages)[positions // page_size] * page_size + positions % page_size
     slots: list[int] = found.tolist()
     return slots

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from .kv_cache import Layout
 from .packing import Packed
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Open(msgspec.Struct, tag=True):
 
     name: str
     num_pages: int
+    layout: Layout
     compiled: bool
 
 
@@ -110,10 +112,10 @@ class Ranks:
             self._send(Load(name, options))
             yield
 
-    def open(self, name: str, num_pages: int, compiled: bool) -> None:
+    def open(self, name: str, num_pages: int, layout: Layout, compiled: bool) -> None:
         """The others make their KV caches."""
         with self._together:
-            self._send(Open(name, num_pages, compiled))
+            self._send(Open(name, num_pages, layout, compiled))
 
     @contextmanager
     def forward(self, name: str, packed: Packed) -> Iterator[None]:

@@ -8,9 +8,11 @@ from contextlib import nullcontext
 
 import torch
 
+from . import varlen
 from .attention import NAME, NAME_COMPILED, Group, PackedBatch
+from .graphs import DecodeGraphs
 from .head import packed_head
-from .kv_cache import PAGE_SIZE, KVCache, Mirror, page_bytes
+from .kv_cache import KVCache, Layout, Mirror, token_bytes
 from .loader import LoadedModel
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .scheduler import Batch, Chunk
@@ -22,28 +24,42 @@ class Runner:
     ``compiled``: through torch.compile, which takes its time with the first steps.
     """
 
-    def __init__(self, loaded: LoadedModel, num_pages: int, compiled: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, num_pages: int, layout: Layout, compiled: bool = False
+    ) -> None:
         self._device = loaded.device
         self._ranks = loaded.ranks
         self._name = loaded.name
+        self._layout = layout
         model = loaded.model
-        model.set_attn_implementation(NAME_COMPILED if compiled else NAME)
+        gathered = NAME_COMPILED if compiled else NAME
+        model.set_attn_implementation(varlen.NAME if layout.in_place else gathered)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         plain = self._ranks is None and self._keeps_logits and not compiled
         self._head = packed_head(model) if plain else None
         self._model = torch.compile(model, dynamic=True) if compiled else model
-        self._cache = KVCache(loaded.layers, num_pages, loaded.dtype, loaded.device)
+        # One page more than is given out: what graphs write for rows that are padding.
+        self._cache = KVCache(
+            loaded.layers, num_pages + 1, layout.page_size, loaded.dtype, loaded.device
+        )
+        self._graphs: DecodeGraphs | None = None
+        if layout.in_place and plain:
+            width = -(-loaded.context_length // layout.page_size)
+            self._graphs = DecodeGraphs(self._forward, self._cache, num_pages, width)
         # A GPU reads pages as fast as anything else: there a mirror would only take memory.
-        per_token = page_bytes(loaded.layers, loaded.dtype) // PAGE_SIZE
-        self._mirrors = Mirrors(per_token) if self._device.type == "cpu" else None
+        self._mirrors: Mirrors | None = None
+        if self._device.type == "cpu":
+            per_token = token_bytes(loaded.layers, loaded.dtype)
+            self._mirrors = Mirrors(per_token, layout.page_size)
         self._mirror: dict[int, Mirror] = {}
         if self._ranks is not None:
-            self._ranks.open(self._name, num_pages, compiled)
+            self._ranks.open(self._name, num_pages, layout, compiled)
 
     def run(self, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
         """The forward of a step: the chunks in the order of their rows, and the logits
         ``[rows, vocab]`` (float32) of the tokens from each chunk's ``first_row`` to its end."""
-        chunks, packed = pack(batch, self._mirrors)
+        size, in_place, _ = self._layout
+        chunks, packed = pack(batch, size, spans=in_place, mirrors=self._mirrors)
         if self._ranks is None:
             return chunks, self.forward(packed)
         with self._ranks.forward(self._name, packed):
@@ -59,22 +75,40 @@ class Runner:
     def forward(self, packed: Packed) -> torch.Tensor:
         """This rank's part of a forward: the logits of the rows that are wanted."""
         self._cache.copy_pages(packed.copies)
-        kept = {g.mirror for g in packed.groups}
-        self._mirror = {n: mirror for n, mirror in self._mirror.items() if n in kept}
-        groups = [self._group(g) for g in packed.groups]
-        context = PackedBatch(self._cache, self._tensor(packed.slots), groups)
-        keep = {"logits_to_keep": self._tensor(packed.rows)} if self._keeps_logits else {}
+        if self._graphs is not None:
+            logits = self._graphs.run(packed)
+            if logits is not None:
+                return logits.float()
+        rows = self._tensor(packed.rows)
+        ids, positions = self._tensor(packed.ids), self._tensor(packed.positions)
+        return self._forward(ids, positions, rows, self._context(packed)).float()
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        context: PackedBatch | varlen.VarlenBatch,
+    ) -> torch.Tensor:
+        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         with self._head.applied() if self._head is not None else nullcontext():
             logits: torch.Tensor = self._model(
-                input_ids=self._tensor(packed.ids).unsqueeze(0),
-                position_ids=self._tensor(packed.positions).unsqueeze(0),
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 packed_batch=context,
                 **keep,
             ).logits[0]
-        if not self._keeps_logits:
-            logits = logits[self._tensor(packed.rows)]
-        return logits.float()
+        return logits if self._keeps_logits else logits[rows]
+
+    def _context(self, packed: Packed) -> PackedBatch | varlen.VarlenBatch:
+        """What the attention is told of a forward."""
+        slots = self._tensor(packed.slots)
+        if packed.spans is not None:
+            return varlen.batch_of(packed.spans, self._cache, slots)
+        kept = {g.mirror for g in packed.groups}
+        self._mirror = {n: mirror for n, mirror in self._mirror.items() if n in kept}
+        return PackedBatch(self._cache, slots, [self._group(g) for g in packed.groups])
 
     def _group(self, group: PackedGroup) -> Group:
         shape = (group.batch, group.width)

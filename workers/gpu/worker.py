@@ -72,6 +72,8 @@ class GpuWorker:
         self._stop_reason = ""
         self._failed: str | None = None
         self._logged = ("", 0)
+        self._unsent: list[TokenOutput] = []
+        """Of the last step, on a GPU."""
         self._tokens = 0
         self._rate = 0.0
         self._rate_at = time.monotonic()
@@ -115,18 +117,33 @@ class GpuWorker:
     def _take(self) -> None:
         """The messages that are there; waits for one while there is nothing to step."""
         busy = any(engine.has_work for engine in self._models.engines.values())
-        for message in self._bus.take(0 if busy else IDLE_S):
+        self._take_what_is_there(0 if busy else IDLE_S)
+
+    def _take_what_is_there(self, wait_s: float = 0.0) -> None:
+        for message in self._bus.take(wait_s):
             try:
                 self._on_message(message)
             except Exception:
                 log.exception("a %s message was dropped", message.type.decode("ascii", "replace"))
 
     def _step(self) -> None:
-        """One step of each model that has work, and one message with all its tokens."""
+        """One step of each model that has work, and one message with all its tokens.
+
+        On a GPU the forward runs on while the tokens of the step before are sent and new requests
+        are read; on a CPU it is over when ``begin`` returns, so they are sent at once.
+        """
         for engine in self._models.engines.values():
-            if engine.has_work:
-                with self._bus.stepping():
-                    outputs = engine.step()
+            if not engine.has_work:
+                continue
+            with self._bus.stepping():
+                step = engine.begin()
+                if engine.runs_beside:
+                    self._send([])
+                    self._take_what_is_there()
+                outputs = engine.finish(step)
+            if engine.runs_beside and engine.has_work:
+                self._unsent += outputs
+            else:
                 self._send(outputs)
 
     # --- requests -------------------------------------------------------------------------------
@@ -232,6 +249,8 @@ class GpuWorker:
     # --- tokens ---------------------------------------------------------------------------------
 
     def _send(self, outputs: list[TokenOutput]) -> None:
+        """Sends outputs, behind those that wait to be sent."""
+        outputs, self._unsent = [*self._unsent, *outputs], []
         new: dict[int, tuple[Stream, list[Token]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request)

@@ -1,0 +1,135 @@
+"""The engine on a GPU: how near decoding comes to the memory's limit, and to transformers' own.
+
+A Llama-3-8B shape with random weights in bfloat16. Without CUDA it says so and measures nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from _report import arguments, report
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+VOCAB = 128_256
+PROMPT, NEW = 128, 128
+
+
+def make_model() -> Any:
+    """The shape of Llama 3 8B, initialised on the device."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model: Any = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def bandwidth() -> float:
+    """Bytes per second that a copy within the device's memory reads and writes."""
+    source = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return 2 * source.numel() / min(times)
+
+
+def step_seconds(loaded: LoadedModel, batch: int, graphs: bool) -> float:
+    """Seconds of a decode step."""
+    rng = random.Random(1)
+    engine = Engine(loaded, EngineConfig(max_running=512, kv_cache_bytes=16 * 2**30))
+    if not graphs:
+        engine._runner._graphs = None
+    for number in range(batch):
+        prompt = [rng.randrange(VOCAB) for _ in range(PROMPT)]
+        engine.add(number, prompt, Sampling(max_tokens=1000, ignore_eos=True))
+    for _ in range(30):
+        engine.step()
+    started = time.perf_counter()
+    for _ in range(100):
+        engine.step()
+    return (time.perf_counter() - started) / 100
+
+
+def limit_seconds(loaded: LoadedModel, batch: int, bytes_per_s: float) -> float:
+    """Seconds that reading the weights and the KV cache once takes at the measured bandwidth."""
+    model = loaded.model
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in loaded.layers.values()) * 2
+    return float((weights + batch * (PROMPT + 80) * per_token) / bytes_per_s)
+
+
+def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
+    """Tokens per second of ours, and of transformers' continuous batching."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
+    engine = Engine(loaded, EngineConfig(max_running=512, kv_cache_bytes=16 * 2**30))
+    started = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add(number, prompt, Sampling(max_tokens=NEW, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    ours = batch * NEW / (time.perf_counter() - started)
+    del engine
+    torch.cuda.empty_cache()
+    model = loaded.model
+    model.set_attn_implementation("sdpa")
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=NEW)
+    started = time.perf_counter()
+    model.generate_batch(inputs=prompts, generation_config=config)
+    return ours, batch * NEW / (time.perf_counter() - started)
+
+
+NOTES = {
+    "decode1_of_limit": "batch 1, fraction of the memory's limit; at least 0.6",
+    "decode64_of_limit": "batch 64; at least 0.6",
+    "throughput256_vs_generate_batch": "at least 1.5",
+    "graphs_vs_eager_1": "batch 1, step time without CUDA graphs over with",
+    "graphs_vs_eager_64": "batch 64",
+}
+
+
+def main() -> None:
+    """Runs all of it."""
+    args = arguments(__doc__)
+    if not torch.cuda.is_available():
+        print("{}" if args.json else "there is no CUDA device: nothing was measured")
+        return
+    loaded = wrap_model("llama-3-8b shape", make_model())
+    speed = bandwidth()
+    results = {"bandwidth_gb_per_s": speed / 1e9}
+    for batch in (1, 64):
+        with_graphs = step_seconds(loaded, batch, graphs=True)
+        without = step_seconds(loaded, batch, graphs=False)
+        results[f"decode{batch}_of_limit"] = limit_seconds(loaded, batch, speed) / with_graphs
+        results[f"graphs_vs_eager_{batch}"] = without / with_graphs
+    ours, theirs = throughput(loaded, 256)
+    results["tokens_per_s_256"] = ours
+    results["throughput256_vs_generate_batch"] = ours / theirs
+    report(results, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""CUDA graphs of decode steps: one launch instead of one for each kernel.
+
+A graph is recorded for each of a few batch sizes when a step first needs it, on buffers of its own;
+a step fills them, pads to the next size, and replays. The first replay is compared with the same
+step without a graph; where recording fails or the numbers differ, steps run without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .kv_cache import KVCache
+from .packing import Packed
+from .varlen import VarlenBatch
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Batch sizes for which a graph is recorded."""
+TOLERANCE = 5e-2
+"""How far a replay's logits may be from the plain ones, relative to their spread."""
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A graph and the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+    positions: torch.Tensor
+    batch: VarlenBatch
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one model.
+
+    ``spare_page``: where rows that are padding write; ``width``: pages of the longest sequence.
+    """
+
+    def __init__(self, forward: Forward, cache: KVCache, spare_page: int, width: int) -> None:
+        self._forward = forward
+        self._cache = cache
+        keys, _ = next(iter(cache.layers.values()))
+        self._device = keys.device
+        self._page_size = keys.shape[1]
+        self._spare = spare_page
+        self._width = width
+        self._recorded: dict[int, _Recorded] = {}
+        self._off = False
+
+    def run(self, packed: Packed) -> torch.Tensor | None:
+        """The logits of a step that only decodes; None where it must run without a graph."""
+        spans = packed.spans
+        if self._off or spans is None or max(spans.queries) > 1 or len(packed.ids) > SIZES[-1]:
+            return None
+        size = next(s for s in SIZES if s >= len(packed.ids))
+        recorded = self._recorded.get(size)
+        try:
+            if recorded is None:
+                recorded = self._record(size)
+                self._fill(recorded, packed)
+                self._check(recorded, len(packed.ids))
+                self._recorded[size] = recorded
+            else:
+                self._fill(recorded, packed)
+            recorded.graph.replay()
+        except Exception as error:
+            log.warning("steps run without CUDA graphs: %s", error)
+            self._off = True
+            self._recorded.clear()
+            return None
+        return recorded.logits[: len(packed.ids)]
+
+    def _record(self, size: int) -> _Recorded:
+        device = self._device
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        ids, positions, rows = ints(size), ints(size), torch.arange(size, device=device)
+        batch = VarlenBatch(
+            cache=self._cache,
+            slots=torch.full((size,), self._spare * self._page_size, device=device),
+            starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            lengths=torch.ones(size, dtype=torch.int32, device=device),
+            table=torch.full((size, self._width), self._spare, dtype=torch.int32, device=device),
+            longest_chunk=1,
+            longest=self._width * self._page_size,
+        )
+        # What a kernel sets up in its first runs must not be recorded.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward(ids, positions, rows, batch)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._forward(ids, positions, rows, batch)
+        return _Recorded(graph, ids, positions, batch, logits)
+
+    def _fill(self, recorded: _Recorded, packed: Packed) -> None:
+        """Writes a step into the buffers; what is beyond it writes to the spare page."""
+        spans, count = packed.spans, len(packed.ids)
+        assert spans is not None
+        padding = len(recorded.ids) - count
+        spare = self._spare * self._page_size
+        batch = recorded.batch
+        recorded.ids.copy_(_tensor([*packed.ids, *[0] * padding]), non_blocking=True)
+        recorded.positions.copy_(_tensor([*packed.positions, *[0] * padding]), non_blocking=True)
+        batch.slots.copy_(_tensor([*packed.slots, *[spare] * padding]), non_blocking=True)
+        batch.lengths.copy_(_tensor([*spans.keys, *[1] * padding]), non_blocking=True)
+        table = _tensor(spans.pages).view(count, spans.width)
+        batch.table[:count, : spans.width].copy_(table, non_blocking=True)
+        batch.table[count:] = self._spare
+
+    def _check(self, recorded: _Recorded, count: int) -> None:
+        """Replays once and runs the same step without the graph; raises where they differ."""
+        rows = torch.arange(len(recorded.ids), device=self._device)
+        wanted = self._forward(recorded.ids, recorded.positions, rows, recorded.batch)[:count]
+        recorded.graph.replay()
+        found = recorded.logits[:count]
+        away = (found.float() - wanted.float()).abs().max().item()
+        if not away <= TOLERANCE * wanted.float().std().item() + 1e-6:
+            raise ValueError(f"a replayed step's logits are off by {away:.3g}")
+
+
+def _tensor(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values)

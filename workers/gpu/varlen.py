@@ -1,0 +1,173 @@
+"""Attention on CUDA: PyTorch's FlashAttention over the pages themselves, nothing gathered.
+
+``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a sequence's
+numbers independent of what else is in the batch. Where it cannot be used, pages are gathered for
+SDPA as on a CPU; ``choose_layout`` tries it on the device before it relies on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from .attention import register
+from .kv_cache import FLASH_PAGE_SIZE, PAGE_SIZE, KVCache, Layout
+from .loader import LoadedModel
+from .packing import PackedSpans
+
+log = logging.getLogger(__name__)
+
+NAME = "tokenbus_varlen"
+TOLERANCE = 2e-2
+"""How far its result may be from plain attention's, in bfloat16, for unit normal inputs."""
+
+
+@dataclass(slots=True)
+class VarlenBatch:
+    """What the attention function needs to know of a step: N chunks, T tokens."""
+
+    cache: KVCache
+    slots: torch.Tensor
+    """``[T]``: where the new keys and values go."""
+    starts: torch.Tensor
+    """``[N + 1]``, int32: where each chunk's tokens begin."""
+    lengths: torch.Tensor
+    """``[N]``, int32: tokens that each chunk may look at."""
+    table: torch.Tensor
+    """``[N, pages]``, int32."""
+    longest_chunk: int
+    longest: int
+
+
+def batch_of(spans: PackedSpans, cache: KVCache, slots: torch.Tensor) -> VarlenBatch:
+    """The chunks of a forward, on the device."""
+    starts = [0, *accumulate(spans.queries)]
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(slots.device, non_blocking=True)
+
+    return VarlenBatch(
+        cache=cache,
+        slots=slots,
+        starts=ints(starts),
+        lengths=ints(spans.keys),
+        table=ints(spans.pages).view(-1, spans.width),
+        longest_chunk=max(spans.queries),
+        longest=max(spans.keys),
+    )
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_batch: VarlenBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads, dim]``."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = packed_batch.cache.layers[layer]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
+    found = varlen_attn(
+        q.contiguous(),
+        keys,
+        values,
+        packed_batch.starts,
+        None,
+        packed_batch.longest_chunk,
+        packed_batch.longest,
+        scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        enable_gqa=q.shape[1] != keys.shape[2],
+        seqused_k=packed_batch.lengths,
+        block_table=packed_batch.table,
+        num_splits=1,
+    )
+    return found.unsqueeze(0), None  # type: ignore[union-attr]
+
+
+register(NAME, varlen_attention)
+
+
+def choose_layout(loaded: LoadedModel) -> Layout:
+    """How this model's keys and values are to lie on its device."""
+    reason = _why_not(loaded)
+    if reason is None:
+        return Layout(FLASH_PAGE_SIZE, True, "FlashAttention over pages")
+    if loaded.device.type == "cuda":
+        log.warning("%s: pages are gathered for SDPA: %s", loaded.name, reason)
+    return Layout(PAGE_SIZE, False, f"SDPA over gathered pages ({reason})")
+
+
+def _why_not(loaded: LoadedModel) -> str | None:
+    """Why FlashAttention cannot read the pages of this model; None where it can."""
+    if loaded.device.type != "cuda":
+        return f"the device is {loaded.device.type}"
+    if loaded.dtype not in (torch.bfloat16, torch.float16):
+        return f"the weights are {loaded.dtype}"
+    if loaded.soft_caps:
+        return "its scores are capped"
+    shapes = set(loaded.layers.values())
+    if any(s.key_dim != s.value_dim or s.key_dim > 256 or s.key_dim % 8 for s in shapes):
+        return "its heads are of a size that FlashAttention does not take"
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return "this torch's varlen_attn takes no block table"
+    try:
+        for shape in shapes:
+            _try_it(shape.kv_heads, shape.key_dim, loaded.dtype, loaded.device)
+    except Exception as error:
+        return f"a trial of varlen_attn failed: {error}"
+    return None
+
+
+def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Two chunks over scattered pages, against plain attention; raises where they differ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    heads = 2 * kv_heads
+    keys, values = (normal(5, FLASH_PAGE_SIZE, kv_heads, dim) for _ in range(2))
+    q = normal(4, heads, dim)
+    tables, queries, lengths = [[3, 1], [4, 2]], [3, 1], [300, 257]
+    found = varlen_attn(
+        q,
+        keys,
+        values,
+        torch.tensor([0, 3, 4], dtype=torch.int32, device=device),
+        None,
+        3,
+        300,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_table=torch.tensor(tables, dtype=torch.int32, device=device),
+        num_splits=1,
+    )
+    at = 0
+    for table, count, length in zip(tables, queries, lengths, strict=True):
+        k, v = (t[table].flatten(0, 1)[:length].transpose(0, 1).float() for t in (keys, values))
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        rows = q[at : at + count].transpose(0, 1).float()
+        scores = rows @ k.transpose(-1, -2) * dim**-0.5
+        positions = torch.arange(length - count, length, device=device).unsqueeze(-1)
+        hidden = torch.arange(length, device=device) > positions
+        wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+        away = (found[at : at + count].transpose(0, 1).float() - wanted).abs().max().item()  # type: ignore[union-attr]
+        if not away <= TOLERANCE:
+            raise ValueError(f"its result is off by {away:.3g}")
+        at += count
