@@ -30,7 +30,8 @@ def main() -> int:
         server = BrokerServer(settings.front, settings.back_endpoint, broker_settings(settings))
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        return 2
+        # 2 tells supervisord not to start it again; an address may become free.
+        return 1 if isinstance(error, BindError) and error.in_use else 2
     server.run_forever()
     return 0
 

@@ -29,7 +29,11 @@ _OK = Sent.OK
 
 
 class BindError(Exception):
-    """A socket cannot listen where it was told to."""
+    """A socket cannot listen where it was told to. ``in_use``: not now, but perhaps soon."""
+
+    def __init__(self, message: str, in_use: bool = False) -> None:
+        super().__init__(message)
+        self.in_use = in_use
 
 
 def check_endpoint(endpoint: str, *, curve: bool) -> None:
@@ -78,7 +82,8 @@ def bind_router(
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(0)
-        raise BindError(f"cannot listen on {endpoint}: {error.strerror}") from None
+        in_use = error.errno == zmq.EADDRINUSE
+        raise BindError(f"cannot listen on {endpoint}: {error.strerror}", in_use) from None
     return socket
 
 

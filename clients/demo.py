@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -192,10 +193,12 @@ def _score(front: str, console: Console) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One below those that outgoing connections are given, so that none of these takes it."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 if __name__ == "__main__":

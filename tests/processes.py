@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -34,11 +36,16 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 at which nothing listens.
+
+    Below those that the kernel gives to outgoing connections: one of these could take the port of a
+    broker that is being started again, even a client's attempt to reach it.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:

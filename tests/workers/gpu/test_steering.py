@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -401,6 +402,17 @@ def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, 
         engine.resume(request, seq)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors this small are not worth a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("one_thread")
 def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody() -> None:
     engine = _tiny()
     rng = random.Random(1)
