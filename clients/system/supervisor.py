@@ -48,8 +48,11 @@ class ProcessState:
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord has given it up."""
-        return self.state in ("FATAL", "EXITED")
+        """Whether supervisord has given it up.
+
+        EXITED is not that: it lasts for a moment before each new start.
+        """
+        return self.state == "FATAL"
 
 
 class Exit(NamedTuple):

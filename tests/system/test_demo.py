@@ -5,23 +5,33 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import uuid
 
-from tokenbus.clients.system.processes import alive
+import psutil
 
 from ..processes import clean_environment
 
+MARK = "DEMO_OF_THIS_TEST"
 
-def _tokenbus_processes() -> set[int]:
-    done = subprocess.run(["pgrep", "-f", "tokenbus"], capture_output=True, text=True, check=False)
-    return {int(pid) for pid in done.stdout.split()}
+
+def _started_with(mark: str) -> list[str]:
+    """The processes that inherited a variable of the demo's."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
 
 
 def test_the_demo_shows_everything_within_a_minute_and_leaves_nothing() -> None:
-    before = _tokenbus_processes()
+    mark = uuid.uuid4().hex
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "tokenbus.clients.demo"],
-        env=clean_environment(),
+        env=clean_environment() | {MARK: mark},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -32,4 +42,4 @@ def test_the_demo_shows_everything_within_a_minute_and_leaves_nothing() -> None:
     assert time.monotonic() - started < 60
     for shown in ("one stream", "eight at once", "log-probability", "Go on:", "nothing is left"):
         assert shown in done.stdout
-    assert [pid for pid in _tokenbus_processes() - before if alive(pid)] == []
+    assert _started_with(mark) == []
