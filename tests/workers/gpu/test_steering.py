@@ -98,7 +98,9 @@ def test_a_fork_of_a_greedy_sequence_goes_the_same_way(
     assert engine.stats()["kv_pages_used"] == 0
 
 
-def test_forks_of_a_sampled_sequence_draw_for_themselves(engine: Engine) -> None:
+def test_forks_of_a_sampled_sequence_draw_for_themselves(
+    engine: Engine, embedded: LoadedModel
+) -> None:
     engine.add(1, PROMPT, SEEDED)
     told = Told()
     for _ in range(7):
@@ -107,6 +109,7 @@ def test_forks_of_a_sampled_sequence_draw_for_themselves(engine: Engine) -> None
     run(engine, told)
     assert len({tuple(t) for t in told.tokens.values()}) == 4
     assert len({tuple(t[:7]) for t in told.tokens.values()}) == 1
+    assert told.tokens[0] == alone(embedded, PROMPT, SEEDED), "its forks do not disturb it"
 
 
 def test_forks_between_the_halves_share_the_logits_and_need_no_forward(
@@ -189,6 +192,26 @@ def test_splices_of_every_kind(
     run(engine, told)
     rest = Sampling(max_tokens=60 - len(head), ignore_eos=True)
     assert told.tokens[0] == head + alone(embedded, PROMPT + head, rest)
+
+
+def test_a_seeded_splice_is_the_same_alone_and_beside_others(embedded: LoadedModel) -> None:
+    def spliced(others: int) -> list[int]:
+        config = EngineConfig(kv_cache_bytes=32 * 2**20, max_step_tokens=40 if others else 2048)
+        engine = Engine(embedded, config)
+        engine.add(0, PROMPT, SEEDED, priority=1)
+        for number in range(1, others + 1):
+            engine.add(number, PROMPT[: 5 * number], SEEDED)
+        mine: list[TokenOutput] = []
+        while sum(o.token is not None for o in mine) < 6:
+            mine += [o for o in engine.step() if o.request == 0]
+        engine.splice(0, 0, 2, [100, 200, 300])
+        while engine.has_work:
+            mine += [o for o in engine.step() if o.request == 0]
+        told = Told()
+        told.take(mine)
+        return told.tokens[0]
+
+    assert spliced(0) == spliced(5)
 
 
 def test_a_splice_between_the_halves_replaces_the_sampling(
