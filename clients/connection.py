@@ -83,11 +83,12 @@ class Connection:
 
     def _run(self) -> None:
         session = Session(self._front, self._patience_s, time.monotonic())
-        while not self._closing:
+        ended = False
+        while not ended:
             socket = self._connect()
             try:
                 session.connected(time.monotonic())
-                self._serve(socket, session)
+                ended = self._serve(socket, session)
             except zmq.ContextTerminated:
                 return
             except Exception:
@@ -113,8 +114,8 @@ class Connection:
             ) from None
         return socket
 
-    def _serve(self, socket: zmq.Socket[bytes], session: Session) -> None:
-        """Until the client closes or the broker was silent for too long."""
+    def _serve(self, socket: zmq.Socket[bytes], session: Session) -> bool:
+        """Until the client closes (True) or the broker was silent for too long."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_r, zmq.POLLIN)
@@ -123,10 +124,12 @@ class Connection:
             now = time.monotonic()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_r, 4096)
+            # Looked at before the commands: what was submitted before the close is among them.
+            closing = self._closing
             while self._commands:
                 self._commands.popleft()(session, now)
             session.on_time(now)
-            if self._closing:
+            if closing:
                 session.bye()
             for frames in session.outgoing:
                 socket.send_multipart(frames)
@@ -134,8 +137,8 @@ class Connection:
             if session.ready:
                 ready, session.ready = session.ready, []
                 self._deliver(ready)
-            if self._closing or session.lost(now):
-                return
+            if closing or session.lost(now):
+                return closing
             if not more:
                 poller.poll(int(session.wait_s(now) * 1000) + 1)
 
