@@ -30,31 +30,9 @@ from .requests import (
 from .results import Scores, Sequence, Sequences, check_text, describe
 
 
-class _Inboxes:
-    """Where the events of each call go: over to the event loop, all of a message's at once."""
-
-    def __init__(self) -> None:
-        self._streams: weakref.WeakKeyDictionary[Call, AsyncStream] = weakref.WeakKeyDictionary()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def open(self, call: Call, stream: AsyncStream) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is None or self._loop.is_closed():
-            self._loop = loop
-        elif self._loop is not loop:
-            raise RuntimeError("an AsyncClient belongs to one event loop; make one for each")
-        self._streams[call] = stream
-
-    def deliver(self, ready: Delivery) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-                self._loop.call_soon_threadsafe(self._arrive, ready)
-
-    def _arrive(self, ready: Delivery) -> None:
-        for call, events in ready:
-            stream = self._streams.get(call)
-            if stream is not None:
-                stream._arrive(events)
+def _hand_out(ready: Delivery) -> None:
+    for call, events in ready:
+        call.take(events)
 
 
 class AsyncClient:
@@ -69,10 +47,17 @@ class AsyncClient:
     def __init__(self, front: str | None = None, *, patience_s: float | None = None) -> None:
         settings = load(front=front)
         self.front = settings.front
-        self._inboxes = _Inboxes()
+        loops: list[asyncio.AbstractEventLoop] = []
+        self._loops = loops
+
+        def deliver(ready: Delivery) -> None:
+            """On the connection's thread: over to the event loop, all of a message's at once."""
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                loops[-1].call_soon_threadsafe(_hand_out, ready)
+
         self._connection = Connection(
             self.front,
-            self._inboxes.deliver,
+            deliver,
             settings.session_timeout_s if patience_s is None else patience_s,
         )
         self._close = weakref.finalize(self, self._connection.close)
@@ -120,6 +105,13 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def _enter_loop(self) -> None:
+        """Raises RuntimeError where this client serves another event loop, which still runs."""
+        loop = asyncio.get_running_loop()
+        if self._loops and self._loops[-1] is not loop and not self._loops[-1].is_closed():
+            raise RuntimeError("an AsyncClient belongs to one event loop; make one for each")
+        self._loops[:] = [loop]
+
     async def _ask(self, call: Call) -> Msg:
         stream = AsyncStream(self, call, None)
         await stream.wait()
@@ -140,7 +132,15 @@ class AsyncStream:
         self._answer: Msg | None = None
         self._over = True
         self._error: TokenbusError | None = None
-        client._inboxes.open(call, self)
+        client._enter_loop()
+        this = weakref.ref(self)
+
+        def take(events: list[Event]) -> None:
+            stream = this()
+            if stream is not None:
+                stream._arrive(events)
+
+        call.take = take
         self._connection.submit(call)
         self._over = False
 

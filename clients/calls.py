@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +30,11 @@ class Ended(NamedTuple):
 Event = Token | Msg | System | Ended
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+def _nobody(events: list[Event]) -> None:
+    """Nobody waits for these."""
+
+
+@dataclass(slots=True, eq=False)
 class Call:
     """One request, over every connection and every try that it takes. Times in seconds."""
 
@@ -42,6 +47,8 @@ class Call:
     """Try again where nothing came for this long."""
     retry_s: float = 0.0
     """How long to go on trying after the first failure that another try may cure."""
+    take: Callable[[list[Event]], None] = _nobody
+    """Takes the call's events; must not keep its stream alive, which cancels when it is dropped."""
 
     number: int = 0
     """Of this try, unique in its session; the ``stream_id`` of what it sends."""

@@ -26,25 +26,11 @@ from .requests import (
 )
 from .results import Scores, Sequence, Sequences, check_text, describe
 
-_Events = queue.SimpleQueue[list[Event]]
 
-
-class _Inboxes:
-    """Where the connection's thread puts the events of each call."""
-
-    def __init__(self) -> None:
-        self._inboxes: weakref.WeakKeyDictionary[Call, _Events] = weakref.WeakKeyDictionary()
-
-    def open(self, call: Call) -> _Events:
-        inbox: _Events = queue.SimpleQueue()
-        self._inboxes[call] = inbox
-        return inbox
-
-    def deliver(self, ready: Delivery) -> None:
-        for call, events in ready:
-            inbox = self._inboxes.get(call)
-            if inbox is not None:
-                inbox.put(events)
+def _deliver(ready: Delivery) -> None:
+    """On the connection's thread: into the queue of each call."""
+    for call, events in ready:
+        call.take(events)
 
 
 class Client:
@@ -62,10 +48,9 @@ class Client:
     def __init__(self, front: str | None = None, *, patience_s: float | None = None) -> None:
         settings = load(front=front)
         self.front = settings.front
-        self._inboxes = _Inboxes()
         self._connection = Connection(
             self.front,
-            self._inboxes.deliver,
+            _deliver,
             settings.session_timeout_s if patience_s is None else patience_s,
         )
         self._close = weakref.finalize(self, self._connection.close)
@@ -136,7 +121,8 @@ class Stream:
         self._client = client  # Streams keep their client alive.
         self._call = call
         self._on_system = on_system
-        self._inbox = client._inboxes.open(call)
+        self._inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        call.take = self._inbox.put
         self._collected = Sequences()
         self._answer: Msg | None = None
         self._over = True

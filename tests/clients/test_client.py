@@ -8,6 +8,7 @@ import multiprocessing as mp
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -103,6 +104,15 @@ def test_closing_the_client_ends_its_streams(bus: Bus, client: Client) -> None:
     until(lambda: idle(client), 2.0, "its streams ended")
     with pytest.raises(RuntimeError, match="closed"):
         other.generate(PROMPT)
+
+
+def test_closing_at_once_ends_what_has_just_begun(bus: Bus) -> None:
+    for _ in range(20):
+        other = bus.client()
+        stream = other.generate(PROMPT, max_tokens=900, ignore_eos=True)
+        other.close()
+        with pytest.raises(ConnectionLostError, match="closed"):
+            stream.wait()
 
 
 def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
@@ -253,6 +263,22 @@ async def test_leaving_an_async_loop_cancels(bus: Bus) -> None:
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("the stream goes on")
+
+
+async def test_a_stream_that_is_over_or_dropped_is_freed(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        over = client.generate(PROMPT, max_tokens=3, ignore_eos=True)
+        await over.wait()
+        dropped = client.generate(PROMPT, max_tokens=900, ignore_eos=True)
+        kept = [weakref.ref(over), weakref.ref(dropped)]
+        del over, dropped
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+        for _ in range(100):
+            if (await client.status()).streams == 0:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the dropped stream goes on")
 
 
 async def test_a_cancelled_task_cancels_its_stream(bus: Bus) -> None:
