@@ -84,7 +84,7 @@ class Watcher:
 
     def _status(self) -> Status | None:
         with suppress(TokenbusError):
-            return self.client().status()
+            return self.client().status(timeout_s=ASK_S)
         return None
 
     def _shown(self, process: ProcessState, status: Status | None) -> Shown:
