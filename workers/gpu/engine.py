@@ -63,8 +63,6 @@ class EngineConfig:
 class Step:
     """A step between its forward and its sampling."""
 
-    outputs: list[TokenOutput]
-    """What is told already: scores, forks, splices, ends."""
     logits: torch.Tensor | None = None
     """``[rows, vocab]``, float32."""
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -208,7 +206,9 @@ class Engine:
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
         """Ends a request now; the last output of each of its sequences says ``reason``."""
-        ended = []
+        # What is still to be told of it comes first: the fork whose end this may be, for one.
+        ended = [o for o in self._outputs if o.request == request]
+        self._outputs = [o for o in self._outputs if o.request != request]
         for sequence in list(self._requests.get(request, {}).values()):
             ended.append(self._end(sequence, reason))
             ended += [
@@ -241,15 +241,17 @@ class Engine:
 
     # --- steering -------------------------------------------------------------------------------
 
-    def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
+    def fork(self, request: int, seq: int, n: int) -> list[int]:
         """Forks a sequence into itself and ``n`` more; the numbers of these.
 
         Pages are shared until one of them is written to. Forks of a sequence that is ready sample
         from the same logits as it does, so that no forward is spent on them; each draws for itself,
-        as its number is part of what decides. ``numbers``: which ones to give them. Beyond
-        ``max_forks`` the sequence ends with an error, and there are none.
+        as its number is part of what decides. Beyond ``max_forks`` the sequence ends with an error,
+        and there are none.
         """
         parent = self._named(request, seq)
+        if n < 1:
+            raise RequestError(Code.INVALID_FIELD, f"a fork makes at least one more, not {n}")
         first = self._numbers[request]
         if first + n > self._config.max_forks:
             self._outputs += self._fail(
@@ -258,9 +260,8 @@ class Engine:
                 f"{self._config.max_forks} are allowed",
             )
             return []
-        given = list(numbers) if numbers is not None else list(range(first, first + n))
         self._numbers[request] = first + n
-        children = [self._forked(parent, number) for number in given]
+        children = [self._forked(parent, number) for number in range(first, first + n)]
         for child in children:
             self._outputs.append(
                 TokenOutput(request, child.seq, None, None, child.num_generated, parent=seq)
@@ -271,7 +272,7 @@ class Engine:
             elif parent.row is not None:
                 child.row = parent.row
         self._scheduler.forked(children)
-        return given
+        return [child.seq for child in children]
 
     def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
         """Takes the last ``drop`` generated tokens back and appends ``tokens``, without sampling.
@@ -352,14 +353,12 @@ class Engine:
 
     def begin(self) -> Step:
         """The first half: the forward of what is scheduled."""
-        held = [s for s in self._scheduler.running if s.row is not None]
         batch = self._scheduler.schedule()
-        self._step = step = Step(self._outputs)
-        self._outputs = step.outputs
+        self._step = step = Step()
         if batch.chunks:
             for chunks, logits in self._run(batch):
                 self._computed(step, chunks, logits)
-        kept = [s for s in held if s.row is not None and s in self._scheduler.running]
+        kept = [s for s in self._scheduler.running if s.row is not None]
         if kept:
             at = step.add(torch.stack([s.row for s in kept if s.row is not None]))
             step.rows.update(zip(kept, range(at, at + len(kept)), strict=True))

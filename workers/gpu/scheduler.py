@@ -126,7 +126,10 @@ class Scheduler:
             slots = len(self.running) + sum(s.pending for s in self.running)
             if self.running and slots + 1 + sequence.pending > self._max_running:
                 break
-            if self._admit(batch, sequence, room):
+            if sequence.row is not None:
+                # A fork that found no slot, with logits that wait for its controller.
+                self._let_in(sequence)
+            elif self._admit(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
             elif self.running or not self._evict_idle(sequence):
                 break
@@ -190,13 +193,16 @@ class Scheduler:
             return False
         sequence.computed = hit
         self.prefix_hit_tokens += 0 if kept else hit
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
+        self._let_in(sequence)
         batch.chunks.append(chunk)
         batch.copies += copies
+        return True
+
+    def _let_in(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         for other in self.waiting:
             other.overtaken += other.arrival < sequence.arrival
-        return True
 
     def _evict_idle(self, wanting: Sequence) -> bool:
         """Takes the pages of one that does not run, for the one whose turn it is."""

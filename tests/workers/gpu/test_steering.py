@@ -367,6 +367,33 @@ def test_a_late_controller_delays_its_own_sequence_only(
     assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
 
 
+def test_forks_that_find_no_slot_can_be_held_too(embedded: LoadedModel) -> None:
+    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_running=2)
+    engine = Engine(embedded, config)
+    engine.add(1, PROMPT, GREEDY)
+    told = Told()
+    step = engine.begin()
+    engine.fork(1, 0, 4)
+    for seq in range(1, 5):
+        engine.hold(1, seq)
+    told.take(engine.finish(step))
+    run(engine, told)
+    assert told.tokens == {seq: alone(embedded, PROMPT, GREEDY) for seq in range(5)}
+
+
+def test_aborting_tells_of_forks_before_their_ends(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    engine.step()
+    engine.fork(1, 0, 2)
+    outputs = engine.abort(1)
+    assert [(o.seq, o.parent) for o in outputs if o.parent is not None] == [(1, 0), (2, 0)]
+    assert [o.seq for o in outputs[2:] if o.finish_reason == "cancelled"] == [0, 1, 2]
+    assert not engine.has_work
+    engine.add(2, PROMPT, GREEDY)
+    with pytest.raises(RequestError, match="at least one"):
+        engine.fork(2, 0, 0)
+
+
 def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
     engine.add(1, PROMPT, GREEDY)
     told = Told()
