@@ -25,11 +25,15 @@ RECEIVE_AT_ONCE = 256
 """Messages taken from the socket before their events are handed on."""
 
 
+class AddressError(ValueError):
+    """What was given as the broker's address is none."""
+
+
 class Connection:
     """Carries the calls of one client to the broker at ``front``.
 
     ``deliver`` gets their events, on the connection's thread, and must not block. The thread starts
-    with the first call. Raises ValueError where ``front`` is no ZeroMQ address.
+    with the first call. Raises AddressError where ``front`` is no ZeroMQ address.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Connection:
             socket.connect(self._front)
         except zmq.ZMQError as error:
             socket.close()
-            raise ValueError(
+            raise AddressError(
                 f"front: {self._front!r} is no address of a broker ({error.strerror}); one is "
                 "tcp://127.0.0.1:5555"
             ) from None

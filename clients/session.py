@@ -129,11 +129,11 @@ class Session:
         if self._welcomed:
             self._send_call(call, now)
 
-    def cancel(self, call: Call, reason: Literal["cancelled", "timeout"] = "cancelled") -> None:
+    def cancel(self, call: Call) -> None:
         """Nobody waits for this call any more."""
         if not call.over:
             call.over = True
-            self._forget(call, reason)
+            self._forget(call, "cancelled")
 
     def end_all(self, error: TokenbusError) -> None:
         """Ends every call with ``error``."""

@@ -11,6 +11,7 @@ import msgspec
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
+from ..connection import AddressError
 from ..system import add_commands as add_system_commands
 from . import generate, interactive, score, status
 from .exits import INTERRUPTED, WRONG_USAGE, report
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TokenbusError as error:
         return report(error, settings.front)
-    except ValueError as error:
+    except (AddressError, UnicodeDecodeError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return WRONG_USAGE
     except KeyboardInterrupt:

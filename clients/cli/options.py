@@ -10,7 +10,6 @@ import msgspec
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import Generate
-from ...protocol.sampling import Sampling
 from ...protocol.settings import Settings
 from .. import Client
 
@@ -19,8 +18,7 @@ PATIENCE_S = 3.0
 
 PARAMETERS = {
     field.name: field
-    for kind in (Sampling, Generate)
-    for field in msgspec.structs.fields(kind)
+    for field in msgspec.structs.fields(Generate)
     if field.name not in ("stream_id", "prompt")
 }
 """What may be said of a generation, by name."""

@@ -85,6 +85,20 @@ def test_the_interactive_client_takes_parameters_at_the_line_s_end(bus: Bus) -> 
     assert done.returncode == 0
 
 
+def test_a_prompt_of_bytes_that_are_no_text_is_one_line(bus: Bus) -> None:
+    done = subprocess.run(
+        [TOKENBUS, "generate", "-"],
+        env=clean_environment(front=bus.front) | {"PYTHONUTF8": "1"},
+        input=b"caf\xe9",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (2, 4)
+    assert done.stdout == b""
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_slip_in_a_parameter_s_name_is_pointed_out(bus: Bus) -> None:
     done = tokenbus(bus, "client", stdin="foo maxtokens=5 max_tokens=2\n")
     assert "'max_tokens'" in done.stderr
