@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,31 +77,29 @@ decode_order = msgspec.msgpack.Decoder(Order).decode
 
 
 class Ranks:
-    """The other ranks, as rank 0 has them. ``size`` counts rank 0 too.
+    """The other ranks, as rank 0 has them; ``size`` counts rank 0 too.
 
     One order at a time: what the ranks do together must come in the same order everywhere.
     """
 
     def __init__(self, size: int, device: str) -> None:
-        self.size = size
-        self._together = threading.RLock()
+        self._together = threading.Lock()
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="tokenbus-ranks-"))
         self._orders: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        port = _free_port()
         for rank in range(1, size):
             address = f"ipc://{self._folder}/{rank}.sock"
             orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
             orders.setsockopt(zmq.LINGER, 0)
             orders.bind(address)
-            environment = os.environ | rendezvous(rank, size, port)
+            environment = os.environ | rendezvous(rank, size, self._folder)
             command = [sys.executable, "-m", "tokenbus.workers.gpu.follower", address]
             process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
             self._orders.append(orders)
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-        os.environ.update(rendezvous(0, size, port))
+        os.environ.update(rendezvous(0, size, self._folder))
         join(device)
         log.info("%d ranks are together", size)
 
@@ -147,6 +145,7 @@ class Ranks:
                 process.kill()
         for orders in self._orders:
             orders.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, order: Order) -> None:
         encoded = _encode(order)
@@ -161,29 +160,32 @@ class Ranks:
             os._exit(1)
 
 
-def rendezvous(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment in which torch.distributed finds the other ranks."""
+MEETING_PLACE = "RANKS_MEET_AT"
+"""In a rank's environment: the file over which torch.distributed brings the ranks together. Not a
+port: whichever was found free could be taken by the time that it is needed."""
+
+
+def rendezvous(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """The environment in which a rank finds the others."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        MEETING_PLACE: str(folder / "meeting"),
     }
 
 
 def join(device: str) -> None:
     """Joins the ranks that the environment names."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if on_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_S))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=f"file://{os.environ[MEETING_PLACE]}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+    )

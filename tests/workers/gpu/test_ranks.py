@@ -80,8 +80,11 @@ def test_a_worker_that_is_told_to_stop_ends_its_ranks() -> None:
         worker = bus.start_worker()
         bus.wait_for_models("embedded")
         [rank] = psutil.Process(worker.pid).children()
+        folder = Path(rank.cmdline()[-1].removeprefix("ipc://")).parent
+        assert folder.is_dir()
         worker.send(signal.SIGTERM)
         assert worker.wait(20) == 0
+        assert not folder.exists()
         until(lambda: not rank.is_running(), 5, "the rank ended")
         bus.workers.clear()
 
