@@ -130,7 +130,10 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 class Upload(Struct, kw_only=True, omit_defaults=True):
-    """``UPLOAD``: store a controller module, given as ``data`` or as attachment 0."""
+    """``UPLOAD``: store a controller module, given as ``data`` or as attachment 0.
+
+    Answered by ``MSG`` with a ``StoredModule`` as its result.
+    """
 
     stream_id: StreamId
     data: bytes | None = None
@@ -138,17 +141,35 @@ class Upload(Struct, kw_only=True, omit_defaults=True):
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
-    """``TAG``: let tags name a module."""
+    """``TAG``: let tags name a module; they name no other one any more.
+
+    Answered by ``MSG`` with a ``StoredModule`` as its result.
+    """
 
     stream_id: StreamId
     module: Name
+    """Its id, or another tag of it."""
     tags: list[Name]
 
 
 class Tags(Struct, kw_only=True, omit_defaults=True):
-    """``TAGS``: list the tags of this tenant."""
+    """``TAGS``: list the modules of this tenant and their tags.
+
+    Answered by ``MSG`` with a list of ``StoredModule`` as its result.
+    """
 
     stream_id: StreamId
+
+
+class Delete(Struct, kw_only=True, omit_defaults=True):
+    """``DELETE``: drop a tag, or a module with all its tags.
+
+    Answered by ``MSG`` with a ``StoredModule`` as its result: what was dropped.
+    """
+
+    stream_id: StreamId
+    module: Name
+    """A module's id, or a tag."""
 
 
 class Ping(Struct, kw_only=True, omit_defaults=True):
@@ -211,6 +232,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     logs: str = ""
     storage: list[Any] = []
     error: str | None = None
+    code: str | None = None
+    """The code that belongs to ``error``."""
     live: int = 0
     """In an entry with a finish_reason: sequences of the stream that still run; 0: it is over."""
 
@@ -228,6 +251,22 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     parameters: int = 0
     dtype: str = ""
     device: str = ""
+
+
+class StoredModule(Struct, kw_only=True, omit_defaults=True):
+    """A controller module in the store of a tenant."""
+
+    module: str
+    """Its id: SHA-256 of the uploaded bytes, hexadecimal."""
+    tags: list[str] = []
+    size: int = 0
+    """Bytes that were uploaded."""
+    uploaded: float = 0.0
+    """Seconds since 1970."""
+    abi: str = ""
+    """``native`` or ``aici``."""
+    forks: bool = True
+    """Whether its sequences may fork."""
 
 
 class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
@@ -323,6 +362,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"UPLOAD": Upload,
     b"TAG": Tag,
     b"TAGS": Tags,
+    b"DELETE": Delete,
     b"PING": Ping,
     b"BYE": Bye,
 }

@@ -14,6 +14,7 @@ from .messages import (
     Attach,
     Buffer,
     Cancel,
+    Delete,
     Error,
     FinishReason,
     Generate,
@@ -103,58 +104,107 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 
 
 # --- the step between a GPU worker and a controller worker ----------------------------------------
+#
+# Of a message that one worker sends another, ``Header.address`` names the receiver where it is
+# sent (0: the broker chooses) and the sender where it arrives. Bodies are msgpack.
 
 
-class StepSequence(Struct, kw_only=True, omit_defaults=True):
+class Vocabulary(Struct, kw_only=True, omit_defaults=True):
+    """What a controller must know of a model: its tokenizer, by name, and the size of a mask."""
+
+    fingerprint: str
+    """SHA-256 of the tokenizer's canonical JSON; ``TOKENIZER`` asks for it."""
+    size: int
+    """Tokens that the model can give: a mask has ceil(size / 32) words."""
+    eos: list[int]
+
+
+class Start(Struct, kw_only=True, omit_defaults=True):
+    """``START``: the controller of a request is to begin, with sequence 0.
+
+    From a GPU worker; the broker chooses the controller worker and attaches the client's tenant.
+    """
+
+    controller: str
+    arg: str | dict[str, Any] | None = None
+    prompt: list[TokenId]
+    max_tokens: int
+    """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
+    model: str
+    vocabulary: Vocabulary
+    host: str
+    """The machine of the GPU worker, by ``machine_id``: on the same one, masks are shared."""
+
+
+class StepSequence(Struct, array_like=True):
     """What happened to one sequence since its last round."""
 
     request: Id
     seq: int
-    tokens: list[TokenId] = []
-    """Tokens appended, after dropping ``backtrack``: the argument of post_process."""
-    backtrack: int = 0
-    prompt: list[TokenId] | None = None
-    """In a sequence's first round: the prompt, for init_prompt."""
-    controller: str | None = None
-    controller_arg: str | dict[str, Any] | None = None
-    model: str = ""
-    fingerprint: str = ""
+    tokens: list[TokenId]
+    """Tokens that were sampled: the argument of post_process."""
     ended: FinishReason | None = None
-    """The sequence is over: free its instance."""
+    """The sequence is over: after a last post_process its instance goes."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
     """``STEP``: one message per controller worker per step carries all its sequences."""
 
-    step: int
     sequences: list[StepSequence]
-    slots: int = 0
-    """Rows of the shared mask memory named by ``masks``; 0: masks come as attachments."""
     masks: str = ""
+    """A file of rows for masks that both workers map; empty: masks come as attachments."""
+    rows: int = 0
+    row_bytes: int = 0
 
 
-class StepResult(Struct, kw_only=True, omit_defaults=True):
+class StepResult(Struct, array_like=True):
     """What a controller decided: drop, append, and then sample, fork, suspend or stop."""
 
     request: Id
     seq: int
     then: Literal["sample", "fork", "suspend", "stop", "error"]
+    """``fork``: results of its own and of its children follow."""
     backtrack: int = 0
+    """Tokens of the sequence to drop, of those that it has; not the one about to be sampled."""
     ff_tokens: list[TokenId] = []
-    mask: int | None = None
-    """Row of the mask memory, or number of the attachment; None: every token is allowed."""
+    """Tokens to append after that."""
+    row: int | None = None
+    """Row of the shared file that holds the mask."""
+    attachment: int | None = None
+    """Attachment that holds the mask. Neither: every token is allowed."""
     children: list[int] = []
     """``fork``: the ids of the new sequences."""
     logs: str = ""
     storage: list[Any] = []
+    """The writes to variables, as AICI's storage commands."""
     error: str | None = None
+    code: str | None = None
+    """``error``: the code that belongs to it."""
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """``RESULT``: the answer to ``STEP``; sequences that are late come in a later one."""
+    """``RESULT``: the answer to ``START`` or ``STEP``; sequences that are late come in a later one.
 
-    step: int
+    A sequence that was suspended comes again, unasked, when it goes on.
+    """
+
     sequences: list[StepResult]
+
+
+class Lost(Struct, kw_only=True, omit_defaults=True):
+    """``LOST``: the broker tells a GPU worker that these requests have no controller."""
+
+    requests: list[Id]
+    code: str
+    message: str
+    path: str | None = None
+    retry_after_s: float | None = None
+
+
+class End(Struct, kw_only=True, omit_defaults=True):
+    """``END``: the broker tells controller and state workers that these requests are over."""
+
+    requests: list[Id]
 
 
 class TokenizerRequest(Struct, kw_only=True, omit_defaults=True):
@@ -167,14 +217,14 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
     """``TOKENIZER_JSON``: the tokenizer is attachment 0, as ``tokenizers`` JSON."""
 
     fingerprint: str
-    vocab_size: int
-    eos_token_ids: list[int]
+    error: str | None = None
+    """Why there is no attachment."""
 
 
 # --- variables -----------------------------------------------------------------------------------
 
 
-class Variable(Struct, kw_only=True, omit_defaults=True):
+class Variable(Struct, array_like=True):
     """``VARIABLE``: one operation of a controller on its request's variables.
 
     Named by (request, seq, count), so that a repeated one gets the answer it got before.
@@ -183,14 +233,19 @@ class Variable(Struct, kw_only=True, omit_defaults=True):
     request: Id
     seq: int
     count: int
-    op: Literal["get", "set", "append", "drop"]
-    name: str = ""
+    op: Literal["get", "set", "append"]
+    name: str
     value: bytes = b""
     when_version_is: int | None = None
+    """Write only where this is the variable's version; 0 means that there is none yet."""
 
 
-class VariableAnswer(Struct, kw_only=True, omit_defaults=True):
-    """``VARIABLE_ANSWER``: ``version`` 0 means that there is no such variable."""
+class VariableAnswer(Struct, array_like=True):
+    """``VARIABLE_ANSWER``: what the variable is now; ``version`` 0: there is no such variable.
+
+    A write that was made has ``written`` and no value; one whose version did not fit has the
+    variable as a ``get`` would have given it.
+    """
 
     request: Id
     seq: int
@@ -211,6 +266,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"SYSTEM": System,
     b"ERROR": Error,
     b"BUFFER": Buffer,
+    b"START": Start,
     b"STEP": Step,
     b"RESULT": Result,
     b"TOKENIZER": TokenizerRequest,
@@ -233,8 +289,12 @@ TO_WORKER: dict[bytes, Any] = {
     b"UPLOAD": Upload,
     b"TAG": Tag,
     b"TAGS": Tags,
+    b"DELETE": Delete,
+    b"START": Start,
     b"STEP": Step,
     b"RESULT": Result,
+    b"LOST": Lost,
+    b"END": End,
     b"TOKENIZER": TokenizerRequest,
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,

@@ -1,0 +1,1 @@
+"""The controller worker: programs that decide, token by token, what a model may say."""

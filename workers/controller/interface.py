@@ -1,0 +1,88 @@
+"""What a controller is, whatever it is written in: four calls for each sequence, and a clone.
+
+Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
+sequence is post_process with the tokens that were appended, pre_process, and mid_process; ``rounds``
+makes these calls, this page says what they mean. All calls of one sequence come one after another,
+those of several sequences at once, from a pool of threads.
+
+A call that fails raises ControllerError: it ends its own sequence, with that text, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from .host import Host
+
+
+class Then(IntEnum):
+    """What a call wants to happen; the numbers are those of the native ABI."""
+
+    STOP = 0
+    GO_ON = 1
+    """pre_process: on to mid_process; post_process: on to pre_process; mid_process: sample."""
+    SUSPEND = 2
+    """pre_process: sit out until a variable of the request changes or a fork of it ends."""
+    FORK = 3
+    """pre_process: become ``count`` sequences, this one included."""
+    SPLICE = 4
+    """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
+    append ``tokens``, without a mid_process in between."""
+
+
+class Answer(NamedTuple):
+    """The result of pre_process, mid_process or post_process."""
+
+    then: Then
+    count: int = 1
+    """Forks in all."""
+    backtrack: int = 0
+    """Tokens to drop, of those that the sequence has: the one about to be sampled is not one."""
+    tokens: Sequence[int] = ()
+    masked: bool = False
+    """mid_process: whether it wrote a mask; where it did not, every token is allowed."""
+
+
+STOP = Answer(Then.STOP)
+GO_ON = Answer(Then.GO_ON)
+SUSPEND = Answer(Then.SUSPEND)
+
+
+class Controller(Protocol):
+    """The controller of one sequence."""
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """Once, before all else. Limit: ``Limits.init_s``."""
+
+    def pre_process(self) -> Answer:
+        """May stop, go on, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """May stop, sample or splice. Limit: ``Limits.mid_s``.
+
+        ``fork_group``: the sequences that the fork of this round made, this one included; only this
+        one where none was made. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` to write what may be
+        sampled into, bit i of the little-endian u32 words set where token i is allowed; what they
+        hold before is left from earlier rounds.
+        """
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Told what was appended, after ``backtrack`` tokens were dropped; may stop.
+
+        Limit: ``Limits.post_s``.
+        """
+
+    def fork(self, host: Host) -> Controller:
+        """A copy with the same state, for the sequence of ``host``. Called between calls only."""
+
+    def close(self) -> None:
+        """Frees what it holds; called once."""
+
+
+class Program(Protocol):
+    """What makes controllers: a module for one vocabulary, a built-in, a Python class."""
+
+    def start(self, host: Host) -> Controller:
+        """A controller for a new request; raises ControllerError where it cannot be had."""

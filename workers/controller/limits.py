@@ -1,0 +1,27 @@
+"""What a controller may use: time of a CPU for each call, memory, logs, forks, variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times in seconds of CPU, so that a busy machine does not end anybody; sizes in bytes."""
+
+    init_s: float = 1.0
+    pre_s: float = 0.001
+    mid_s: float = 0.020
+    post_s: float = 0.001
+    memory_bytes: int = 64 * 1024 * 1024
+    stack_bytes: int = 512 * 1024
+    table_elements: int = 100_000
+    module_bytes: int = 16 * 1024 * 1024
+    log_bytes: int = 64 * 1024
+    """Kept of the log of one round; what is beyond it is counted and dropped."""
+    forks: int = 128
+    """Sequences that one request may come to have."""
+    silent_rounds: int = 256
+    """Rounds that a sequence may go through by itself, appending, before it samples."""
+    variable_bytes: int = 1024 * 1024
+    """Of one variable's value; the state worker bounds them all together."""

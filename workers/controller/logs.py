@@ -1,0 +1,29 @@
+"""What a controller prints, bounded."""
+
+from __future__ import annotations
+
+
+class Log:
+    """Bytes of one sequence since they were last taken; beyond ``limit`` they are only counted."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept = bytearray()
+        self._dropped = 0
+
+    def write(self, data: bytes) -> None:
+        """Adds to it."""
+        room = self._limit - len(self._kept)
+        self._kept += data[:room]
+        self._dropped += max(0, len(data) - room)
+
+    def take(self) -> str:
+        """What was written since the last call, as text."""
+        if not self._kept and not self._dropped:
+            return ""
+        text = self._kept.decode("utf-8", "replace")
+        if self._dropped:
+            text += f"\n[{self._dropped} more bytes of log were dropped]\n"
+        self._kept.clear()
+        self._dropped = 0
+        return text

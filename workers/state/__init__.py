@@ -1,0 +1,1 @@
+"""The state worker: the variables that the sequences of a request share."""
