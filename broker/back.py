@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.header import Flag, decode_header, decode_manifest
+from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import Buffer
 from ..protocol.worker_messages import (
     Drain,
@@ -26,7 +26,11 @@ from .tables import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
-_FRONT = Side.FRONT
+_FRONT, _BACK = Side.FRONT, Side.BACK
+RELAYED = frozenset(
+    (b"STEP", b"RESULT", b"TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
+)
+"""What one worker sends another; the broker reads the header and nothing else."""
 
 
 class Back:
@@ -139,7 +143,9 @@ class Back:
             self._dispatcher.forget(request)
 
     def _worker_verb(self, worker: Worker, word: bytes, head: bytes, frames: list[bytes]) -> None:
-        if word == b"HEARTBEAT":
+        if word in RELAYED:
+            self._relay(worker, word, head, frames)
+        elif word == b"HEARTBEAT":
             beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
             worker.step_age_s = beat.step_age_s
             worker.load = beat.load
@@ -152,6 +158,8 @@ class Back:
             self._lose(worker, gone.reason or "it left")
         elif word == b"BUFFER":
             self._save_buffer(head, frames)
+        elif word == b"START":
+            self._start_controller(worker, head, frames)
         else:
             shown = word[:40].decode("ascii", "backslashreplace")
             raise RequestError(Code.UNKNOWN_TYPE, f"a worker does not send {shown!r}")
@@ -181,7 +189,9 @@ class Back:
         )
         self._by_peer[peer] = worker
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
-        self._welcome(worker, [live.request for live in message.live])
+        known_here = self._dispatcher.requests if message.role == "state" else {}
+        live = [live.request for live in message.live if live.request not in known_here]
+        self._welcome(worker, live)
         self._dispatcher.add(worker)
 
     def _update(self, worker: Worker, message: Register) -> None:
@@ -201,6 +211,32 @@ class Back:
             unknown=unknown,
         )
         self._out.to_worker(worker, b"REGISTERED", answer)
+
+    def _relay(self, worker: Worker, word: bytes, head: bytes, frames: list[bytes]) -> None:
+        """From one worker to another: the address becomes the sender's."""
+        header = decode_header(head)
+        if word == b"VARIABLE":
+            # Without a state worker it is dropped: whoever asks asks again.
+            receiver = self._dispatcher.state_worker()
+        else:
+            receiver = self._dispatcher.workers.get(header.address)
+        if receiver is not None:
+            sent_by = encode_header(header.request, worker.id, header.flags)
+            self._out.append(Outgoing(_BACK, receiver.peer, (word, sent_by, *frames[2:]), True))
+
+    def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
+        """A GPU worker has a request with a controller: a controller worker takes it."""
+        request = self._dispatcher.requests.get(decode_header(head).request)
+        if request is None or request.worker is not worker or not request.open:
+            return
+        try:
+            chosen = self._dispatcher.start_controller(request)
+        except TokenbusError as error:
+            self._dispatcher.refuse_controller(request, error)
+            return
+        sent_by = encode_header(request.id, worker.id)
+        given = (b"START", sent_by, frames[2], request.session.tenant)
+        self._out.append(Outgoing(_BACK, chosen.peer, given, True))
 
     def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
         """A worker gives what a stream with ``save`` made."""

@@ -8,6 +8,7 @@ from typing import Literal
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, encode_header
 from ..protocol.messages import Cancel, System
+from ..protocol.worker_messages import End, Lost
 from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
@@ -15,6 +16,9 @@ from .tables import Request, Worker, WorkerState
 
 EMBEDDED = "embedded"
 """The model that a request without a name means where several are served."""
+
+ANY_MODULE = "*"
+"""What a controller worker registers as its pattern that runs any uploaded module."""
 
 RETRY_AFTER_S = 1.0
 
@@ -91,6 +95,8 @@ class Dispatcher:
             return
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
+        if request.controller:
+            self._end_controller(request)
         worker = request.worker
         if worker is None:
             self._dequeue(request)
@@ -118,6 +124,7 @@ class Dispatcher:
         """A worker is gone: its clients are told, and what only it could serve is refused."""
         if self.workers.pop(worker.id, None) is None:
             return
+        self._tell_lost(worker)
         for request in list(worker.requests.values()):
             worker.requests.pop(request.id, None)
             if request.open:
@@ -161,12 +168,90 @@ class Dispatcher:
         names = {w.default for w in self.workers.values() if w.default}
         return names.pop() if len(names) == 1 else EMBEDDED if EMBEDDED in names else ""
 
+    # --- controllers ----------------------------------------------------------------------------
+
+    def controller_worker(self, name: str) -> Worker:
+        """The least filled worker that runs the controller ``name``, or raises why there is none.
+
+        One that serves it by its name goes before those that take any module.
+        """
+        workers = [w for w in self.workers.values() if w.role == "controller"]
+        if not workers:
+            raise UnavailableError(
+                Code.NO_WORKER,
+                "no controller worker is running; start one, or try again in a moment",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        serving = [w for w in workers if name in w.patterns] or self.module_workers()
+        if not serving:
+            names = ", ".join(sorted({p for w in workers for p in w.patterns}))
+            raise RequestError(
+                Code.UNKNOWN_CONTROLLER,
+                f"no worker serves the controller {name!r}; served are: {names}",
+                path="$.controller",
+            )
+        free = [w for w in serving if w.state is WorkerState.READY and w.fill < 1]
+        if not free:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                "every controller worker is full or draining; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return min(free, key=lambda w: (w.fill, w.id))
+
+    def module_workers(self) -> list[Worker]:
+        """The controller workers that run uploaded modules."""
+        every = self.workers.values()
+        return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
+
+    def start_controller(self, request: Request) -> Worker:
+        """Chooses the worker of a request's controller."""
+        worker = self.controller_worker(request.controller)
+        request.steered_by = worker
+        worker.steers[request.id] = request
+        return worker
+
+    def state_worker(self) -> Worker | None:
+        """The worker that keeps the variables."""
+        workers = [w for w in self.workers.values() if w.role == "state"]
+        return min(workers, key=lambda w: w.id, default=None)
+
+    def refuse_controller(self, request: Request, error: TokenbusError) -> None:
+        """Tells a request's GPU worker that it has no controller."""
+        if request.worker is not None:
+            self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
+
+    def _end_controller(self, request: Request) -> None:
+        body = End(requests=[request.id])
+        steering, state = request.steered_by, self.state_worker()
+        if steering is not None and steering.steers.pop(request.id, None) is not None:
+            self._out.to_worker(steering, b"END", body)
+        if state is not None:
+            self._out.to_worker(state, b"END", body)
+
+    def _tell_lost(self, worker: Worker) -> None:
+        """A controller worker is gone: the GPU workers end what it steered."""
+        by_gpu: dict[int, list[int]] = {}
+        for request in worker.steers.values():
+            request.steered_by = None
+            if request.worker is not None:
+                by_gpu.setdefault(request.worker.id, []).append(request.id)
+        worker.steers.clear()
+        error = UnavailableError(
+            Code.WORKER_LOST,
+            f"the worker {worker.name} that ran this stream's controller is gone; send it again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        for gpu, requests in by_gpu.items():
+            if gpu in self.workers:
+                self._out.to_worker(self.workers[gpu], b"LOST", _lost(requests, error))
+
     # --- inside ---------------------------------------------------------------------------------
 
     def _serving(self, role: str, model: str) -> list[Worker]:
+        if role == "controller":
+            return self.module_workers()
         workers = [w for w in self.workers.values() if w.role == role]
-        if role != "gpu":
-            return workers
         if not model:
             default = self.default_model()
             return [w for w in workers if default and w.default == default]
@@ -238,3 +323,13 @@ class Dispatcher:
             place=place,
         )
         self._out.to_session(request.session, b"SYSTEM", notice)
+
+
+def _lost(requests: list[int], error: TokenbusError) -> Lost:
+    return Lost(
+        requests=requests,
+        code=error.code,
+        message=error.message,
+        path=error.path,
+        retry_after_s=error.retry_after_s,
+    )

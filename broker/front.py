@@ -46,6 +46,7 @@ class RoutingFields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     buffers: list[Name] = []
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    controller: str | None = None
 
 
 ROLES = {
@@ -54,6 +55,7 @@ ROLES = {
     b"UPLOAD": "controller",
     b"TAG": "controller",
     b"TAGS": "controller",
+    b"DELETE": "controller",
 }
 """Requests that a worker answers, and of which role it is."""
 
@@ -270,6 +272,9 @@ class Front:
         if self._closing is not None:
             raise self._closing
         buffers = [self._buffer_named(session, name, i) for i, name in enumerate(fields.buffers)]
+        controller = (fields.controller or "") if word == b"GENERATE" else ""
+        if controller:
+            self._dispatcher.controller_worker(controller)
         request = Request(
             id=next(self._ids),
             session=session,
@@ -279,7 +284,8 @@ class Front:
             model=fields.model,
             priority=fields.priority,
             deadline=now + fields.timeout_s if fields.timeout_s is not None else None,
-            frames=[*frames[1:], *buffers],
+            controller=controller,
+            frames=[*frames[1:], *buffers, *([session.tenant] if role == "controller" else [])],
         )
         self._admit(request)
 

@@ -40,6 +40,11 @@ class Session:
     buffers: dict[str, bytes] = field(default_factory=dict)
     buffer_bytes: int = 0
 
+    @property
+    def tenant(self) -> bytes:
+        """Whose modules it may use: those of its key, or of all clients without one."""
+        return self.key.encode()
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -60,6 +65,8 @@ class Worker:
     step_age_s: float | None = None
     load: dict[str, float] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
+    steers: dict[int, Request] = field(default_factory=dict)
+    """Of a controller worker: the requests whose controllers it runs."""
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""
@@ -70,7 +77,7 @@ class Worker:
     @property
     def fill(self) -> float:
         """The part of its capacity in use, 0 to 1."""
-        return len(self.requests) / self.capacity
+        return (len(self.requests) + len(self.steers)) / self.capacity
 
     def names(self) -> list[str]:
         """The models that it offers, patterns included."""
@@ -89,9 +96,13 @@ class Request:
     model: str
     priority: int
     deadline: float | None
+    controller: str
+    """The controller that it names, or ``""``."""
     frames: list[bytes]
     """Body, attachments and buffers, as they go to the worker; empty once they went."""
     worker: Worker | None = None
+    steered_by: Worker | None = None
+    """The worker that runs its controller."""
     place: int = 0
     """The place in its queue that its client was told last."""
     open: bool = True

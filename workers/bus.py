@@ -38,7 +38,8 @@ class Bus:
     """The connection of one worker.
 
     ``registration`` gives what to register with (called on the bus thread); ``load`` the gauges and
-    the number of requests for the heartbeat.
+    the number of requests for the heartbeat. ``first`` sees what came at once, on the bus thread,
+    and returns what is for ``take``: for answers that must not wait for another thread.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Bus:
         endpoint: str,
         registration: Callable[[], Register],
         load: Callable[[], tuple[int, dict[str, float]]],
+        first: Callable[[list[FromBus]], list[FromBus]] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._load = load
+        self._first = first
         self._lease = Lease(registration, self._beat, time.monotonic())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox: deque[FromBus] = deque()
@@ -181,6 +184,8 @@ class Bus:
                     came.append(FromBus(frames[0], decode_header(frames[1]), frames[2], frames[3:]))
             except TokenbusError as error:
                 log.warning("a bad message from the broker was dropped: %s", error)
+        if came and self._first is not None:
+            came = self._first(came)
         if came:
             with self._arrived:
                 self._inbox.extend(came)

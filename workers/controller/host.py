@@ -60,7 +60,7 @@ class Variables(Protocol):
         """A variable; None where there is none."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable, or only where its version is this one (0: only where there is none)."""
+        """Writes a variable, or only where its version is this one (0: none yet)."""
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Appends to a variable; one that is not there is made."""

@@ -1,11 +1,11 @@
 """What a controller is, whatever it is written in: four calls for each sequence, and a clone.
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
-sequence is post_process with the tokens that were appended, pre_process, and mid_process; ``rounds``
-makes these calls, this page says what they mean. All calls of one sequence come one after another,
-those of several sequences at once, from a pool of threads.
+sequence is post_process with the tokens that were appended, pre_process, and mid_process;
+``rounds`` makes these calls, this page says what they mean. All calls of one sequence come one
+after another, those of several sequences at once, from a pool of threads.
 
-A call that fails raises ControllerError: it ends its own sequence, with that text, and nothing else.
+A call that fails raises ControllerError: it ends its own sequence, with that text, and no other.
 """
 
 from __future__ import annotations

@@ -13,9 +13,13 @@ class Log:
 
     def write(self, data: bytes) -> None:
         """Adds to it."""
-        room = self._limit - len(self._kept)
-        self._kept += data[:room]
-        self._dropped += max(0, len(data) - room)
+        self._kept += data[: self.room(len(data))]
+
+    def room(self, size: int) -> int:
+        """How many of the next ``size`` bytes will be kept; the others are counted as dropped."""
+        kept = min(size, max(0, self._limit - len(self._kept)))
+        self._dropped += size - kept
+        return kept
 
     def take(self) -> str:
         """What was written since the last call, as text."""
