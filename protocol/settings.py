@@ -67,8 +67,24 @@ class Settings(Struct, kw_only=True, frozen=True):
     threads: AtLeastZero = 0
     """CPU threads of a GPU worker's torch; 0: torch's own choice."""
 
+    controller_init_ms: Positive = 1000.0
+    """CPU time of a controller's init_prompt, and of its module's start, in milliseconds."""
+    controller_pre_ms: Positive = 1.0
+    controller_mid_ms: Positive = 20.0
+    controller_post_ms: Positive = 1.0
+    controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
+    """Memory of one sequence's controller."""
+    controller_forks: AtLeastOne = 128
+    """Sequences that one request may come to have."""
+    controller_threads: AtLeastZero = 0
+    """Threads that run controllers; 0: twice the CPUs, four at least."""
+    controller_capacity: AtLeastOne = 1024
+    """Requests whose controllers one worker runs at most."""
+
     gpu_workers: AtLeastZero = 1
     """GPU worker processes of ``tokenbus up``."""
+    controller_workers: AtLeastZero = 1
+    """Controller worker processes of ``tokenbus up``; with one or more, a state worker too."""
     drain_s: Positive = 30.0
     """How long a worker that is told to stop may finish what it has."""
 

@@ -132,8 +132,6 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
     model: str
     vocabulary: Vocabulary
-    host: str
-    """The machine of the GPU worker, by ``machine_id``: on the same one, masks are shared."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -189,6 +187,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """
 
     sequences: list[StepResult]
+    host: str = ""
+    """The machine of the controller worker, by ``machine_id``."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):

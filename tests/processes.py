@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -92,7 +93,7 @@ class Process:
 
 
 class Bus:
-    """A broker, and any number of GPU workers, in a folder of their own."""
+    """A broker, and any number of workers, in a folder of their own."""
 
     def __init__(self, python: str = sys.executable, **settings: object) -> None:
         """``python`` is the broker's interpreter; ``settings`` are of all processes."""
@@ -103,6 +104,8 @@ class Bus:
             front=self.front, run_dir=self.folder, **{"log_level": "debug", **settings}
         )
         self.workers: list[Process] = []
+        """The GPU workers."""
+        self.others: list[Process] = []
         self.broker = self.start_broker()
 
     def start_broker(self) -> Process:
@@ -119,6 +122,30 @@ class Bus:
         worker = Process("tokenbus.workers.gpu", log, self.environment | extra)
         self.workers.append(worker)
         return worker
+
+    def start_other(self, role: str, **settings: object) -> Process:
+        """Starts a controller worker or a state worker (``role``)."""
+        extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
+        log = self.folder / f"{role}-{len(self.others)}.log"
+        worker = Process(f"tokenbus.workers.{role}", log, self.environment | extra)
+        self.others.append(worker)
+        return worker
+
+    def wait_for_roles(self, *roles: str, seconds: float = 60.0) -> None:
+        """Waits until a worker of each of these roles has registered, as often as it is named."""
+        with self.client() as client:
+
+            def ready() -> bool:
+                for worker in (*self.workers, *self.others):
+                    assert worker.alive, worker.log
+                try:
+                    status = client.status(timeout_s=5.0)
+                except TokenbusError:
+                    return False
+                there = Counter(w.role for w in status.workers)
+                return there >= Counter(roles)
+
+            until(ready, seconds, f"workers of the roles {roles}")
 
     def client(self, patience_s: float = 20.0) -> Client:
         """A client of it."""
@@ -144,6 +171,6 @@ class Bus:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (*self.workers, self.broker):
+        for process in (*self.workers, *self.others, self.broker):
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,12 @@ def add_commands(subparsers: Subparsers) -> None:
 def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu-workers", dest="gpu_workers", metavar="N", help="GPU worker processes (1)")
+    add(
+        "--controller-workers",
+        dest="controller_workers",
+        metavar="M",
+        help="controller worker processes (1); with any, a state worker too",
+    )
     add("--device", help="auto (default), cpu, cuda, cuda:1")
     add("--dtype", help="auto (default), float32, bfloat16")
     add(
@@ -116,6 +123,8 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
     from .run_dir import RunDir
     from .up import run_system
 
+    settings = _with_what_is_installed(settings)
+
     def when_ready(client: Client) -> list[str]:
         return [
             f"ready: clients connect to {settings.front}",
@@ -129,6 +138,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
 def _serve_model(args: argparse.Namespace, settings: Settings) -> int:
     from .up import run_system
 
+    settings = _with_what_is_installed(settings)
     port = args.port or DEFAULT_PORT
     settings = msgspec.structs.replace(
         settings,
@@ -156,6 +166,18 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
     if args.port is not None and not settings.run_dir:
         settings = msgspec.structs.replace(settings, run_dir=_port_dir(args.port))
     return end_system(settings)
+
+
+def _with_what_is_installed(settings: Settings) -> Settings:
+    """Without the parts that controllers need, a system runs without controllers."""
+    if settings.controller_workers and find_spec("wasmtime") is None:
+        print(
+            "tokenbus: no controllers, as wasmtime is not installed; "
+            "pip install 'tokenbus[controller]' brings them",
+            file=sys.stderr,
+        )
+        return msgspec.structs.replace(settings, controller_workers=0)
+    return settings
 
 
 def _check_model(settings: Settings) -> None:

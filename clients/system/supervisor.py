@@ -152,6 +152,7 @@ class Supervisor:
             **os.environ,
             **environment(settings),
             "PYTHON": sys.executable,
+            "STATE_WORKERS": str(min(1, settings.controller_workers)),
             "STOP_WAIT_S": str(math.ceil(settings.drain_s) + STOP_MARGIN_S),
         }
 

@@ -102,6 +102,9 @@ class Watcher:
             return Shown(process, False, "starting")
         if worker.state != "ready":
             return Shown(process, False, worker.state)
+        if worker.role != "gpu":
+            load = f"{worker.requests} requests" if worker.role == "controller" else ""
+            return Shown(process, True, "up", load=load)
         if worker.models or self._on_demand:
             what = ", ".join(worker.models) or "models on demand"
             load = f"{worker.requests} of {worker.capacity} requests"

@@ -55,6 +55,10 @@ _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctyp
 _define = _held.wasmtime_linker_define_func_unchecked
 _define.restype = ctypes.c_void_p
 
+_madvise = ctypes.CDLL(None).madvise
+_POPULATE_WRITE = 23
+"""Linux 5.14; where it is unknown, nothing happens."""
+
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
     wasmtime.TrapCode.MEMORY_OUT_OF_BOUNDS: "it reached outside its memory",
@@ -184,7 +188,7 @@ class Template:
         self.globals = [
             export.name
             for export in module.exports
-            if isinstance(export.type, wasmtime.GlobalType) and export.type.mutability == "var"
+            if isinstance(export.type, wasmtime.GlobalType) and export.type.mutable
         ]
         self.exports = {
             export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
@@ -305,6 +309,8 @@ class Guest:
             if error:
                 raise ControllerError(Code.CONTROLLER_FAILED, "a fork found no memory")
             other.size = _data_size(other._context, other._memory_at)
+        # The pages all at once: one by one, as they are written to, takes three times as long.
+        _madvise(ctypes.c_void_p(other.base), ctypes.c_size_t(size), _POPULATE_WRITE)
         ctypes.memmove(other.base, self.base, size)
         value = ffi.wasmtime_val_t()
         for name in self.template.globals:

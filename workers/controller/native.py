@@ -106,7 +106,8 @@ class NativeController:
             return Answer(Then.FORK, count=block[_N])
         if then == 4:
             return Answer(Then.SPLICE, tokens=self._tokens())
-        raise _unknown("pre_process", then, "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)")
+        known = "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"
+        raise _unknown("pre_process", then, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """As ``interface.Controller`` says."""
@@ -208,7 +209,7 @@ def _unknown(phase: str, then: int, known: str) -> ControllerError:
     )
 
 
-# --- the functions that a guest may import ---------------------------------------------------------
+# --- the functions that a guest may import --------------------------------------------------------
 
 
 def _log(state: State, address: int, size: int) -> None:
@@ -253,9 +254,7 @@ def _name(state: State, address: int, size: int) -> str:
         ) from None
 
 
-def _var_get(
-    state: State, name: int, name_size: int, into: int, most: int, version_at: int
-) -> int:
+def _var_get(state: State, name: int, name_size: int, into: int, most: int, version_at: int) -> int:
     stored = state.host.variables.get(_name(state, name, name_size))
     if version_at:
         state.guest.word(version_at, stored.version if stored is not None else 0)

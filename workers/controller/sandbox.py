@@ -1,4 +1,4 @@
-"""The Wasm engine: how modules are compiled, what guests may be given, and the clock that stops them.
+"""The Wasm engine: how modules are compiled, and the clock that stops them.
 
 Guests see no files, no network, no clock, no randomness and no threads. Floats that are not numbers
 have one form, and vectors one result, so that a replayed guest does what it did.

@@ -1,8 +1,8 @@
 """The part of WASI that guests find: a log, and nothing of the world.
 
-Source: ``wasi_snapshot_preview1``. ``fd_write`` on 1 and 2 is the log; there are no arguments and no
-environment; random bytes are zeros, the clock stands still; every other function says that there is
-no such descriptor, or no such thing.
+Source: ``wasi_snapshot_preview1``. ``fd_write`` on 1 and 2 is the log; there are no arguments and
+no environment; random bytes are zeros, the clock stands still; every other function says that there
+is no such descriptor.
 """
 
 from __future__ import annotations

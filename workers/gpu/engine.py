@@ -219,13 +219,23 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Suspended sequences are no work."""
+        """Whether ``step`` would do anything. Sequences that are suspended or held are no work."""
         return self._scheduler.has_work or bool(self._outputs)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any sequence is alive, working or not."""
+        return bool(self._requests)
 
     @property
     def runs_beside(self) -> bool:
         """Whether a forward goes on, on its device, after ``begin`` has returned."""
         return self.loaded.device.type == "cuda"
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a mask, u32 each."""
+        return -(-self.loaded.vocab_size // 32)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters, for heartbeats and for people."""
@@ -241,8 +251,9 @@ class Engine:
 
     # --- steering -------------------------------------------------------------------------------
 
-    def fork(self, request: int, seq: int, n: int) -> list[int]:
-        """Forks a sequence into itself and ``n`` more; the numbers of these.
+    def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
+        """Forks a sequence into itself and ``n`` more; the numbers of these: the next ones, or
+        ``numbers`` where the caller counts them.
 
         Pages are shared until one of them is written to. Forks of a sequence that is ready sample
         from the same logits as it does, so that no forward is spent on them; each draws for itself,
@@ -253,15 +264,17 @@ class Engine:
         if n < 1:
             raise RequestError(Code.INVALID_FIELD, f"a fork makes at least one more, not {n}")
         first = self._numbers[request]
-        if first + n > self._config.max_forks:
+        numbers = range(first, first + n) if numbers is None else numbers
+        after = max(first, *numbers) + 1
+        if after > self._config.max_forks:
             self._outputs += self._fail(
                 parent,
-                f"{n} more forks would make {first + n} sequences of this request; "
+                f"{n} more forks would make {after} sequences of this request; "
                 f"{self._config.max_forks} are allowed",
             )
             return []
-        self._numbers[request] = first + n
-        children = [self._forked(parent, number) for number in range(first, first + n)]
+        self._numbers[request] = after
+        children = [self._forked(parent, number) for number in numbers]
         for child in children:
             self._outputs.append(
                 TokenOutput(request, child.seq, None, None, child.num_generated, parent=seq)
@@ -321,19 +334,29 @@ class Engine:
         if sequence in self._scheduler.suspended:
             self._scheduler.resume(sequence)
 
+    def ready(self, request: int, seq: int) -> bool:
+        """Whether a sequence has logits to sample from."""
+        sequence = self._named(request, seq)
+        return sequence.row is not None or (self._step is not None and sequence in self._step.rows)
+
     def hold(self, request: int, seq: int) -> None:
-        """Lets a sequence that is ready sit out this step only; its logits are kept."""
+        """Lets a sequence that is ready sit out until ``release``; its logits are kept."""
         sequence = self._named(request, seq)
         step = self._step
         if step is not None and step.logits is not None and sequence in step.rows:
             sequence.row = step.logits[step.rows.pop(sequence)].clone()
+            sequence.held = True
+
+    def release(self, request: int, seq: int) -> None:
+        """Lets a sequence that is held be sampled in the next step."""
+        self._named(request, seq).held = False
 
     def set_mask(self, request: int, seq: int, mask: np.ndarray | None) -> None:
         """Allows only some tokens for the next one that is sampled.
 
         ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
         """
-        words = -(-self.loaded.vocab_size // 32)
+        words = self.mask_words
         if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
             raise RequestError(
                 Code.INVALID_FIELD,
@@ -341,9 +364,17 @@ class Engine:
             )
         self._named(request, seq).mask = mask
 
-    def end(self, request: int, seq: int, reason: FinishReason = "controller") -> None:
-        """Ends one sequence."""
-        self._outputs.append(self._end(self._named(request, seq), reason))
+    def end(
+        self,
+        request: int,
+        seq: int,
+        reason: FinishReason = "controller",
+        error: str = "",
+        code: str | None = None,
+    ) -> None:
+        """Ends one sequence; with ``error`` and its code, where ``reason`` is that."""
+        ended = self._end(self._named(request, seq), reason, error)
+        self._outputs.append(ended._replace(code=code))
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -358,11 +389,16 @@ class Engine:
         if batch.chunks:
             for chunks, logits in self._run(batch):
                 self._computed(step, chunks, logits)
-        kept = [s for s in self._scheduler.running if s.row is not None]
+        kept = [s for s in self._scheduler.running if s.row is not None and not s.held]
         if kept:
             at = step.add(torch.stack([s.row for s in kept if s.row is not None]))
             step.rows.update(zip(kept, range(at, at + len(kept)), strict=True))
         return step
+
+    def wait_for_forward(self) -> None:
+        """Returns when the forward that ``begin`` has started is over on its device."""
+        if self.runs_beside:
+            torch.cuda.current_stream(self.loaded.device).synchronize()
 
     def finish(self, step: Step) -> list[TokenOutput]:
         """The second half: samples the next token of each sequence that is ready."""
@@ -490,6 +526,7 @@ class Engine:
         if self._step is not None:
             self._step.rows.pop(sequence, None)
         sequence.row = sequence.mask = None
+        sequence.held = False
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:

@@ -113,7 +113,7 @@ class Models:
         for name in list(self._engines):
             if len(self._engines) <= self._settings.max_models:
                 break
-            if name != event.model and not self._engines[name].has_work:
+            if name != event.model and not self._engines[name].has_requests:
                 del self._engines[name]
                 if self._ranks is not None:
                     self._ranks.drop(name)
@@ -173,3 +173,10 @@ def model_info(loaded: LoadedModel) -> ModelInfo:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
     )
+
+
+def tokenizer_json(loaded: LoadedModel) -> str | None:
+    """A model's tokenizer as ``tokenizers`` JSON; None where it has none of that kind."""
+    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
+    json: str | None = backend.to_str() if backend is not None else None
+    return json

@@ -72,7 +72,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting) or any(not s.held for s in self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Lets a new sequence wait for its turn."""
@@ -229,6 +229,7 @@ class Scheduler:
         self._blocks.free(sequence.table)
         sequence.computed = 0
         sequence.row = None
+        sequence.held = False
         self.preemptions += 1
         if sequence in self.running:
             self.running.remove(sequence)

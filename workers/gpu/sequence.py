@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,12 @@ class TokenOutput(NamedTuple):
     """Tokens of the sequence that were taken back before this one."""
     parent: int | None = None
     """In a fork's first output: the sequence that it was forked from."""
+    code: str | None = None
+    """The code that belongs to ``error``."""
+    logs: str = ""
+    """What its controller has printed."""
+    storage: Tokens[Any] = ()
+    """What its controller has written to variables."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +75,9 @@ class Sequence:
     mask: np.ndarray | None = None
     """What the next token may be: bit i of u32 words, little-endian; None allows all."""
     row: torch.Tensor | None = None
-    """Logits ``[vocab]`` that are waited with: its controller is late."""
+    """Logits ``[vocab]`` that wait to be sampled from."""
+    held: bool = False
+    """They wait until the sequence is released: its controller is late."""
 
     @property
     def target(self) -> int:

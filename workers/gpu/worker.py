@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import UNSET
 
-from ...protocol.bodies import decode_as
-from ...protocol.errors import Code, RequestError, TokenbusError
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.errors import Code, RequestError, TokenbusError, error_for
+from ...protocol.header import encode_header
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -25,12 +27,23 @@ from ...protocol.messages import (
     Token,
 )
 from ...protocol.settings import Settings
-from ...protocol.worker_messages import LiveRequest, Register, Registered
+from ...protocol.worker_messages import (
+    LiveRequest,
+    Lost,
+    Register,
+    Registered,
+    Result,
+    Start,
+    TokenizerAnswer,
+    TokenizerRequest,
+    Vocabulary,
+)
 from ..bus import Bus, FromBus
 from .engine import Engine, TokenOutput
-from .models import Failed, Models, Progress, Ready, model_info
+from .models import Failed, Models, Progress, Ready, model_info, tokenizer_json
 from .prompts import prompt_tokens, tokenize
 from .ranks import Ranks
+from .steering import Steering
 from .streams import (
     Stream,
     attached_frames,
@@ -44,6 +57,8 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 """How long a worker without work waits for a message before it looks at its own state again."""
+
+_decode_result = msgspec.msgpack.Decoder(Result).decode
 
 Request = Generate | Score | ModelInfoRequest
 
@@ -68,6 +83,7 @@ class GpuWorker:
         self._bus = Bus(settings.back_endpoint, self._registration, self._load)
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
+        self._steering = Steering(self._bus.post)
         self._draining_since: float | None = None
         self._stop_reason = ""
         self._failed: str | None = None
@@ -136,11 +152,18 @@ class GpuWorker:
             if not engine.has_work:
                 continue
             with self._bus.stepping():
+                began = time.monotonic()
                 step = engine.begin()
                 if engine.runs_beside:
                     self._send([])
                     self._take_what_is_there()
+                if self._steering.active:
+                    engine.wait_for_forward()
+                    forward_s = time.monotonic() - began
+                    self._steering.decide(engine, step, forward_s, self._take_what_is_there)
                 outputs = engine.finish(step)
+            if self._steering.active:
+                outputs = self._steering.sampled(engine, outputs)
             if engine.runs_beside and engine.has_work:
                 self._unsent += outputs
             else:
@@ -164,6 +187,16 @@ class GpuWorker:
                     received = decode_as(Attach, message.body).received
                     for frames in attached_frames(stream, received):
                         self._bus.post(frames)
+            case b"RESULT":
+                result = _decode_result(message.body)
+                worker, attachments = message.header.address, message.attachments
+                ends = self._steering.on_result(worker, result, attachments)
+                if ends:
+                    self._send(ends)
+            case b"LOST":
+                self._lost(decode_as(Lost, message.body, "msgpack"))
+            case b"TOKENIZER":
+                self._tokenizer(message)
             case b"DRAIN":
                 self.stop("the broker asked for it")
             case b"REGISTERED":
@@ -211,14 +244,28 @@ class GpuWorker:
                 scored = tokenize(scored, tokenizer, start=False)
             engine.score(stream.request, prompt, scored, text=message.text, **common)
         else:
-            if message.controller is not None:
+            if message.controller is not None and message.n > 1:
                 raise RequestError(
-                    Code.UNKNOWN_CONTROLLER,
-                    f"no controller {message.controller!r}: no controller worker is running",
-                    path="$.controller",
+                    Code.INVALID_FIELD,
+                    "a controller forks by itself; leave n at 1",
+                    path="$.n",
                 )
             stream.save, stream.prompt, stream.live = message.save, prompt, message.n
             engine.add(stream.request, prompt, message, text=message.text, **common)
+            if message.controller is not None:
+                start = Start(
+                    controller=message.controller,
+                    arg=message.controller_arg,
+                    prompt=prompt,
+                    max_tokens=message.max_tokens,
+                    model=stream.model,
+                    vocabulary=Vocabulary(
+                        fingerprint=engine.loaded.fingerprint,
+                        size=engine.loaded.vocab_size,
+                        eos=sorted(engine.loaded.eos_token_ids),
+                    ),
+                )
+                self._steering.start(stream.request, engine, start)
         self._streams[stream.request] = stream
 
     def _cancel(self, request: int, cancel: Cancel) -> None:
@@ -235,13 +282,37 @@ class GpuWorker:
             return
         stream = self._streams.get(request)
         engine = self._models.get(stream.model) if stream is not None else None
-        if engine is not None:
-            self._send(engine.abort(request, cancel.reason))
+        if stream is not None and engine is not None:
+            self._send(self._steering.ends_of(request) + engine.abort(request, cancel.reason))
+
+    def _lost(self, lost: Lost) -> None:
+        """Requests that have no controller any more end."""
+        error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
+        for request in lost.requests:
+            stream = self._streams.get(request)
+            if stream is not None:
+                self._drop(request)
+                self._bus.post(error_frames(stream, error))
+
+    def _tokenizer(self, message: FromBus) -> None:
+        """A controller worker asks for a tokenizer."""
+        wanted: TokenizerRequest = decode_as(TokenizerRequest, message.body, "msgpack")
+        loaded = (e.loaded for e in self._models.engines.values())
+        found = next((m for m in loaded if m.fingerprint == wanted.fingerprint), None)
+        json = tokenizer_json(found) if found is not None else None
+        error = None
+        if json is None:
+            error = "the model has no tokenizer in the form of the tokenizers library"
+        answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)
+        head = encode_header(0, message.header.address)
+        attachments = [json.encode()] if json is not None else []
+        self._bus.post([b"TOKENIZER_JSON", head, encode_body(answer, "msgpack"), *attachments])
 
     def _drop(self, request: int) -> None:
         """Ends a stream that nobody waits for any more, without a word."""
         self._waiting.pop(request, None)
         stream = self._streams.pop(request, None)
+        self._steering.forget(request)
         engine = self._models.get(stream.model) if stream is not None else None
         if engine is not None:
             engine.abort(request, "cancelled")
@@ -266,6 +337,7 @@ class GpuWorker:
             stream.entries += entries
             if stream.live == 0:
                 self._streams.pop(stream.request, None)
+                self._steering.forget(stream.request)
                 if stream.save:
                     self._bus.post(saved_buffer_frames(stream))
         frames = token_frames(new)
@@ -362,6 +434,9 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         backtrack=output.backtrack,
         parent=output.parent,
         error=output.error,
+        code=output.code,
+        logs=output.logs,
+        storage=list(output.storage),
         live=stream.live if output.finish_reason is not None else 0,
     )
 

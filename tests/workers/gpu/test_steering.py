@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -353,13 +354,18 @@ def test_a_late_controller_delays_its_own_sequence_only(
     engine.add(1, PROMPT, SEEDED)
     engine.add(2, PROMPT[:9], GREEDY)
     outputs = []
-    late = 0
-    while engine.has_work:
+    held_at = -1
+    for number in itertools.count():
         step = engine.begin()
-        if (1, 0) in step.ready and late % 3:
-            engine.hold(1, 0)
-        late += 1
+        if (1, 0) in step.ready:
+            if held_at < 0:
+                engine.hold(1, 0)
+            held_at = number if held_at < 0 else -1
         outputs += engine.finish(step)
+        if not engine.has_requests:
+            break
+        if held_at >= 0 and number - held_at == 2:
+            engine.release(1, 0)
     mine = [o.token for o in outputs if o.request == 1]
     assert mine == alone(embedded, PROMPT, SEEDED)
     order = [o.request for o in outputs]
@@ -377,6 +383,9 @@ def test_forks_that_find_no_slot_can_be_held_too(embedded: LoadedModel) -> None:
     for seq in range(1, 5):
         engine.hold(1, seq)
     told.take(engine.finish(step))
+    told.take(engine.step())
+    for seq in range(1, 5):
+        engine.release(1, seq)
     run(engine, told)
     assert told.tokens == {seq: alone(embedded, PROMPT, GREEDY) for seq in range(5)}
 
@@ -500,3 +509,6 @@ def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody(
 def _resume_all(engine: Engine) -> None:
     for sequence in list(engine._scheduler.suspended):
         engine.resume(sequence.request, sequence.seq)
+    for request, held in engine._requests.items():
+        for seq in held:
+            engine.release(request, seq)

@@ -1,0 +1,64 @@
+"""The programs that a request can name: what this worker was started with, and stored modules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from importlib.resources import files
+
+import wasmtime
+
+from ...protocol.errors import Code, RequestError
+from .aici import AiciProgram
+from .interface import Program
+from .native import NativeProgram
+from .store import ModuleStore
+
+BUILT_IN = ("choice",)
+"""Constraints by name, each a module of the native ABI that was compiled with the package."""
+
+
+class Programs:
+    """Programs by name: those given, then built-ins, then a tenant's modules and tags."""
+
+    def __init__(
+        self, engine: wasmtime.Engine, store: ModuleStore | None, given: Mapping[str, Program]
+    ) -> None:
+        """``store`` is None where only the ``given`` ones are served."""
+        self._engine = engine
+        self._store = store
+        self._given = dict(given)
+        self._lock = threading.Lock()
+        self._made: dict[str, Program] = {}
+
+    def get(self, tenant: str, name: str) -> Program:
+        """A program; raises RequestError where there is none of that name."""
+        given = self._given.get(name)
+        if given is not None:
+            return given
+        if self._store is None:
+            raise RequestError(
+                Code.UNKNOWN_CONTROLLER,
+                f"this worker serves {', '.join(self._given)}, not {name!r}",
+                path="$.controller",
+            )
+        if name in BUILT_IN:
+            return self._built_in(name)
+        module = self._store.resolve(tenant, name)
+        program = self._made.get(module)
+        if program is None:
+            loaded = self._store.load(module)
+            make = AiciProgram if loaded.abi == "aici" else NativeProgram
+            program = make(self._engine, loaded.module, loaded.forks)
+            with self._lock:
+                self._made[module] = program
+        return program
+
+    def _built_in(self, name: str) -> Program:
+        with self._lock:
+            program = self._made.get(name)
+            if program is None:
+                wasm = (files(__package__) / "builtin" / f"{name}.wasm").read_bytes()
+                module = wasmtime.Module(self._engine, wasm)
+                program = self._made[name] = NativeProgram(self._engine, module)
+        return program

@@ -1,0 +1,221 @@
+"""What a sequence goes through between two tokens, until something needs the model.
+
+post_process with what was sampled, pre_process, mid_process; and again post_process and
+pre_process for tokens that these append by themselves. What comes of it is always of one form: drop
+some tokens, append some, and then sample under a mask, fork, suspend, or stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...protocol.errors import Code, ControllerError, TokenbusError
+from ...protocol.worker_messages import StepResult
+from .host import Host
+from .interface import Answer, Controller, Then
+from .variables import SequenceVariables
+
+log = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    """Where a sequence stands."""
+
+    RUNNING = "running"
+    """A round of it is under way, or about to be."""
+    AWAY = "away"
+    """The model has it."""
+    SUSPENDED = "suspended"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class SteeredSequence:
+    """A sequence and its controller."""
+
+    seq: int
+    controller: Controller
+    host: Host
+    variables: SequenceVariables
+    mask: memoryview
+    """Where mid_process writes the mask, ``[4 * ceil(vocab / 32)]`` bytes."""
+    row: int | None = None
+    """The row of the shared file that ``mask`` is; None: it is sent."""
+    stage: Stage = Stage.RUNNING
+    length: int = 0
+    """Tokens beyond the prompt."""
+    slow: bool = False
+    """Whether its last round was worth a thread of its own."""
+    saw: int = 0
+    """Changes that others had made in its request as its last pre_process began."""
+
+
+@dataclass(slots=True)
+class Change:
+    """Tokens to drop and to append, put together from several answers."""
+
+    backtrack: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
+        """Drops from the end, appended tokens first, and appends."""
+        taken = min(backtrack, len(self.tokens))
+        if taken:
+            del self.tokens[-taken:]
+        self.backtrack += backtrack - taken
+        self.tokens += tokens
+
+
+Fork = Callable[[SteeredSequence, int], list[SteeredSequence]]
+"""Makes so many copies of a sequence; raises ControllerError where there may be no more."""
+
+
+class Rounds:
+    """Plays rounds of the sequences of one request. Each call returns what is to be told.
+
+    ``changes`` counts what other sequences than the given one have changed in the request.
+    """
+
+    def __init__(self, fork: Fork, changes: Callable[[SteeredSequence], int]) -> None:
+        self._fork = fork
+        self._changes = changes
+
+    def begin(self, sequence: SteeredSequence, prompt: Sequence[int]) -> list[StepResult]:
+        """The first round."""
+        return self._guarded(sequence, lambda: self._begin(sequence, prompt))
+
+    def sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+        """The round after tokens were sampled."""
+        return self._guarded(sequence, lambda: self._sampled(sequence, tokens))
+
+    def again(self, sequence: SteeredSequence) -> list[StepResult]:
+        """The round of a sequence that was suspended."""
+        return self._guarded(sequence, lambda: self._decide(sequence))
+
+    def ended(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+        """The last post_process of a sequence that the model's side has ended."""
+        return self._guarded(sequence, lambda: self._ended(sequence, tokens))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, sequence: SteeredSequence, prompt: Sequence[int]) -> list[StepResult]:
+        sequence.controller.init_prompt(prompt)
+        return self._decide(sequence)
+
+    def _sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+        sequence.length += len(tokens)
+        if sequence.controller.post_process(tokens, 0).then is Then.STOP:
+            return [_result(sequence, "stop")]
+        return self._decide(sequence)
+
+    def _ended(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+        if tokens:
+            sequence.controller.post_process(tokens, 0)
+        return [_result(sequence, "stop")]
+
+    def _decide(
+        self, sequence: SteeredSequence, group: Sequence[int] | None = None
+    ) -> list[StepResult]:
+        """pre_process and mid_process, or only this where the fork ``group`` has just been made."""
+        change = Change()
+        controller = sequence.controller
+        for _ in range(sequence.host.limits.silent_rounds):
+            if group is None:
+                sequence.saw = self._changes(sequence)
+                answer = controller.pre_process()
+                if answer.then is Then.SPLICE:
+                    if self._append(sequence, change, answer):
+                        return [_result(sequence, "stop", change)]
+                    continue
+                if answer.then is Then.SUSPEND:
+                    return [_result(sequence, "suspend", change)]
+                if answer.then is Then.STOP or (answer.then is Then.FORK and answer.count == 0):
+                    return [_result(sequence, "stop", change)]
+                if answer.then is Then.FORK and answer.count > 1:
+                    return self._forked(sequence, change, answer.count - 1)
+            answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
+            group = None
+            if answer.then is Then.GO_ON:
+                return [_result(sequence, "sample", change, answer.masked)]
+            if answer.then is Then.STOP:
+                return [_result(sequence, "stop", change)]
+            if self._append(sequence, change, answer):
+                return [_result(sequence, "stop", change)]
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"it went through {sequence.host.limits.silent_rounds} rounds by itself; a controller "
+            "has to sample, suspend or stop now and then",
+        )
+
+    def _append(self, sequence: SteeredSequence, change: Change, answer: Answer) -> bool:
+        """Drops and appends what an answer says; whether post_process then stops."""
+        drop, tokens = answer.backtrack, answer.tokens
+        if not drop and not tokens:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                "a splice drops tokens or appends some; this one does neither",
+            )
+        if drop > sequence.length:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"a splice drops {drop} tokens, and the sequence has {sequence.length} beyond its "
+                "prompt",
+            )
+        size = sequence.host.vocabulary.size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED,
+                    f"it appends token {token}; the vocabulary is 0 to {size - 1}",
+                )
+        change.splice(drop, tokens)
+        sequence.length += len(tokens) - drop
+        return sequence.controller.post_process(tokens, drop).then is Then.STOP
+
+    def _forked(self, sequence: SteeredSequence, change: Change, more: int) -> list[StepResult]:
+        """The fork itself, and the first round of all that came of it."""
+        children = self._fork(sequence, more)
+        forked = _result(sequence, "fork", change)
+        forked.children = [child.seq for child in children]
+        group = [sequence.seq, *forked.children]
+        results = [forked]
+        for one in (sequence, *children):
+            results += self._guarded(one, lambda one=one: self._decide(one, group))  # type: ignore[misc]
+        return results
+
+    @staticmethod
+    def _guarded(
+        sequence: SteeredSequence, play: Callable[[], list[StepResult]]
+    ) -> list[StepResult]:
+        """A round whose failure ends its own sequence."""
+        try:
+            return play()
+        except TokenbusError as error:
+            failed = _result(sequence, "error")
+            failed.error, failed.code = error.message, str(error.code)
+        except Exception as error:
+            log.exception("a round of sequence %d failed", sequence.seq)
+            failed = _result(sequence, "error")
+            failed.error = f"the controller worker failed: {error!r}"
+            failed.code = str(Code.INTERNAL)
+        return [failed]
+
+
+def _result(
+    sequence: SteeredSequence, then: str, change: Change | None = None, masked: bool = False
+) -> StepResult:
+    """What is told of a round; its log and its writes go with it."""
+    return StepResult(
+        sequence.host.request,
+        sequence.seq,
+        then,  # type: ignore[arg-type]
+        change.backtrack if change is not None else 0,
+        change.tokens if change is not None else [],
+        row=sequence.row if masked else None,
+        attachment=0 if masked and sequence.row is None else None,
+        logs=sequence.host.log.take(),
+        storage=sequence.variables.take_writes(),
+    )

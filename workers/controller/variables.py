@@ -1,0 +1,136 @@
+"""A guest's way to the variables of its request: over the bus to the state worker, and back.
+
+A call waits on its own thread; the answer is handed over on the bus thread. An operation that is
+not answered is sent again, as its name (request, sequence, count) makes it happen once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.errors import Code, ControllerError
+from ...protocol.header import encode_header
+from ...protocol.worker_messages import Variable, VariableAnswer
+from .host import Stored, Written
+
+AGAIN_S = 0.5
+"""How long an operation waits before it is sent again, in seconds."""
+GIVE_UP_S = 10.0
+"""How long it waits at all: a state worker that was killed is back within this."""
+
+
+class VariableCalls:
+    """The operations of this worker that wait for an answer. ``post`` sends frames."""
+
+    def __init__(
+        self, post: Callable[[list[bytes]], None], waits: Callable[[], None] = lambda: None
+    ) -> None:
+        self._post = post
+        self._waits = waits
+        self._calls: dict[tuple[int, int, int], list[Any]] = {}
+
+    def ask(self, operation: Variable) -> VariableAnswer:
+        """The answer to an operation; raises ControllerError where none comes, or a refusal."""
+        name = (operation.request, operation.seq, operation.count)
+        done = threading.Lock()
+        done.acquire()
+        call: list[Any] = [done, None]
+        self._calls[name] = call
+        frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
+        try:
+            for _ in range(int(GIVE_UP_S / AGAIN_S)):
+                self._post(frames)
+                self._waits()
+                if done.acquire(timeout=AGAIN_S):
+                    break
+        finally:
+            self._calls.pop(name, None)
+        answer: VariableAnswer | None = call[1]
+        if answer is None:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the state worker did not answer within {GIVE_UP_S:g} s, so there are no "
+                "variables now",
+            )
+        if answer.error is not None:
+            raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
+        return answer
+
+    def on_answer(self, body: bytes) -> None:
+        """On the bus thread: an answer has come."""
+        answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
+        call = self._calls.get((answer.request, answer.seq, answer.count))
+        if call is not None and call[1] is None:
+            call[1] = answer
+            call[0].release()
+
+
+class SequenceVariables:
+    """The variables of a request, for one of its sequences (``host.Variables``)."""
+
+    def __init__(
+        self,
+        request: int,
+        seq: int,
+        ask: Callable[[Variable], VariableAnswer],
+        written: Callable[[], None],
+    ) -> None:
+        """``written`` is called after each write that was made."""
+        self._request = request
+        self._seq = seq
+        self._ask = ask
+        self._written = written
+        self._count = 0
+        self._writes: list[Any] = []
+        self.own_changes = 0
+        """Writes that this sequence has made."""
+
+    def get(self, name: str) -> Stored | None:
+        """As ``host.Variables`` says."""
+        answer = self._do("get", name)
+        return Stored(answer.version, answer.value or b"") if answer.version else None
+
+    def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        return self._write("set", name, value, when_version_is)
+
+    def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        return self._write("append", name, value, when_version_is)
+
+    def take_writes(self) -> list[Any]:
+        """The writes since the last call, as AICI's storage commands."""
+        taken, self._writes = self._writes, []
+        return taken
+
+    def _write(self, op: str, name: str, value: bytes, when: int | None) -> Written:
+        answer = self._do(op, name, value, when)
+        if answer.written:
+            command = {
+                "name": name,
+                "value": value.hex(),
+                "op": op.capitalize(),
+                "when_version_is": when,
+            }
+            self._writes.append({"WriteVar": command})
+            self.own_changes += 1
+            self._written()
+        return Written(answer.written, answer.version, answer.value or b"")
+
+    def _do(
+        self, op: str, name: str, value: bytes = b"", when: int | None = None
+    ) -> VariableAnswer:
+        self._count += 1
+        operation = Variable(
+            self._request,
+            self._seq,
+            self._count,
+            op,  # type: ignore[arg-type]
+            name,
+            value,
+            when,
+        )
+        return self._ask(operation)
