@@ -132,6 +132,9 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
     model: str
     vocabulary: Vocabulary
+    ignore_eos: bool = False
+    """A sequence does not end with an end-of-sequence token. Without it, it does where its
+    controller would just sample on; one that appends, drops, forks or suspends goes on."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -178,6 +181,8 @@ class StepResult(Struct, array_like=True):
     error: str | None = None
     code: str | None = None
     """``error``: the code that belongs to it."""
+    finish: FinishReason = "controller"
+    """``stop``: the reason that the client is told."""
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):

@@ -17,6 +17,8 @@ class Vocabulary(Protocol):
     """Token ids are below this; a mask has ceil(size / 32) words."""
     eos: int
     """The token that ends a sequence; -1 where the model has none."""
+    eos_ids: tuple[int, ...]
+    """All tokens that do."""
     fingerprint: str
 
     def token(self, number: int) -> bytes:
@@ -80,6 +82,8 @@ class Host:
     limits: Limits
     max_tokens: int = 0
     """Tokens that the sequence may have beyond its prompt."""
+    ignore_eos: bool = False
+    """A sequence goes on after an end-of-sequence token, whatever its controller does."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

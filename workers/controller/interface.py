@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     """The result of pre_process, mid_process or post_process."""
 
     then: Then
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]
     """Forks in all."""
     backtrack: int = 0
     """Tokens to drop, of those that the sequence has: the one about to be sampled is not one."""

@@ -108,8 +108,13 @@ class Rounds:
     def _sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
         if sequence.controller.post_process(tokens, 0).then is Then.STOP:
-            return [_result(sequence, "stop")]
-        return self._decide(sequence)
+            results = [_result(sequence, "stop")]
+        else:
+            results = self._decide(sequence)
+        host = sequence.host
+        if not host.ignore_eos and any(token in host.vocabulary.eos_ids for token in tokens):
+            _end_of_sequence(results)
+        return results
 
     def _ended(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
         if tokens:
@@ -202,6 +207,15 @@ class Rounds:
             failed.error = f"the controller worker failed: {error!r}"
             failed.code = str(Code.INTERNAL)
         return [failed]
+
+
+def _end_of_sequence(results: list[StepResult]) -> None:
+    """After the end-of-sequence token a sequence ends, unless its controller makes more of it."""
+    first = results[0]
+    alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
+    if alone and first.then in ("sample", "stop"):
+        first.then, first.finish = "stop", "stop"
+        first.row = first.attachment = None
 
 
 def _result(

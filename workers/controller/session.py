@@ -45,6 +45,7 @@ class Session:
         limits: Limits,
         arg: bytes,
         max_tokens: int,
+        ignore_eos: bool,
         ask: Callable[[Variable], VariableAnswer],
     ) -> None:
         """``gpu``: the GPU worker that has the request; ``ask`` does an operation on a variable."""
@@ -53,6 +54,7 @@ class Session:
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
+        self._ignore_eos = ignore_eos
         self._ask = ask
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
@@ -215,6 +217,7 @@ class Session:
             Log(self._limits.log_bytes),
             self._limits,
             self._max_tokens,
+            self._ignore_eos,
         )
 
     def _buffer(self) -> memoryview:

@@ -188,6 +188,7 @@ class ControllerWorker:
             self._limits,
             _arg_bytes(start.arg),
             start.max_tokens,
+            start.ignore_eos,
             self._calls.ask,
         )
         self._sessions[header.request] = session

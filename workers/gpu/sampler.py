@@ -57,15 +57,8 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     # On a CPU, max is two and a half times as fast as argmax, and its result serves logsumexp too.
     best = own.max(-1)
     log_total = (own - best.values.unsqueeze(-1)).exp_().sum(-1).log_() + best.values
-    bent = _bend(own, rows)
-    chosen = best.indices if bent is own else bent.max(-1).indices
-    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if random:
-        index = torch.tensor(random, device=own.device)
-        chosen[index] = _draw(bent[index], [rows[i] for i in random])
-    at = chosen.unsqueeze(-1)
-    logprobs = own.gather(-1, at).squeeze(-1) - log_total
-    allowed = bent.gather(-1, at).squeeze(-1) > float("-inf")
+    chosen, allowed = _choose(own, best.indices, rows)
+    logprobs = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - log_total
     told = torch.stack([chosen.double(), logprobs.double(), allowed.double(), log_total.double()])
     tokens, values, fine, totals = told.tolist()
     result = Sampled([int(t) for t in tokens], values, [])
@@ -103,34 +96,77 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return np.asarray(z ^ (z >> np.uint64(31)))
 
 
+def _choose(
+    own: torch.Tensor, best: torch.Tensor, rows: Sequence[Row]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row, and whether the row allows any token at all."""
+    chosen = best.clone()
+    allowed = torch.ones(len(rows), dtype=torch.bool, device=own.device)
+    bending = _bending(rows, best)
+    places = {i: place for place, i in enumerate(bending)}
+    at = _ints(bending, own)
+    bent = _bend(own[at], [rows[i] for i in bending]) if bending else own
+    if bending:
+        chosen[at] = bent.max(-1).indices
+    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+    if random == bending and random:
+        chosen[at] = _draw(bent, [rows[i] for i in random])
+    elif random:
+        index = _ints(random, own)
+        drawn = own[index]
+        for k, i in enumerate(random):
+            if i in places:
+                drawn[k] = bent[places[i]]
+        chosen[index] = _draw(drawn, [rows[i] for i in random])
+    if bending:
+        allowed[at] = bent.gather(-1, chosen[at].unsqueeze(-1)).squeeze(-1) > float("-inf")
+    return chosen, allowed
+
+
 # --- what changes the logits ----------------------------------------------------------------------
 
 
-def _bend(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """The logits after bias, penalties and mask; the same tensor where no row has any."""
-    if not any(_bends(row) for row in rows):
-        return logits
-    bent = logits.clone()
+def _bending(rows: Sequence[Row], best: torch.Tensor) -> list[int]:
+    """The rows whose choice needs other logits than the model's own.
+
+    A greedy row with a mask and nothing else is none of them where the mask allows the best token:
+    no other token would be chosen.
+    """
+    found = []
+    tokens: list[int] | None = None
+    for i, row in enumerate(rows):
+        if row.mask is not None and not row.sampling.temperature and not _bends(row):
+            tokens = best.tolist() if tokens is None else tokens
+            token = tokens[i]
+            if not row.mask[token >> 5] >> (token & 31) & 1:
+                found.append(i)
+        elif row.mask is not None or _bends(row):
+            found.append(i)
+    return found
+
+
+def _bend(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Bias, penalties and masks put into the logits of these rows, which are changed."""
     _add_bias(bent, rows)
     _penalise(bent, rows)
     masked = [i for i, row in enumerate(rows) if row.mask is not None]
     if masked:
-        words = np.stack([row.mask for row in rows if row.mask is not None])
+        words = np.stack([~row.mask for row in rows if row.mask is not None])
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        allowed = torch.from_numpy(bits[:, : bent.shape[1]].astype(bool)).to(bent.device)
-        index = torch.tensor(masked, device=bent.device)
-        bent[index] = bent[index].masked_fill(~allowed, float("-inf"))
+        forbidden = torch.from_numpy(bits[:, : bent.shape[1]]).view(torch.bool).to(bent.device)
+        if len(masked) == len(rows):
+            bent.masked_fill_(forbidden, float("-inf"))
+        else:
+            index = _ints(masked, bent)
+            bent[index] = bent[index].masked_fill_(forbidden, float("-inf"))
     return bent
 
 
 def _bends(row: Row) -> bool:
+    """Whether bias or penalties change a row's logits."""
     s = row.sampling
     return bool(
-        row.mask is not None
-        or s.logit_bias
-        or s.repetition_penalty != 1
-        or s.presence_penalty
-        or s.frequency_penalty
+        s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
     )
 
 

@@ -214,7 +214,7 @@ class Steering:
                 engine.suspend(*key)
             case "stop":
                 self._awaited.discard(key)
-                engine.end(*key, "controller")
+                engine.end(*key, one.finish)
             case "error":
                 self._awaited.discard(key)
                 engine.end(*key, "error", one.error or "the controller failed", one.code)

@@ -251,7 +251,10 @@ class GpuWorker:
                     path="$.n",
                 )
             stream.save, stream.prompt, stream.live = message.save, prompt, message.n
-            engine.add(stream.request, prompt, message, text=message.text, **common)
+            # With a controller, it decides what an end-of-sequence token is.
+            steered = message.controller is not None
+            sampling = msgspec.structs.replace(message, ignore_eos=True) if steered else message
+            engine.add(stream.request, prompt, sampling, text=message.text, **common)
             if message.controller is not None:
                 start = Start(
                     controller=message.controller,
@@ -264,6 +267,7 @@ class GpuWorker:
                         size=engine.loaded.vocab_size,
                         eos=sorted(engine.loaded.eos_token_ids),
                     ),
+                    ignore_eos=message.ignore_eos,
                 )
                 self._steering.start(stream.request, engine, start)
         self._streams[stream.request] = stream

@@ -1,0 +1,317 @@
+"""What controllers cost: a call, a round, a fork, a start, a variable; and a batch under masks.
+
+Guests are C of ``benchmarks/guests``, compiled here. The system that is measured is the whole one:
+broker, GPU worker, controller worker and state worker in processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import wasmtime
+from _models import VOCAB, llama_folder
+from _report import arguments, report
+from tokenbus.clients import Client, TokenbusError
+from tokenbus.protocol.messages import PROTOCOL_VERSION
+from tokenbus.protocol.worker_messages import Register
+from tokenbus.workers.bus import Bus, FromBus
+from tokenbus.workers.controller.aici import AiciProgram
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Controller
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.native import NativeProgram
+from tokenbus.workers.controller.sandbox import make_engine
+from tokenbus.workers.controller.variables import SequenceVariables, VariableCalls
+from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+
+GUESTS = Path(__file__).parent / "guests"
+FORWARD_S = 0.025
+LIMITS = Limits()
+MICRO = 1e6
+
+
+def compiled(name: str, folder: Path) -> bytes:
+    """A guest of ``benchmarks/guests``, as Wasm."""
+    out = folder / f"{name}.wasm"
+    flags = ["-target", "wasm32-freestanding", "-O3", "-nostdlib", "-Wl,--no-entry"]
+    command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(out)]
+    subprocess.check_call([*command, str(GUESTS / f"{name}.c")])
+    return out.read_bytes()
+
+
+def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
+    """Microseconds of one call: the best of several runs, each the mean of so many."""
+    for _ in range(times // 10 + 1):
+        work()
+    best = float("inf")
+    for _ in range(runs):
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        best = min(best, (time.perf_counter() - began) / times)
+    return best * MICRO
+
+
+# --- the sandbox, in this process -----------------------------------------------------------------
+
+
+class Sandbox:
+    """Guests over a vocabulary of 131,072 tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engine = make_engine(LIMITS)
+        tokens = [i.to_bytes(3, "big") for i in range(131_072)]
+        self._vocabulary = TokenizerVocabulary.from_tokens(tokens, eos=[0], fingerprint="benchmark")
+
+    def program(self, name: str) -> NativeProgram | AiciProgram:
+        """A guest, ready to start."""
+        module = wasmtime.Module(self._engine, compiled(name, self._folder))
+        kind = AiciProgram if name == "aici" else NativeProgram
+        return kind(self._engine, module)
+
+    def host(self, seq: int = 0, variables: Any = None) -> Host:
+        """What a guest is given."""
+        log = Log(LIMITS.log_bytes)
+        return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
+
+    def costs(self) -> dict[str, float]:
+        """A call, a round of AICI's, a start and a fork."""
+        program = self.program("empty")
+        controller = program.start(self.host())
+        controller.init_prompt([1, 2, 3])
+        mask = memoryview(bytearray(131_072 // 8))
+        calls = [
+            best_us(controller.pre_process, 20_000),
+            best_us(lambda: controller.mid_process([0], mask), 20_000),
+            best_us(lambda: controller.post_process([5], 0), 20_000),
+        ]
+        aici = self.program("aici").start(self.host())
+        aici.init_prompt([1, 2, 3])
+        small = self.program("all_allowed")
+
+        def round_of_aici() -> None:
+            aici.post_process([5], 0)
+            aici.pre_process()
+            aici.mid_process([0], mask)
+
+        def start() -> Controller:
+            started = small.start(self.host())
+            started.init_prompt([1, 2, 3])
+            started.pre_process()
+            started.mid_process([0], mask)
+            return started
+
+        return {
+            "host_us_per_call": statistics.mean(calls),
+            "aici_us_per_round": best_us(round_of_aici, 2_000),
+            "clone_us": _without_close(lambda: controller.fork(self.host(1))),
+            "start_us": _without_close(start),
+        }
+
+
+def _without_close(make: Callable[[], Controller]) -> float:
+    """The median time of making a controller, without that of its end, in microseconds."""
+    times = []
+    for _ in range(400):
+        began = time.perf_counter()
+        made = make()
+        times.append(time.perf_counter() - began)
+        made.close()
+    return statistics.median(times) * MICRO
+
+
+# --- the system -----------------------------------------------------------------------------------
+
+
+class System:
+    """A whole system in a folder."""
+
+    def __init__(self, folder: Path, gpu: list[str], model: Path) -> None:
+        self.front = f"ipc://{folder}/front.sock"
+        self.back = f"ipc://{folder}/back.sock"
+        own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+        settings = {"FRONT": self.front, "RUN_DIR": str(folder), "MODEL": str(model)}
+        self._environment = own | {f"TOKENBUS_{k}": v for k, v in settings.items()}
+        self._log = (folder / "log").open("w")
+        module = "tokenbus.workers"
+        self._processes = [
+            self._started(["-m", "tokenbus.broker"]),
+            self._started(["-m", f"{module}.state"]),
+            self._started(["-m", f"{module}.controller"]),
+            self.gpu(gpu),
+        ]
+        self.client = Client(self.front)
+        self._wait()
+
+    def gpu(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Starts a GPU worker."""
+        return self._started(command)
+
+    def _started(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=self._environment,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TokenbusError):
+                workers = self.client.status(timeout_s=2).workers
+                roles = {w.role for w in workers if w.role != "gpu" or w.models}
+                if roles == {"gpu", "controller", "state"}:
+                    return
+            time.sleep(0.1)
+        raise SystemExit(f"the system did not start; see {self._log.name}")
+
+    def close(self) -> None:
+        """Ends it, workers first."""
+        self.client.close()
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        self._log.close()
+
+
+@contextlib.contextmanager
+def system(gpu: list[str], model: Path) -> Iterator[System]:
+    """A system in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        running = System(Path(folder), gpu, model)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
+    """Tokens of so many streams together, per second, from the first token to the last."""
+    begun = [
+        client.generate(
+            [7 + i, 8, 9], max_tokens=new, ignore_eos=True, controller=controller, timeout_s=300
+        )
+        for i in range(streams)
+    ]
+    iterators = [iter(stream) for stream in begun]
+    for iterator in iterators:
+        next(iterator)
+    began = time.perf_counter()
+    for iterator in iterators:
+        for _ in iterator:
+            pass
+    return streams * (new - 1) / (time.perf_counter() - began)
+
+
+def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
+    """How long the batch waits for masks beside a forward that leaves the CPU free."""
+    out = folder / "waits.json"
+    gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
+    with system(gpu, model) as running:
+        running.client.upload_controller(compiled("all_allowed", folder), tag="all")
+        free, steered = [], []
+        for _ in range(3):
+            free.append(tokens_per_s(running.client, 32, new, None))
+            steered.append(tokens_per_s(running.client, 32, new, "all"))
+        for streams in (10, 40):
+            tokens_per_s(running.client, streams, new, "all")
+    seen: list[tuple[int, float]] = json.loads(out.read_text())
+    results = {}
+    for streams in (10, 40):
+        mine = [seconds for ready, seconds in seen if ready == streams]
+        results[f"wait_us_p50_{streams}"] = statistics.median(mine) * MICRO
+    results["constrained_vs_free_standin"] = max(steered) / max(free)
+    return results
+
+
+def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
+    """Tokens per second with every sequence of a batch of 32 under a mask, over none."""
+    with system(["-m", "tokenbus.workers.gpu"], model) as running:
+        running.client.upload_controller(compiled("all_allowed", folder), tag="all")
+        free, steered = [], []
+        for _ in range(runs):
+            free.append(tokens_per_s(running.client, 32, new, None))
+            steered.append(tokens_per_s(running.client, 32, new, "all"))
+    return max(steered) / max(free)
+
+
+def variable_us(sandbox: Sandbox, model: Path) -> float:
+    """From a guest to the state worker and back, in microseconds: the median."""
+    with system(["-m", "tokenbus.workers.gpu"], model) as running:
+
+        def registration() -> Register:
+            return Register(
+                name="benchmark",
+                role="controller",
+                version=PROTOCOL_VERSION,
+                pid=os.getpid(),
+                host="here",
+                capacity=1,
+                patterns=["nothing"],
+            )
+
+        def first(messages: list[FromBus]) -> list[FromBus]:
+            for message in messages:
+                if message.type == b"VARIABLE_ANSWER":
+                    calls.on_answer(message.body)
+            return []
+
+        bus = Bus(running.back, registration, lambda: (0, {}), first)
+        calls = VariableCalls(bus.post)
+        bus.start()
+        variables = SequenceVariables(1, 0, calls.ask, lambda: None)
+        controller = sandbox.program("reads_variable").start(sandbox.host(0, variables))
+        times = []
+        for _ in range(2_000):
+            began = time.perf_counter()
+            controller.pre_process()
+            times.append(time.perf_counter() - began)
+        bus.close("the benchmark is over")
+    return statistics.median(times) * MICRO
+
+
+NOTES = {
+    "host_us_per_call": "around an empty guest of the native ABI (at most 6)",
+    "aici_us_per_round": "the same for AICI's, three calls and a mask (at most 150)",
+    "clone_us": "a fork with 1 MiB of memory (at most 150)",
+    "start_us": "a sequence of a known module, its first round included (at most 500)",
+    "var_op_us_p50": "from guest to state worker and back (at most 600)",
+    "wait_us_p50_10": "the batch waits for masks, 10 sequences, forward of 25 ms (at most 300)",
+    "wait_us_p50_40": "40 sequences (at most 700)",
+    "constrained_vs_free": f"tokens/s under a mask over none, batch 32, {VOCAB:,} tokens, CPU "
+    "(at least 0.95)",
+    "constrained_vs_free_standin": "the same beside a forward that leaves the CPU free",
+}
+
+
+def main() -> None:
+    """Measures everything and reports."""
+    options = arguments(__doc__)
+    new, runs = (60, 2) if options.quick else (200, 4)
+    with tempfile.TemporaryDirectory(prefix="tb-bench-") as name:
+        folder = Path(name)
+        model = llama_folder(folder / "model")
+        sandbox = Sandbox(folder)
+        results = sandbox.costs()
+        results["var_op_us_p50"] = variable_us(sandbox, model)
+        results |= waits(folder, model, 60)
+        results["constrained_vs_free"] = constrained(folder, model, new, runs)
+    report({name: results[name] for name in NOTES}, NOTES, options.json)
+
+
+if __name__ == "__main__":
+    main()
