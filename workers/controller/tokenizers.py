@@ -41,7 +41,7 @@ class Vocabularies:
         with self._lock:
             waiting = self._waiting.pop(fingerprint, [])
         for key, then in waiting:
-            vocabulary = self._built.get(key)
+            vocabulary, failure = self._built.get(key), error
             if vocabulary is None and json is not None:
                 try:
                     vocabulary = TokenizerVocabulary.from_json(
@@ -50,5 +50,5 @@ class Vocabularies:
                     with self._lock:
                         self._built[key] = vocabulary
                 except Exception as failed:
-                    error = f"the model's tokenizer cannot be used: {failed}"
-            then(vocabulary, error)
+                    failure = f"the model's tokenizer cannot be used: {failed}"
+            then(vocabulary, failure)

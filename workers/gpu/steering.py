@@ -119,13 +119,12 @@ class Steering:
                 heard.append(output)
                 continue
             output = self._noted(steered, output)
-            reason = output.finish_reason
-            if reason is None or reason in ("stop", "length"):
-                drawn = output.token is not None and output.logprob is not None
-                told = StepSequence(
-                    output.request, output.seq, [output.token] if drawn else [], reason
-                )
+            reason, token = output.finish_reason, output.token
+            if token is not None:
+                # One that was fast-forwarded has no probability, and is known to its controller.
+                drawn = [token] if output.logprob is not None else []
                 if drawn or reason is not None:
+                    told = StepSequence(output.request, output.seq, drawn, reason)
                     news.setdefault(steered.worker, []).append(told)
                     self._awaited.add((output.request, output.seq))
                 if reason is not None:

@@ -171,7 +171,11 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
         if index in added:
             table[index] = added[index].encode()
         else:
-            table[index] = bytes(byte_of[c] for c in text)
+            try:
+                table[index] = bytes(byte_of[c] for c in text)
+            except KeyError:
+                # A piece that is not written in that alphabet stands for itself.
+                table[index] = text.encode()
     return table
 
 

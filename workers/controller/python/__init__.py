@@ -1,0 +1,28 @@
+"""Controllers in Python: trusted code of the operator's, as a class or as a script."""
+
+from .classes import Controller, PythonProgram
+from .constraints import Constraint
+from .context import Context, Label
+from .decisions import Decision, append, fork, go_on, sample, splice, stop, suspend
+from .loading import load_program
+from .script import ScriptProgram
+from .token_set import TokenSet
+
+__all__ = [
+    "Constraint",
+    "Context",
+    "Controller",
+    "Decision",
+    "Label",
+    "PythonProgram",
+    "ScriptProgram",
+    "TokenSet",
+    "append",
+    "fork",
+    "go_on",
+    "load_program",
+    "sample",
+    "splice",
+    "stop",
+    "suspend",
+]

@@ -1,0 +1,95 @@
+"""Calls into an author's code: what goes wrong is told, and what takes too long is logged."""
+
+from __future__ import annotations
+
+import site
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host
+
+_OURS = str(Path(__file__).parent)
+_NOT_THE_AUTHORS = tuple(
+    {sysconfig.get_path("stdlib"), *map(str, site.getsitepackages()), "<frozen"}
+)
+_PLACE = {"post_process": 0, "pre_process": 1, "mid_process": 2}
+
+
+class Calls:
+    """The calls of one sequence into the code of ``name``.
+
+    An author's code is trusted and cannot be interrupted, so its limits only make a line in the
+    sequence's own log: for init_prompt its own limit, for the three calls of a round the sum of
+    theirs, as they are made one after another while the model computes. Times are of this
+    thread's CPU.
+    """
+
+    def __init__(self, name: str, host: Host) -> None:
+        self._name = name
+        self._host = host
+        self._round_s = 0.0
+        self._last = len(_PLACE)
+        self._told = False
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Around one call; any exception becomes a ControllerError that names the author's line.
+
+        The whole traceback goes to the sequence's log.
+        """
+        start = time.thread_time()
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            trace = "".join(traceback.format_exception(error))
+            self._host.log.write(f"{call} of {self._name} failed:\n{trace}".encode())
+            raise self._failure(error) from error
+        finally:
+            self._spent(call, time.thread_time() - start)
+
+    def _failure(self, error: BaseException) -> ControllerError:
+        where = author_line(error.__traceback__)
+        at = f", at {where}" if where else ""
+        if isinstance(error, ControllerError):
+            return ControllerError(error.code, f"{self._name}: {error.message}{at}")
+        kind, text = type(error).__name__, str(error)
+        told = f"{kind}: {text}" if text else kind
+        return ControllerError(Code.CONTROLLER_FAILED, f"{self._name} raised {told}{at}")
+
+    def _spent(self, call: str, seconds: float) -> None:
+        limits = self._host.limits
+        if call not in _PLACE:
+            if seconds > limits.init_s:
+                self._warn(call, seconds, limits.init_s)
+            return
+        if _PLACE[call] <= self._last:
+            self._round_s, self._told = 0.0, False
+        self._last = _PLACE[call]
+        self._round_s += seconds
+        limit = limits.post_s + limits.pre_s + limits.mid_s
+        if self._round_s > limit and not self._told:
+            self._told = True
+            self._warn(f"a round, up to its {call},", self._round_s, limit)
+
+    def _warn(self, what: str, seconds: float, limit: float) -> None:
+        self._host.log.write(
+            f"[{self._name}: {what} took {1e3 * seconds:.1f} ms of CPU; more than "
+            f"{1e3 * limit:.1f} ms makes the sequence late]\n".encode()
+        )
+
+
+def author_line(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that is the author's: neither ours nor a library's."""
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_AUTHORS)]
+    if not frames:
+        return ""
+    frame = own[-1] if own else frames[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return f"{place}: {frame.line}" if frame.line else place

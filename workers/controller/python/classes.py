@@ -1,0 +1,178 @@
+"""Controllers as a class: the four calls, written in Python.
+
+class Upper(Controller):
+    def mid_process(self, fork_group):
+        return sample(self.capitals)
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Self
+
+from ....protocol.errors import Code, ControllerError, RequestError
+from .. import interface
+from ..host import Host
+from ..interface import Answer
+from .arguments import parsed
+from .calls import Calls
+from .decisions import Decision, answer_of, go_on, sample, stop
+from .text_variables import Vars
+
+
+class Controller:
+    """What an author extends. Each sequence has an object of its own; a fork gets a copy.
+
+    ``self.host`` is there from the beginning, in ``__init__`` too. The default is a controller
+    that samples freely until the model ends the sequence.
+    """
+
+    host: Host
+    """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
+
+    def init_prompt(self, prompt: list[int]) -> None:
+        """Once, before all else."""
+
+    def pre_process(self) -> Decision | None:
+        """Before the model's next token: stop, suspend, fork, append, or go on."""
+        return go_on()
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        """While the model computes: what may be sampled, or a splice, or stop.
+
+        ``fork_group``: the sequences that a fork in this round's pre_process made, else only this.
+        """
+        return sample()
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
+        """``tokens`` were appended after ``backtrack`` tokens were dropped.
+
+        A token that ends sequences is passed on too. By default it ends this one, as AICI's
+        controllers do.
+        """
+        return stop() if self.host.vocabulary.eos in tokens else go_on()
+
+    def clone(self) -> Self:
+        """A copy for a fork: all attributes, deep; what ``self.host`` holds is shared.
+
+        To be overridden where something cannot or need not be copied. The copy's ``host`` is set
+        afterwards.
+        """
+        host = self.host
+        shared = (host, host.vocabulary, host.variables, host.log, host.limits)
+        return copy.deepcopy(self, {id(part): part for part in shared})
+
+    @property
+    def arg(self) -> object:
+        """What the user gave as ``controller_arg``: as JSON, else its text; None without one."""
+        return parsed(self.host.arg)
+
+    @property
+    def seq(self) -> int:
+        """The id of this sequence, as in ``fork_group``."""
+        return self.host.seq
+
+    @property
+    def vars(self) -> Vars:
+        """The variables of the request, as text."""
+        return Vars(self.host.variables)
+
+    def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Prints to the sequence's log, which the client gets with its tokens."""
+        self.host.log.write((sep.join(map(str, values)) + end).encode())
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 are replaced."""
+        return b"".join(map(self.host.vocabulary.token, tokens)).decode("utf-8", "replace")
+
+
+class PythonProgram:
+    """A class of controllers; raises RequestError where it cannot be one."""
+
+    def __init__(self, kind: type[Controller], name: str | None = None) -> None:
+        self.name = name or f"{kind.__module__}:{kind.__qualname__}"
+        if not (isinstance(kind, type) and issubclass(kind, Controller)):
+            raise RequestError(
+                Code.UNKNOWN_CONTROLLER, f"{self.name} is no subclass of Controller: {kind!r}"
+            )
+        try:
+            inspect.signature(kind).bind()
+        except TypeError as error:
+            raise RequestError(
+                Code.UNKNOWN_CONTROLLER,
+                f"{self.name} is made without arguments, and its __init__ wants some: {error}; "
+                "what the user gives is self.arg",
+            ) from None
+        self._kind = kind
+
+    def start(self, host: Host) -> interface.Controller:
+        """A fresh object of the class."""
+        calls = Calls(self.name, host)
+        with calls.during("__init__"):
+            controller = self._kind.__new__(self._kind)
+            controller.host = host
+            controller.__init__()  # type: ignore[misc]
+        return ClassController(self.name, controller, calls)
+
+
+class ClassController:
+    """The controller of one sequence: an author's object behind the interface."""
+
+    def __init__(self, name: str, controller: Controller, calls: Calls) -> None:
+        self._name = name
+        self._controller = controller
+        self._calls = calls
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """As ``interface.Controller`` says."""
+        with self._calls.during("init_prompt"):
+            returned: object = self._controller.init_prompt(list(prompt))  # type: ignore[func-returns-value]
+            answer_of("init_prompt", returned, self._controller.host)
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        with self._calls.during("pre_process"):
+            returned = self._controller.pre_process()
+            return answer_of("pre_process", returned, self._controller.host)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """As ``interface.Controller`` says."""
+        with self._calls.during("mid_process"):
+            returned = self._controller.mid_process(list(fork_group))
+            return answer_of("mid_process", returned, self._controller.host, mask)
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """As ``interface.Controller`` says."""
+        with self._calls.during("post_process"):
+            returned = self._controller.post_process(list(tokens), backtrack)
+            return answer_of("post_process", returned, self._controller.host)
+
+    def fork(self, host: Host) -> interface.Controller:
+        """As ``interface.Controller`` says."""
+        calls = Calls(self._name, host)
+        with calls.during("clone"):
+            copied = self._cloned()
+            copied.host = host
+        return ClassController(self._name, copied, calls)
+
+    def close(self) -> None:
+        """As ``interface.Controller`` says: nothing is held beyond the object."""
+
+    def _cloned(self) -> Controller:
+        original = self._controller
+        try:
+            copied = original.clone()
+        except TypeError as error:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it cannot be copied for a fork: {error}; override clone() to say how",
+            ) from error
+        if copied is original or type(copied) is not type(original):
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"clone returned {'itself' if copied is original else repr(copied)}; right would "
+                f"be another object of {type(original).__name__}",
+            )
+        return copied

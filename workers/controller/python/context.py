@@ -1,0 +1,300 @@
+"""What a script has in its hands: ``async def main(ctx)``."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host, Stored, Variables, Written
+from . import constraints
+from .arguments import parsed
+from .constraints import Allowed, Constraint, Grammar
+from .requests import Append, Fork, Generate, Request, Stop, WaitFor
+from .text_variables import Vars, text_of
+from .token_set import TokenSet
+from .transcript import Question, Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in the sequence: after so many tokens, the prompt's included."""
+
+    position: int
+
+
+class Context:
+    """The sequence of one script.
+
+    Modelled on AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``).
+    All that a script learns of the world, it has to learn here: a fork of it runs it again from
+    its beginning with the answers that it got.
+    """
+
+    def __init__(self, host: Host, transcript: Transcript) -> None:
+        self._host = host
+        self._transcript = transcript
+        self.vars = Vars(_RecordedVariables(host.variables, transcript))
+        """The variables of the request: ``ctx.vars["name"]``, ``get``, ``set``, ``append``."""
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    async def fixed(self, text: str | bytes, following: Label | None = None) -> None:
+        """Appends text; with ``following``, what comes after that label is dropped before."""
+        after = None if following is None else following.position
+
+        def make(question: Question) -> Request:
+            length = len(self._transcript.tokens)
+            if after is not None and after > length:
+                raise _wrong(
+                    f"fixed(following=label): the label is after {after} tokens, and the sequence "
+                    f"has been taken back to {length}"
+                )
+            data = text.encode() if isinstance(text, str) else text
+            tokens = self._host.vocabulary.tokenize(data)
+            return Append(question, tokens, self._transcript, after)
+
+        if not isinstance(text, str | bytes):
+            raise _wrong(f"fixed(text) with {text!r}; right would be text or bytes")
+        await self._ask(make, "fixed", text=text, following=following)
+
+    async def gen(
+        self,
+        *,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        json_schema: dict[str, object] | str | None = None,
+        lark: str | None = None,
+        allow: TokenSet | Iterable[int] | None = None,
+        stop_at: str | Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> str:
+        """Lets the model write, and returns what it wrote.
+
+        At most one of: ``regex`` (Rust's syntax; matches the whole text), ``choice`` (one of these
+        texts), ``json_schema``, ``lark`` (llguidance's dialect), ``allow`` (only these tokens).
+        It ends where that allows no more; with ``stop_at``, after the first place where this text
+        (or one of these) is, which is part of the result, in the middle of a token too; after
+        ``max_tokens`` tokens; or where the model ends the sequence, which it may only where the
+        text is complete. Without any of these the model ends it, or the request's own limit.
+
+        Raises ControllerError where an argument is wrong.
+        """
+        allowed = allow
+        if allow is not None and not isinstance(allow, TokenSet):
+            try:
+                allowed = TokenSet(self._host.vocabulary.size, allow)
+            except (TypeError, ValueError) as error:
+                raise _wrong(f"gen(allow=…): {error}") from None
+        schema = json_schema
+        if isinstance(json_schema, dict):
+            schema = json.dumps(json_schema)
+        stops = (stop_at,) if isinstance(stop_at, str) else tuple(stop_at or ())
+        if any(not isinstance(stop, str) or not stop for stop in stops):
+            raise _wrong(f"gen(stop_at={stop_at!r}); right would be text that is not empty")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise _wrong(f"gen(max_tokens={max_tokens!r}); right would be a number, at least 1")
+        options = None if choice is None else tuple(choice)
+        given: dict[str, object] = {
+            "regex": regex,
+            "choice": options,
+            "json_schema": schema,
+            "lark": lark,
+            "allow": allowed,
+        }
+        kinds = {name: value for name, value in given.items() if value is not None}
+        if len(kinds) > 1:
+            raise _wrong(f"gen({', '.join(kinds)}): only one of these at a time")
+
+        def make(question: Question) -> Request:
+            return Generate(
+                question,
+                self._host.vocabulary,
+                self._constraint(kinds),
+                [stop.encode() for stop in stops],
+                max_tokens,
+            )
+
+        rest = {"stop_at": stops or None, "max_tokens": max_tokens}
+        text = await self._ask(make, "gen", **kinds, **rest)
+        assert isinstance(text, bytes)
+        return text.decode("utf-8", "replace")
+
+    async def fork(self, count: int) -> int:
+        """Becomes ``count`` sequences, each with this script from here on; returns which one this
+        is, 0 to count - 1. The first is the one that was there."""
+        if not isinstance(count, int) or count < 1:
+            raise _wrong(f"fork({count!r}); right would be a number, at least 1")
+        index = await self._ask(
+            lambda question: Fork(question, count, self._host.seq), "fork", count=count
+        )
+        assert isinstance(index, int)
+        return index
+
+    async def wait_var(self, name: str) -> str:
+        """Sits out until the request has this variable, and returns its text."""
+        read = self._host.variables.get
+        stored = await self._ask(
+            lambda question: WaitFor(question, lambda: read(name)), "wait_var", name=name
+        )
+        assert isinstance(stored, Stored)
+        return text_of(name, stored)
+
+    async def stop(self) -> None:
+        """Ends the sequence; does not return."""
+        await self._ask(Stop, "stop")
+
+    # --- looking --------------------------------------------------------------------------------
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of the prompt."""
+        return self._transcript.tokens[: self._transcript.prompt_length]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the sequence, those of the prompt included."""
+        return list(self._transcript.tokens)
+
+    @property
+    def arg(self) -> object:
+        """What the user gave as ``controller_arg``: as JSON, else its text; None without one."""
+        return parsed(self._host.arg)
+
+    @property
+    def seq(self) -> int:
+        """The id of this sequence; a fork has another one."""
+        seq = _read(self._transcript, Question("seq"), lambda: self._host.seq)
+        assert isinstance(seq, int)
+        return seq
+
+    def token_set(self, test: Callable[[bytes], bool]) -> TokenSet:
+        """The tokens whose bytes pass a test, for ``gen(allow=…)``."""
+        return TokenSet.where(self._host.vocabulary, test)
+
+    def label(self) -> Label:
+        """This place in the sequence."""
+        return Label(len(self._transcript.tokens))
+
+    def tokens_since(self, label: Label) -> list[int]:
+        """The tokens after a label."""
+        return self._transcript.tokens[label.position :]
+
+    def text_since(self, label: Label) -> str:
+        """The text after a label; bytes that are no UTF-8 are replaced."""
+        tokens = self._transcript.tokens[label.position :]
+        return b"".join(map(self._host.vocabulary.token, tokens)).decode("utf-8", "replace")
+
+    def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Prints to the sequence's log, which the client gets with its tokens."""
+        if not self._transcript.replaying:
+            self._host.log.write((sep.join(map(str, values)) + end).encode())
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def _ask(
+        self, make: Callable[[Question], Request], call: str, **arguments: object
+    ) -> object:
+        """The answer to a question: the recorded one, or that of a request, waited for."""
+        given = tuple((name, value) for name, value in arguments.items() if value is not None)
+        question = Question(call, given)
+        transcript = self._transcript
+        if transcript.replaying:
+            entry = transcript.replay(question)
+            if entry is not None:
+                return entry.answer
+        try:
+            request = make(question)
+            if not request.finished:
+                await _waiting(request)
+        except ControllerError as error:
+            transcript.add(question, None, error)
+            raise
+        transcript.add(question, request.answer)
+        return request.answer
+
+    def _constraint(self, kinds: dict[str, object]) -> Constraint | None:
+        match kinds:
+            case {"regex": str(pattern)}:
+                grammar = constraints.regex(pattern)
+            case {"choice": tuple(options)} if options and all(type(o) is str for o in options):
+                grammar = constraints.choice(options)
+            case {"json_schema": str(schema)}:
+                try:
+                    grammar = constraints.json_schema(schema)
+                except ValueError as error:
+                    raise _wrong(f"gen(json_schema=…): {error}") from None
+            case {"lark": str(text)}:
+                grammar = constraints.lark(text)
+            case {"allow": TokenSet() as tokens}:
+                if not tokens or tokens.size != self._host.vocabulary.size:
+                    size = self._host.vocabulary.size
+                    raise _wrong(f"gen(allow={tokens!r}); right would be some of {size} tokens")
+                return Allowed(tokens)
+            case {}:
+                if not kinds:
+                    return None
+                raise _wrong(f"gen({', '.join(f'{k}={v!r}' for k, v in kinds.items())}): not text")
+        try:
+            return Grammar(self._host.vocabulary, grammar)
+        except ControllerError as error:
+            name, value = next(iter(kinds.items()))
+            raise _wrong(f"gen({name}={value!r}): {error.message}") from None
+
+
+class _RecordedVariables:
+    """The variables of a request, each use of them recorded."""
+
+    def __init__(self, variables: Variables, transcript: Transcript) -> None:
+        self._variables = variables
+        self._transcript = transcript
+
+    def get(self, name: str) -> Stored | None:
+        """As ``host.Variables`` says."""
+        question = Question("vars.get", (("name", name),))
+        stored = _read(self._transcript, question, lambda: self._variables.get(name))
+        assert stored is None or isinstance(stored, Stored)
+        return stored
+
+    def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        return self._write("set", name, value, when_version_is)
+
+    def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        return self._write("append", name, value, when_version_is)
+
+    def _write(self, op: str, name: str, value: bytes, when: int | None) -> Written:
+        write = self._variables.set if op == "set" else self._variables.append
+        question = Question(f"vars.{op}", (("name", name), ("value", value), ("when", when)))
+        written = _read(self._transcript, question, lambda: write(name, value, when))
+        assert isinstance(written, Written)
+        return written
+
+
+@types.coroutine
+def _waiting(request: Request) -> Generator[Request, None, None]:
+    """Hands a request to the controller, which goes on once it is finished."""
+    yield request
+
+
+def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
+    """The answer to a question that needs no waiting."""
+    if transcript.replaying:
+        entry = transcript.replay(question)
+        if entry is None:
+            raise transcript.unlike(str(question))
+        return entry.answer
+    try:
+        answer = live()
+    except ControllerError as error:
+        transcript.add(question, None, error)
+        raise
+    transcript.add(question, answer)
+    return answer
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)

@@ -1,0 +1,168 @@
+"""What a class answers from its calls: ``return sample(mask)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host
+from ..interface import GO_ON, Answer, Then
+from .token_set import TokenSet
+
+Mask = TokenSet | Iterable[int] | None
+"""What may be sampled: a TokenSet, any other set or list of token ids; None is every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a call wants to happen; made by the functions of this file."""
+
+    name: str
+    then: Then
+    count: int = 1
+    backtrack: int = 0
+    tokens: str | bytes | Sequence[int] = ()
+    mask: Mask = None
+
+
+_STOP = Decision("stop", Then.STOP)
+_GO_ON = Decision("go_on", Then.GO_ON)
+_SUSPEND = Decision("suspend", Then.SUSPEND)
+
+RIGHT = {
+    "init_prompt": "nothing",
+    "pre_process": "go_on(), stop(), suspend(), fork(n), append(tokens)",
+    "mid_process": "sample(mask), splice(backtrack, tokens), append(tokens), stop()",
+    "post_process": "go_on(), stop()",
+}
+"""What each call may return, for people."""
+
+_NAMES = {
+    "init_prompt": frozenset[str](),
+    "pre_process": frozenset({"go_on", "stop", "suspend", "fork", "append"}),
+    "mid_process": frozenset({"go_on", "sample", "splice", "append", "stop"}),
+    "post_process": frozenset({"go_on", "stop"}),
+}
+_MAY_BE_NONE = frozenset({"init_prompt", "pre_process", "post_process"})
+
+
+def stop() -> Decision:
+    """Ends the sequence. Any call but init_prompt."""
+    return _STOP
+
+
+def go_on() -> Decision:
+    """On to the next call; the same as returning nothing from pre_process or post_process."""
+    return _GO_ON
+
+
+def suspend() -> Decision:
+    """pre_process: sit out until a variable of the request changes or a fork of it ends.
+
+    pre_process is called again then, and may suspend again.
+    """
+    return _SUSPEND
+
+
+def fork(count: int) -> Decision:
+    """pre_process: become ``count`` sequences, this one included.
+
+    Each has a copy of the controller, and mid_process is told all their ids as ``fork_group``.
+    """
+    return Decision("fork", Then.FORK, count=count)
+
+
+def append(tokens: str | bytes | Sequence[int]) -> Decision:
+    """pre_process, mid_process: append tokens, or text, and do not sample."""
+    return Decision("append", Then.SPLICE, tokens=tokens)
+
+
+def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision:
+    """mid_process: drop the last ``backtrack`` tokens, append tokens or text, and do not sample."""
+    return Decision("splice", Then.SPLICE, backtrack=backtrack, tokens=tokens)
+
+
+def sample(mask: Mask = None) -> Decision:
+    """mid_process: let the model choose among the tokens of ``mask``; None is all of them."""
+    return Decision("sample", Then.GO_ON, mask=mask)
+
+
+def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
+    """The answer that ``returned`` stands for; mid_process's mask is written ``into``.
+
+    Raises ControllerError that tells what was returned and what would be right.
+    """
+    if returned is None and call in _MAY_BE_NONE:
+        return GO_ON
+    if not isinstance(returned, Decision):
+        hint = ""
+        if callable(returned) and getattr(returned, "__module__", None) == __name__:
+            hint = f", which is to be called: {getattr(returned, '__name__', 'stop')}()"
+        raise _wrong(f"{call} returned {_short(returned)}{hint}; right would be {RIGHT[call]}")
+    name = returned.name
+    if name not in _NAMES[call]:
+        raise _wrong(f"{call} returned {name}(…), which it may not; right would be {RIGHT[call]}")
+    if returned.then is Then.FORK:
+        return Answer(Then.FORK, count=_number(f"{call}: fork(n)", returned.count, 1))
+    if returned.then is Then.SPLICE:
+        drop = _number(f"{call}: splice(backtrack, tokens), backtrack", returned.backtrack, 0)
+        tokens = _tokens(f"{call}: {name}(tokens)", returned.tokens, host)
+        return Answer(Then.SPLICE, backtrack=drop, tokens=tokens)
+    if into is None or returned.then is not Then.GO_ON or returned.mask is None:
+        return Answer(returned.then)
+    into[:] = _mask(returned.mask, host.vocabulary.size).mask
+    return Answer(Then.GO_ON, masked=True)
+
+
+def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:
+    if not isinstance(mask, TokenSet):
+        try:
+            mask = TokenSet(size, mask)
+        except (TypeError, ValueError) as error:
+            raise _wrong(
+                f"mid_process: sample(mask) with {_short(mask)}: {error}; right would be a "
+                "TokenSet, a set of token ids, or None for every token"
+            ) from None
+    if mask.size != size:
+        raise _wrong(
+            f"mid_process: sample(mask) with a mask of {mask.size} tokens; the vocabulary has "
+            f"{size}"
+        )
+    if not mask:
+        raise _wrong(
+            "mid_process: sample(mask) with a mask that allows no token; right would be at least "
+            "one, or stop()"
+        )
+    return mask
+
+
+def _tokens(what: str, tokens: object, host: Host) -> Sequence[int]:
+    if isinstance(tokens, str | bytes):
+        text = tokens.encode() if isinstance(tokens, str) else tokens
+        return host.vocabulary.tokenize(text)
+    if not isinstance(tokens, Iterable):
+        raise _wrong(f"{what} with {_short(tokens)}; right would be text or a list of token ids")
+    size = host.vocabulary.size
+    return [_number(f"{what}, a token", token, 0, size - 1) for token in tokens]
+
+
+def _number(what: str, value: object, least: int, most: int | None = None) -> int:
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        right = f"at least {least}" if most is None else f"{least} to {most}"
+        raise _wrong(f"{what} is {_short(value)}; right would be a number, {right}")
+    return number
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)

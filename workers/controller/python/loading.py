@@ -1,0 +1,71 @@
+"""Python controllers by name: ``module:Name``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+
+from ....protocol.errors import Code, RequestError
+from ..interface import Program
+from .classes import Controller, PythonProgram
+from .script import ScriptProgram
+
+
+def load_program(spec: str) -> tuple[str, Program]:
+    """The program at ``module:Name``, and the name to register it under.
+
+    ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. It is
+    registered as its ``tokenbus_name``, where it has one, else as ``module:Name``. The current
+    directory is looked in too, as ``python -m`` does. Raises RequestError that says what is wrong.
+    """
+    module_name, colon, attribute = spec.partition(":")
+    if not colon or not module_name or not attribute:
+        raise _wrong(f"{spec!r} names no controller; right would be module:Name, as in upper:Upper")
+    found: object = _import(spec, module_name)
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise _wrong(f"{spec}: module {module_name} has no {attribute}") from None
+    name = getattr(found, "tokenbus_name", spec)
+    if not isinstance(name, str) or not name:
+        raise _wrong(f"{spec}: its tokenbus_name is {name!r}; right would be text")
+    return name, _program(spec, name, found)
+
+
+def _program(spec: str, name: str, found: object) -> Program:
+    if isinstance(found, type):
+        if issubclass(found, Controller):
+            return PythonProgram(found, name)
+        raise _wrong(f"{spec} is a class that does not extend tokenbus.workers.controller.python."
+                     "Controller")  # fmt: skip
+    if inspect.iscoroutinefunction(found):
+        return ScriptProgram(found, name)
+    if callable(getattr(found, "start", None)):
+        return found  # type: ignore[return-value]
+    hint = "; a script is an async def" if inspect.isfunction(found) else ""
+    raise _wrong(
+        f"{spec} is {found!r}, which is no controller{hint}; right would be a subclass of "
+        "Controller, a coroutine function, or an object with start(host)"
+    )
+
+
+def _import(spec: str, module_name: str) -> object:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise _wrong(f"{spec}: there is no module {error.name}, from {here}") from None
+        raise _wrong(f"{spec}: {module_name} imports {error.name}, which is not there") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise _wrong(f"{spec}: importing {module_name} raised {kind}: {error}") from error
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(Code.UNKNOWN_CONTROLLER, message)

@@ -1,0 +1,69 @@
+"""The variables of a request as text, for authors."""
+
+from __future__ import annotations
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Stored, Variables, Written
+
+
+class Vars:
+    """``vars["name"]`` reads and ``vars["name"] = "text"`` writes a variable of the request.
+
+    All sequences of the request see the same ones. Each use asks the state worker and waits for
+    it; each raises ControllerError where a name, a value or the quota is wrong.
+    """
+
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
+
+    def read(self, name: str) -> Stored | None:
+        """A variable's version and bytes; None where there is none."""
+        return self._variables.get(name)
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        """A variable as text, or ``default``; raises ControllerError where it is not UTF-8."""
+        stored = self.read(name)
+        return default if stored is None else text_of(name, stored)
+
+    def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
+        """Writes a variable, or only where its version is this one (0: where there is none)."""
+        return self._variables.set(name, _bytes(name, value), when_version_is)
+
+    def append(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
+        """Appends to a variable; one that is not there is made."""
+        return self._variables.append(name, _bytes(name, value), when_version_is)
+
+    def __getitem__(self, name: str) -> str:
+        stored = self.read(name)
+        if stored is None:
+            raise KeyError(name)
+        return text_of(name, stored)
+
+    def __setitem__(self, name: str, value: str | bytes) -> None:
+        self.set(name, value)
+
+    def __contains__(self, name: str) -> bool:
+        return self.read(name) is not None
+
+
+def text_of(name: str, stored: Stored) -> str:
+    """A variable's text; raises ControllerError where its bytes are none."""
+    try:
+        return stored.value.decode()
+    except UnicodeDecodeError as error:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"variable {name!r} is not text ({error.reason} at byte {error.start}); "
+            "vars.read(name).value gives its bytes",
+        ) from None
+
+
+def _bytes(name: str, value: object) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes):
+        return value
+    raise ControllerError(
+        Code.CONTROLLER_FAILED,
+        f"variable {name!r} is set to {value!r}; right would be text or bytes",
+    )

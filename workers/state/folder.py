@@ -1,0 +1,51 @@
+"""The folder of a state worker: its user's own, and one worker's at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FolderError(Exception):
+    """A state worker cannot use its folder or what is in it; the message says why."""
+
+
+class Folder:
+    """A folder with a lock, which ends with the process that holds it, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder where there is none, and locks it; raises FolderError."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if path.stat().st_uid != os.getuid():
+                raise FolderError(f"the folder {path} belongs to another user")
+            path.chmod(0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(path / "lock", flags, 0o600)
+        except OSError as error:
+            raise FolderError(f"cannot use the folder {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            other = os.read(self._lock, 20).decode("ascii", "replace") or "unknown"
+            os.close(self._lock)
+            raise FolderError(
+                f"another state worker, process {other}, uses the folder {path}; stop it, or give "
+                "this one another run_dir"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def sync(self) -> None:
+        """Has the names of its files on disk, after one was renamed."""
+        number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+    def close(self) -> None:
+        """Lets another worker have it."""
+        os.close(self._lock)

@@ -1,0 +1,165 @@
+"""The log file: records that are appended, and read again up to the first that is not whole.
+
+A record is its length and its CRC-32 (u32 each, little-endian), then as many bytes: one for its
+kind, and the body. A file begins with a record that says what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import DecodeError, Struct, msgpack
+
+from .folder import FolderError
+from .variables import Limits
+
+HEAD = b"H"
+OPERATION = b"V"
+END = b"E"
+REQUEST = b"R"
+
+FORMAT = 1
+
+_FRAME = struct.Struct("<II")
+
+
+class Head(Struct, array_like=True):
+    """The first record: the limits under which the operations in the file were done."""
+
+    format: int
+    limits: Limits
+
+
+class Record(NamedTuple):
+    """One record, and the request that it is of."""
+
+    kind: bytes
+    """``OPERATION``: the body of a ``VARIABLE``. ``END``: no body but the request, as msgpack.
+    ``REQUEST``: a ``SavedRequest``."""
+    request: int
+    body: bytes
+
+
+class Log:
+    """A log that is written. What ``append`` returned from outlives the process; what ``sync``
+    returned from after it outlives the machine's power."""
+
+    def __init__(self, path: Path, number: int, size: int) -> None:
+        self.path = path
+        self.size = size
+        """Bytes of whole records."""
+        self._number = number
+        self._torn = False
+        self._synced = size
+
+    @classmethod
+    def create(cls, path: Path, limits: Limits) -> Log:
+        """A new log in the place of any file of that name. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        log = cls(path, os.open(path, flags, 0o600), 0)
+        try:
+            log.append([Record(HEAD, 0, msgpack.encode(Head(FORMAT, limits)))])
+        except OSError:
+            log.close()
+            raise
+        return log
+
+    @classmethod
+    def go_on(cls, path: Path, size: int) -> Log:
+        """An existing log, to append behind its first ``size`` bytes. Raises OSError."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        number = os.open(path, flags)
+        os.ftruncate(number, size)
+        return cls(path, number, size)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Writes records, all of them or none. Raises OSError: nothing was written."""
+        parts: list[bytes] = []
+        for kind, _, body in records:
+            parts += (_FRAME.pack(len(body) + 1, zlib.crc32(body, zlib.crc32(kind))), kind, body)
+        data = b"".join(parts)
+        try:
+            if self._torn:
+                os.ftruncate(self._number, self.size)
+            self._torn = True
+            written = os.write(self._number, data)
+            while written < len(data):
+                written += os.write(self._number, memoryview(data)[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._number, self.size)
+                self._torn = False
+            raise
+        self._torn = False
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Has what was appended on disk. Raises OSError. Any thread may call it."""
+        size = self.size
+        if size != self._synced:
+            os.fdatasync(self._number)
+            self._synced = size
+
+    def rename(self, path: Path) -> None:
+        """Takes the place of the file at ``path``."""
+        self.path.rename(path)
+        self.path = path
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._number)
+
+
+class Reader:
+    """The whole records of a log file, in order: kind and body of each behind the first."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError; FolderError where the file was written by another version."""
+        self.limits: Limits | None = None
+        """None: the file does not begin as a log does."""
+        self.size = 0
+        """Bytes of the whole records that were read."""
+        self._file = path.open("rb", buffering=1 << 20)
+        self.file_size = os.fstat(self._file.fileno()).st_size
+        first = self._next()
+        if first is not None and first[0] == HEAD:
+            self.limits = self._head(first[1])
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        while self.limits is not None and (record := self._next()) is not None:
+            yield record
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _head(self, body: bytes) -> Limits:
+        with contextlib.suppress(DecodeError):
+            head = msgpack.decode(body, type=Head)
+            if head.format == FORMAT:
+                return head.limits
+        self.close()
+        raise FolderError(
+            f"{self._file.name} was written by another version of Tokenbus; where no stream runs "
+            "that has variables, remove the file"
+        )
+
+    def _next(self) -> tuple[bytes, bytes] | None:
+        frame = self._file.read(_FRAME.size)
+        if len(frame) < _FRAME.size:
+            return None
+        length, crc = _FRAME.unpack(frame)
+        # A record has a kind: zeros, as a file system may leave them at a file's end, are none.
+        if not 0 < length <= self.file_size - self.size - _FRAME.size:
+            return None
+        content = self._file.read(length)
+        if len(content) < length or zlib.crc32(content) != crc:
+            return None
+        self.size += _FRAME.size + length
+        return content[:1], content[1:]

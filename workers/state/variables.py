@@ -1,0 +1,325 @@
+"""The variables of requests: what each operation does, without a file, a socket or a clock.
+
+Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is kept until its request
+ends, so that a controller which is replayed gets the answers that it got the first time. Nothing of
+one request depends on another one, except the worker's own bound, whose refusals are not kept.
+
+Appends make a value longer in place, and a kept answer refers to the first bytes of it: a
+controller that appends and reads at each token costs what it appended, not that times its reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ...protocol.worker_messages import Variable, VariableAnswer
+
+KIB = 1024
+MIB = 1024 * KIB
+
+REQUEST_BYTES = 512
+VARIABLE_BYTES = 256
+ANSWER_BYTES = 256
+ERROR_BYTES = 512
+"""Counted for a request, for a variable beside its name and value, and for a kept answer; and the
+most that the text of an error may count: what CPython takes for them, measured and rounded up."""
+
+ENDED = 10_000
+"""Requests that are known to be over, the last ones: an operation that was on its way when its
+request ended does not bring it back. Ids of requests are never given twice."""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What is refused. A request counts 512 bytes; each variable 256, its name and its value; each
+    kept answer 256, and its error's text where it has one. A value that was replaced counts as long
+    as a kept answer gives it, once for all answers that do, with 256 bytes of its own."""
+
+    value_bytes: int = MIB
+    """Of one value."""
+    name_bytes: int = 256
+    """Of one name, as UTF-8."""
+    variables: int = 1000
+    """Of one request."""
+    request_bytes: int = 8 * MIB
+    """Of one request: about 32,000 operations where its values are small."""
+    total_bytes: int = KIB * MIB
+    """Of all requests."""
+
+
+class SavedRequest(Struct, array_like=True):
+    """Everything that is held of one request, for a file."""
+
+    request: int
+    values: list[bytes]
+    variables: list[tuple[str, int, int]]
+    """Name, version, index of its value."""
+    answers: list[tuple[int, int, int, int, int, bool, str | None]]
+    """Seq, count, version, index of a value or -1, bytes of it, written, error."""
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """The bytes of a variable since it was last set."""
+
+    data: bytearray = field(default_factory=bytearray)
+    answered: int = 0
+    """The most of it that a kept answer gives."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stored:
+    """A variable."""
+
+    version: int
+    value: _Value
+
+
+class _Kept(NamedTuple):
+    """An answer, without what names its operation."""
+
+    version: int = 0
+    value: _Value | None = None
+    length: int = 0
+    """Its first bytes are the answer's value."""
+    written: bool = False
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A request."""
+
+    variables: dict[str, _Stored] = field(default_factory=dict)
+    answers: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    bytes: int = REQUEST_BYTES
+
+
+class VariableStorage:
+    """All requests and their variables."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.bytes = 0
+        """Of all requests, as ``Limits`` counts them."""
+        self.variables = 0
+        self._held: dict[int, _Held] = {}
+        self._ended: dict[int, None] = {}
+
+    @property
+    def requests(self) -> list[int]:
+        """Requests that had an operation and have not ended."""
+        return list(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def size(self, request: int) -> int:
+        """The bytes of a request, as ``Limits`` counts them; 0 for one that is not held."""
+        held = self._held.get(request)
+        return held.bytes if held is not None else 0
+
+    def answered(self, op: Variable) -> bool:
+        """Whether an operation of this name was done before: it only gets its answer again."""
+        held = self._held.get(op.request)
+        return held is not None and (op.seq, op.count) in held.answers
+
+    def refusal(self, op: Variable, ahead: int = 0) -> str | None:
+        """Why an operation that was not answered before gets an error that is not kept.
+
+        A wrong name, a value that is too long, a request that is over and one that has no room for
+        another answer are refused again when they are repeated. Where all requests together have
+        no room, a repeated one may succeed. ``ahead``: ``cost`` of operations that will be done
+        before it.
+        """
+        limits = self.limits
+        size = len(op.name.encode())
+        if not 0 < size <= limits.name_bytes:
+            return (
+                f"the name of a variable has 1 to {limits.name_bytes} bytes of UTF-8, "
+                f"{_shown(op.name)} has {size}"
+            )
+        if len(op.value) > limits.value_bytes:
+            return self._too_long(op, len(op.value))
+        held = self._held.get(op.request)
+        if held is None and op.request in self._ended:
+            return f"the request {op.request} is over, and its variables with it"
+        if held is not None and held.bytes + ANSWER_BYTES > limits.request_bytes:
+            return (
+                f"the request's variables and the answers that are kept of them take {held.bytes} "
+                f"bytes; {limits.request_bytes} is the most, so it can do no more operations"
+            )
+        if self.bytes + ahead + self.cost(op) > limits.total_bytes:
+            return (
+                f"the state worker is full: the variables of all requests take {self.bytes} bytes, "
+                f"{limits.total_bytes} is the most; try again when other requests have ended"
+            )
+        return None
+
+    @staticmethod
+    def cost(op: Variable) -> int:
+        """The most bytes that an operation may add."""
+        own = REQUEST_BYTES + VARIABLE_BYTES + ANSWER_BYTES + ERROR_BYTES
+        return own + 4 * len(op.name) + len(op.value)
+
+    def apply(self, op: Variable) -> VariableAnswer:
+        """Does an operation, or gives the answer that it got before.
+
+        ``append`` makes a variable that is not there. Versions count writes, from 1. A ``get``
+        looks at no version. What a quota forbids changes nothing and is told in ``error``.
+        """
+        name = (op.seq, op.count)
+        held = self._held.get(op.request)
+        if held is not None and (kept := held.answers.get(name)) is not None:
+            return _answer(op, kept)
+        error = self.refusal(op)
+        if error is not None:
+            return VariableAnswer(op.request, op.seq, op.count, error=error)
+        if held is None:
+            held = self._held[op.request] = _Held()
+            self.bytes += held.bytes
+        before = held.bytes
+        kept = held.answers[name] = self._do(held, op)
+        held.bytes += _answer_bytes(kept)
+        self.bytes += held.bytes - before
+        return _answer(op, kept)
+
+    def end(self, request: int) -> bool:
+        """Drops everything of a request, which is over; whether there was anything."""
+        self._ended[request] = None
+        if len(self._ended) > ENDED:
+            del self._ended[next(iter(self._ended))]
+        return self._drop(request)
+
+    def _drop(self, request: int) -> bool:
+        held = self._held.pop(request, None)
+        if held is None:
+            return False
+        self.bytes -= held.bytes
+        self.variables -= len(held.variables)
+        return True
+
+    def save(self, request: int) -> SavedRequest:
+        """What ``restore`` needs; KeyError for a request that is not held."""
+        held = self._held[request]
+        values: dict[_Value, int] = {}
+        variables = [
+            (name, stored.version, values.setdefault(stored.value, len(values)))
+            for name, stored in held.variables.items()
+        ]
+        answers = []
+        for (seq, count), (version, value, length, written, error) in held.answers.items():
+            index = -1 if value is None else values.setdefault(value, len(values))
+            answers.append((seq, count, version, index, length, written, error))
+        return SavedRequest(request, [bytes(v.data) for v in values], variables, answers)
+
+    def restore(self, saved: SavedRequest) -> None:
+        """Takes a saved request back, in the place of what is held of it."""
+        self._drop(saved.request)
+        values = [_Value(bytearray(data)) for data in saved.values]
+        held = _Held()
+        for name, version, index in saved.variables:
+            held.variables[name] = _Stored(version, values[index])
+            held.bytes += len(name.encode())
+        for seq, count, version, index, length, written, error in saved.answers:
+            value = None
+            if index >= 0:
+                value = values[index]
+                value.answered = max(value.answered, length)
+            kept = held.answers[seq, count] = _Kept(version, value, length, written, error)
+            held.bytes += _answer_bytes(kept)
+        held.bytes += sum(VARIABLE_BYTES + len(value.data) for value in values)
+        self._held[saved.request] = held
+        self.bytes += held.bytes
+        self.variables += len(held.variables)
+
+    # --- one operation --------------------------------------------------------------------------
+
+    def _do(self, held: _Held, op: Variable) -> _Kept:
+        stored = held.variables.get(op.name)
+        version = stored.version if stored is not None else 0
+        if op.op == "get" or (op.when_version_is is not None and op.when_version_is != version):
+            return _as_it_is(stored)
+        error = self._over(held, stored, op)
+        if error is not None:
+            return _Kept(error=error)
+        if stored is None:
+            stored = held.variables[op.name] = _Stored(0, _Value())
+            held.bytes += VARIABLE_BYTES + len(op.name.encode())
+            self.variables += 1
+        elif op.op == "set":
+            held.bytes += VARIABLE_BYTES - _freed(stored.value)
+            del stored.value.data[stored.value.answered :]
+            stored.value = _Value()
+        stored.value.data += op.value
+        held.bytes += len(op.value)
+        stored.version += 1
+        return _Kept(stored.version, written=True)
+
+    def _over(self, held: _Held, stored: _Stored | None, op: Variable) -> str | None:
+        """The quota of its request that a write would break."""
+        limits = self.limits
+        grows = ANSWER_BYTES + len(op.value)
+        if stored is None:
+            if len(held.variables) >= limits.variables:
+                return (
+                    f"no variable {_shown(op.name)} can be added: the request has "
+                    f"{len(held.variables)} variables, the most that it may have"
+                )
+            grows += VARIABLE_BYTES + len(op.name.encode())
+        elif op.op == "append":
+            size = len(stored.value.data) + len(op.value)
+            if size > limits.value_bytes:
+                return self._too_long(op, size)
+        else:
+            grows += VARIABLE_BYTES - _freed(stored.value)
+        if held.bytes + grows > limits.request_bytes:
+            return (
+                f"{len(op.value)} bytes for {_shown(op.name)} are too many: the request's "
+                f"variables and the answers that are kept of them take {held.bytes} bytes, "
+                f"{limits.request_bytes} is the most"
+            )
+        return None
+
+    def _too_long(self, op: Variable, size: int) -> str:
+        return (
+            f"the value of a variable has at most {self.limits.value_bytes} bytes, that of "
+            f"{_shown(op.name)} would have {size}"
+        )
+
+
+def _as_it_is(stored: _Stored | None) -> _Kept:
+    if stored is None:
+        return _Kept()
+    value = stored.value
+    value.answered = length = len(value.data)
+    return _Kept(stored.version, value if length else None, length)
+
+
+def _freed(value: _Value) -> int:
+    """The bytes that go when a value is replaced: not those that an answer gives."""
+    if value.answered:
+        return len(value.data) - value.answered
+    return VARIABLE_BYTES + len(value.data)
+
+
+def _answer_bytes(kept: _Kept) -> int:
+    return ANSWER_BYTES + (len(kept.error) if kept.error is not None else 0)
+
+
+def _answer(op: Variable, kept: _Kept) -> VariableAnswer:
+    version, stored, length, written, error = kept
+    value: bytes | None
+    if stored is not None:
+        data = stored.data
+        value = bytes(data) if len(data) == length else bytes(memoryview(data)[:length])
+    else:
+        value = b"" if version and not written else None
+    return VariableAnswer(op.request, op.seq, op.count, version, value, written, error)
+
+
+def _shown(name: str) -> str:
+    """A name for a person, cut where it is long."""
+    return repr(name) if len(name) <= 40 else repr(name[:40]) + "…"

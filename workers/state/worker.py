@@ -1,0 +1,170 @@
+"""The state worker: variable operations from the bus, answers to it.
+
+Operations are done on the thread of the bus, those of one burst together, and are sent right after;
+the worker's own thread keeps the log: on disk, and short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+from msgspec import DecodeError, Struct, msgpack
+
+from ...protocol.bodies import decode_as
+from ...protocol.errors import TokenbusError
+from ...protocol.header import encode_header
+from ...protocol.messages import PROTOCOL_VERSION
+from ...protocol.settings import Settings
+from ...protocol.worker_messages import (
+    End,
+    LiveRequest,
+    Register,
+    Registered,
+    Variable,
+    VariableAnswer,
+)
+from ..bus import Bus, FromBus
+from .durable import DurableVariables
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 1_000_000
+"""Requests: what it holds is bounded by bytes, not by their number."""
+
+
+class _Name(Struct, array_like=True):
+    """The fields of an operation that its answer needs."""
+
+    request: int
+    seq: int
+    count: int
+
+
+_encode = msgpack.Encoder().encode
+_operation = msgpack.Decoder(Variable).decode
+_name = msgpack.Decoder(_Name).decode
+
+
+class StateWorker:
+    """One process of the state group. ``run`` serves until ``stop``."""
+
+    def __init__(self, settings: Settings, name: str = "") -> None:
+        """Reads the log; raises FolderError where its folder or what is in it cannot be used."""
+        self._name = name or f"state-{socket.gethostname()}-{os.getpid()}"
+        self._variables = DurableVariables(settings.run_folder / "state")
+        self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._on_messages)
+        self._ops = 0
+        self._stop_reason = ""
+
+    def run(self) -> int:
+        """Serves; returns 0."""
+        self._bus.start()
+        while not self._stop_reason:
+            for message in self._bus.take(self._variables.maintain()):
+                if message.type == b"DRAIN":
+                    # Nothing runs here that could be finished: whoever comes next reads the log.
+                    self.stop("the broker asked for it")
+                else:
+                    log.warning("a state worker does not know the type %r", message.type)
+        log.info("stopping: %s", self._stop_reason)
+        self._bus.close(self._stop_reason)
+        self._variables.close()
+        return 0
+
+    def stop(self, reason: str) -> None:
+        """Ends it after what it has; callable from a signal."""
+        self._stop_reason = reason
+        self._bus.interrupt()
+
+    # --- on the bus thread ------------------------------------------------------------------------
+
+    def _on_messages(self, messages: list[FromBus]) -> list[FromBus]:
+        """A burst of messages: operations that follow each other share a write of the log."""
+        others: list[FromBus] = []
+        run: list[FromBus] = []
+        for message in messages:
+            if message.type == b"VARIABLE":
+                run.append(message)
+                continue
+            self._do(run)
+            run = []
+            try:
+                if message.type == b"END":
+                    self._variables.end(decode_as(End, message.body, "msgpack").requests)
+                elif message.type == b"REGISTERED":
+                    self._variables.end(decode_as(Registered, message.body, "msgpack").unknown)
+                else:
+                    others.append(message)
+            except TokenbusError as error:
+                log.warning("a bad %r from the broker was dropped: %s", message.type, error)
+        self._do(run)
+        return others
+
+    def _do(self, messages: list[FromBus]) -> None:
+        """Does operations and posts their answers."""
+        if not messages:
+            return
+        ops: list[tuple[Variable, bytes]] = []
+        asked: list[FromBus] = []
+        for message in messages:
+            try:
+                op = _operation(message.body)
+            except (DecodeError, UnicodeDecodeError) as error:
+                self._refuse(message, f"the operation is not well-formed: {error}")
+                continue
+            if op.request != message.header.request:
+                self._refuse(
+                    message,
+                    f"an operation of request {op.request} came as one of request "
+                    f"{message.header.request}",
+                )
+                continue
+            ops.append((op, message.body))
+            asked.append(message)
+        try:
+            answers = self._variables.apply(ops)
+        except Exception:
+            log.exception("%d operations were dropped", len(ops))
+            return
+        self._ops += len(answers)
+        for message, answer in zip(asked, answers, strict=True):
+            self._post(message, answer)
+
+    def _refuse(self, message: FromBus, error: str) -> None:
+        """Answers what cannot be done, where it can be read what that was."""
+        try:
+            name = _name(message.body)
+        except DecodeError:
+            log.warning("a bad VARIABLE was dropped: %s", error)
+            return
+        self._post(message, VariableAnswer(name.request, name.seq, name.count, error=error))
+
+    def _post(self, message: FromBus, answer: VariableAnswer) -> None:
+        header = encode_header(message.header.request, message.header.address)
+        self._bus.post([b"VARIABLE_ANSWER", header, _encode(answer)])
+
+    def _registration(self) -> Register:
+        return Register(
+            name=self._name,
+            role="state",
+            version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            capacity=CAPACITY,
+            live=[
+                LiveRequest(request=request, session=0, stream_id=0)
+                for request in self._variables.requests
+            ],
+        )
+
+    def _load(self) -> tuple[int, dict[str, float]]:
+        counts = self._variables.counts
+        return counts.requests, {
+            "requests": float(counts.requests),
+            "variables": float(counts.variables),
+            "bytes": float(counts.bytes),
+            "log_bytes": float(counts.log_bytes),
+            "ops": float(self._ops),
+        }
