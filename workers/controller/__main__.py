@@ -1,4 +1,8 @@
-"""``python -m tokenbus.workers.controller``: one controller worker, set by the environment."""
+"""``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
+
+Set by the environment. With names, it serves these Python controllers; without, uploaded modules
+and the built-in constraints.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import logging
 import signal
 import sys
 
+from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, load
+from .python import load_program
 from .worker import ControllerWorker
 
 
@@ -17,10 +23,11 @@ def main() -> int:
         logging.basicConfig(
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
-    except (SettingError, ValueError) as error:
+        programs = dict(map(load_program, sys.argv[1:]))
+    except (SettingError, ValueError, TokenbusError) as error:
         print(f"tokenbus controller worker: {error}", file=sys.stderr)
         return 2
-    worker = ControllerWorker(settings)
+    worker = ControllerWorker(settings, programs=programs)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
     return worker.run()

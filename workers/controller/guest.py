@@ -168,11 +168,18 @@ def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
             if returns:
                 setattr(values[0], result_field, result)
         except BaseException as error:
-            guest._fault = error
+            guest._fault = error if guest.base else _too_early()
             return int(_trap_new(b"host", ctypes.c_size_t(4)))
         return 0
 
     return enter
+
+
+def _too_early() -> ControllerError:
+    return ControllerError(
+        Code.CONTROLLER_FAILED,
+        "the module's start section calls the host before there is an instance; `_initialize` may",
+    )
 
 
 class Template:
@@ -210,6 +217,7 @@ class Guest:
         self._ticked_at: float | None = None
         self._late = False
         self._fault: BaseException | None = None
+        self.base = self.size = 0
         self._values: Values = (ffi.wasmtime_val_raw_t * 4)()
         self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
         self._trap_at = ctypes.byref(self._trap)
@@ -232,7 +240,7 @@ class Guest:
         self._memory = ffi.wasmtime_memory_t.from_buffer_copy(memory.of.memory)
         self._memory_at = ctypes.byref(self._memory)
         base = ffi.wasmtime_memory_data(self._context, self._memory_at)
-        self.base: int = ctypes.cast(base, ctypes.c_void_p).value or 0
+        self.base = ctypes.cast(base, ctypes.c_void_p).value or 0
         self.size: int = _data_size(self._context, self._memory_at)
 
     def close(self) -> None:

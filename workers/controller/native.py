@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 
 import wasmtime
 
@@ -23,6 +24,10 @@ START = f"tokenbus_abi_v{VERSION}"
 MAX_TOKENS = 1 << 20
 """Tokens that one answer may append."""
 
+MAX_TEXT = 1 << 20
+"""Bytes of a text to tokenize: the host's own time is not counted in the limit of a call, nor
+stopped by it."""
+
 _VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
 _N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
 
@@ -31,22 +36,31 @@ class NativeProgram:
     """A module of the native ABI."""
 
     def __init__(self, engine: wasmtime.Engine, module: wasmtime.Module, forks: bool = True):
-        self._template = Template(make_linker(engine, FUNCTIONS), module, engine)
+        self._template = Template(_linker(engine), module, engine)
         self._forks = forks
 
     def start(self, host: Host) -> Controller:
         """A fresh instance."""
         state = State(host)
         guest = state.guest = Guest(self._template, state, host.limits)
-        begin = start_function(self._template.exports)
-        if begin is not None:
-            guest.call(guest.function(begin), host.limits.init_s, begin)
-        block = guest.call(guest.function(START), host.limits.init_s, START) & 0xFFFF_FFFF
-        if block % 4:
-            raise ControllerError(
-                Code.CONTROLLER_FAILED, f"{START} returned {block}, which is not aligned to 4"
-            )
-        return NativeController(guest, host, block, self._forks)
+        try:
+            begin = start_function(self._template.exports)
+            if begin is not None:
+                guest.call(guest.function(begin), host.limits.init_s, begin)
+            block = guest.call(guest.function(START), host.limits.init_s, START) & 0xFFFF_FFFF
+            if block % 4:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"{START} returned {block}, which is not aligned to 4"
+                )
+            return NativeController(guest, host, block, self._forks)
+        except BaseException:
+            guest.close()
+            raise
+
+
+@cache
+def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
+    return make_linker(engine, FUNCTIONS)
 
 
 class State:
@@ -228,6 +242,11 @@ def _seq_id(state: State) -> int:
 
 
 def _tokenize(state: State, address: int, size: int, into: int, most: int) -> int:
+    if size > MAX_TEXT:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"a text to tokenize has at most {MAX_TEXT} bytes; this one has {size}",
+        )
     tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
     state.guest.write(into, array.array("I", tokens[:most]).tobytes())
     return len(tokens)

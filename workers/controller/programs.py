@@ -17,6 +17,9 @@ from .store import ModuleStore
 BUILT_IN = ("choice",)
 """Constraints by name, each a module of the native ABI that was compiled with the package."""
 
+MAX_KEPT = 256
+"""Modules that are kept ready to start."""
+
 
 class Programs:
     """Programs by name: those given, then built-ins, then a tenant's modules and tags."""
@@ -52,6 +55,8 @@ class Programs:
             program = make(self._engine, loaded.module, loaded.forks)
             with self._lock:
                 self._made[module] = program
+                while len(self._made) > MAX_KEPT:
+                    del self._made[next(iter(self._made))]
         return program
 
     def _built_in(self, name: str) -> Program:
