@@ -20,7 +20,7 @@ from ..protocol.errors import (
     TokenbusError,
     UnavailableError,
 )
-from ..protocol.messages import ModelInfo, Status, System, Token
+from ..protocol.messages import ModelInfo, Status, StoredModule, System, Token
 from .async_client import AsyncClient, AsyncStream
 from .client import Client, Stream
 from .requests import GenerateOptions, RequestOptions
@@ -43,6 +43,7 @@ __all__ = [
     "ServiceError",
     "SlowClientError",
     "Status",
+    "StoredModule",
     "Stream",
     "System",
     "Token",

@@ -9,16 +9,22 @@ from typing import NamedTuple
 from ..protocol.errors import TokenbusError
 from ..protocol.messages import (
     Buffer,
+    Delete,
     Generate,
     ModelInfoRequest,
     Msg,
     Score,
     StatusRequest,
     System,
+    Tag,
+    Tags,
     Token,
+    Upload,
 )
 
-Request = Generate | Score | ModelInfoRequest | StatusRequest | Buffer
+Request = (
+    Generate | Score | ModelInfoRequest | StatusRequest | Buffer | Upload | Tag | Tags | Delete
+)
 
 
 class Ended(NamedTuple):

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import queue
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from ..protocol.errors import TokenbusError
-from ..protocol.messages import ModelInfo, Msg, Status, System, Token
+from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, System, Token
 from ..protocol.settings import load
 from .calls import Call, Ended, Event
 from .connection import Connection, Delivery
 from .requests import (
     ASK_S,
+    UPLOAD_S,
     GenerateOptions,
     OnSystem,
     Prompt,
     RequestOptions,
     buffer_call,
+    delete_call,
     generate_call,
     model_info_call,
     score_call,
     status_call,
+    stored_module,
+    stored_modules,
+    tag_call,
+    tags_call,
+    upload_call,
 )
 from .results import Scores, Sequence, Sequences, check_text, describe
 
@@ -86,6 +94,28 @@ class Client:
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
         """Keeps a part of prompts at the broker, for ``buffers=[name]``; None drops it."""
         self._ask(buffer_call(name, content, timeout_s))
+
+    def upload_controller(
+        self, wasm: bytes | Path, tag: str | None = None, *, timeout_s: float = UPLOAD_S
+    ) -> StoredModule:
+        """Stores a controller's Wasm module, given as bytes or as a file, for ``controller=``.
+
+        ``tag`` names it from then on, besides its id. The same module again changes nothing else.
+        Raises RequestError where it is none that can run, saying why.
+        """
+        return stored_module(self._ask(upload_call(wasm, tag, timeout_s)))
+
+    def tag_controller(self, module: str, *tags: str, timeout_s: float = ASK_S) -> StoredModule:
+        """Lets ``tags`` name the module of this id or tag; they name no other one any more."""
+        return stored_module(self._ask(tag_call(module, tags, timeout_s)))
+
+    def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
+        """The controller modules that were uploaded, the latest first."""
+        return stored_modules(self._ask(tags_call(timeout_s)))
+
+    def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
+        """Drops a tag, or the module of an id with all its tags; returns what was dropped."""
+        return stored_module(self._ask(delete_call(name, timeout_s)))
 
     def close(self) -> None:
         """Ends the session, and every stream of it."""

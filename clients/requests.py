@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
+
+import msgspec
 
 from ..protocol.bodies import pack_tokens
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import (
     Buffer,
+    Delete,
     Generate,
     ModelInfoRequest,
+    Msg,
     Score,
     StatusRequest,
+    StoredModule,
     System,
+    Tag,
+    Tags,
+    Upload,
 )
 from .calls import Call
 
@@ -26,6 +35,10 @@ RETRY_S = 30.0
 """How long lost requests are tried again, in seconds, where the caller says nothing."""
 ASK_S = 30.0
 """How long ``model_info`` and ``status`` wait for their answer, in seconds."""
+UPLOAD_S = 120.0
+"""How long ``upload_controller`` waits, in seconds: a large module is compiled meanwhile."""
+STORE_RETRY_S = 10.0
+"""How long requests to the store of modules are tried again where no worker takes them."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -69,8 +82,9 @@ class GenerateOptions(RequestOptions, total=False):
     save: str
     """Keep prompt and output as a buffer of this name."""
     controller: str
-    """A module id, a tag, or the name of a built-in."""
+    """What steers the output: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any]
+    """What it is given; a dict goes to it as JSON."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
@@ -122,6 +136,47 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
     if isinstance(content, str):
         return Call(b"BUFFER", Buffer(name=name, text=content), timeout_s=timeout_s)
     return Call(b"BUFFER", Buffer(name=name), (_packed(content),), timeout_s=timeout_s)
+
+
+def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float) -> Call:
+    """The call of an UPLOAD; raises OSError where a file cannot be read."""
+    content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
+    return _store_call(b"UPLOAD", Upload(stream_id=0, tag=tag), timeout_s, (content,))
+
+
+def tag_call(module: str, tags: Sequence[str], timeout_s: float) -> Call:
+    """The call of a TAG."""
+    return _store_call(b"TAG", Tag(stream_id=0, module=module, tags=list(tags)), timeout_s)
+
+
+def tags_call(timeout_s: float) -> Call:
+    """The call of a TAGS."""
+    return _store_call(b"TAGS", Tags(stream_id=0), timeout_s)
+
+
+def delete_call(name: str, timeout_s: float) -> Call:
+    """The call of a DELETE."""
+    return _store_call(b"DELETE", Delete(stream_id=0, module=name), timeout_s)
+
+
+def stored_module(answer: Msg) -> StoredModule:
+    """The module in an answer of the store."""
+    return msgspec.convert(answer.result, StoredModule)
+
+
+def stored_modules(answer: Msg) -> list[StoredModule]:
+    """The modules in an answer of the store."""
+    return msgspec.convert(answer.result, list[StoredModule])
+
+
+def _store_call(
+    word: bytes,
+    message: Upload | Tag | Tags | Delete,
+    timeout_s: float,
+    attachments: tuple[bytes, ...] = (),
+) -> Call:
+    """A call to the store of modules; each may be made twice without harm."""
+    return Call(word, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:

@@ -7,26 +7,37 @@ from typing import Any
 
 from msgspec import UNSET
 
-from ..protocol.errors import Code, RequestTimeoutError, ServiceError, TokenbusError
+from ..protocol.errors import Code, RequestTimeoutError, TokenbusError, error_for
 from ..protocol.messages import Token
 from .calls import Call
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence of a stream: ``n`` of them, or the forks of a controller."""
+    """One sequence of a stream: ``n`` of them, or the forks of a controller.
+
+    A fork begins with what its parent had then; both may take tokens of that back. Logs and
+    storage are each sequence's own, and nothing takes them back.
+    """
 
     seq: int
     parent: int | None = None
-    """The sequence from which it was forked; its tokens up to there are in this one too."""
+    """The sequence from which it was forked; None for the first one."""
     tokens: list[int] = field(default_factory=list)
+    """All after the prompt, those that the controller appended included."""
     logprobs: list[float] = field(default_factory=list)
+    """Of each token; not a number for one that was appended, not sampled."""
     logs: str = ""
+    """What the controller printed."""
     storage: list[Any] = field(default_factory=list)
+    """The variables that the controller wrote, in order, as AICI's storage commands."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token the most likely ones and itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
+    """Why it ended, where that is a fault."""
+    code: str | None = None
+    """The code that belongs to ``error``: ``controller_failed``, ``deadlock``, ..."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -64,14 +75,14 @@ class Sequence:
             self.logprobs.append(entry.logprob if entry.logprob is not None else float("nan"))
             self.top_logprobs.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self._pieces.append(text)
-        elif text:
-            if not self._pieces:
-                self._pieces.append("")
+        elif text and self._pieces:
+            # What was held back until the end belongs to the last token.
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
+            self.code = entry.code
 
 
 class Sequences:
@@ -86,7 +97,10 @@ class Sequences:
         if sequence is None:
             parent = self.by_seq.get(entry.parent) if entry.parent is not None else None
             at = entry.pos + entry.backtrack
-            sequence = parent._fork(entry.seq, at) if parent is not None else Sequence(entry.seq)
+            if parent is not None:
+                sequence = parent._fork(entry.seq, at)
+            else:
+                sequence = Sequence(entry.seq, entry.parent)
             self.by_seq[entry.seq] = sequence
         sequence._add(entry)
 
@@ -100,7 +114,8 @@ class Sequences:
         if any(s.finish_reason == "timeout" for s in ended):
             return RequestTimeoutError(Code.TIMEOUT, "the request's time has passed")
         if len(ended) == 1 and ended[0].finish_reason == "error":
-            return ServiceError(Code.INTERNAL, ended[0].error or "the sequence failed")
+            [failed] = ended
+            return error_for(failed.code or Code.INTERNAL, failed.error or "the sequence failed")
         return None
 
 

@@ -176,7 +176,6 @@ def test_what_it_knows_of_models_and_of_the_system(client: Client) -> None:
         ({"top_p": 2.0}, "top_p"),
         ({"model": "gpt-9"}, "embedded"),
         ({"stop": "text"}, "a list"),
-        ({"controller": "x"}, "controller"),
     ],
 )
 def test_a_wrong_option_is_named(client: Client, options: Any, says: str) -> None:

@@ -55,11 +55,13 @@ _KINDS = {
 class AiciProgram:
     """A module of the AICI ABI."""
 
-    def __init__(self, engine: wasmtime.Engine, module: wasmtime.Module, forks: bool = True):
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
+    ):
         """``forks``: whether instances may be copied; raises wasmtime.WasmtimeError where an import
         is unknown."""
         self._template = Template(_linker(engine), module, engine)
-        self._forks = forks
+        self._why_no_fork = why_no_fork
         self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
 
     def start(self, host: Host) -> Controller:
@@ -74,7 +76,7 @@ class AiciProgram:
             for name in (start_function(self._template.exports), "aici_init", "aici_create"):
                 if name is not None:
                     handle = guest.call(guest.function(name), limit, name)
-            return AiciController(guest, state, handle, self._forks)
+            return AiciController(guest, state, handle, self._why_no_fork)
         except BaseException:
             guest.close()
             raise
@@ -121,11 +123,11 @@ class State:
 class AiciController:
     """The controller of one sequence."""
 
-    def __init__(self, guest: Guest, state: State, handle: int, forks: bool) -> None:
+    def __init__(self, guest: Guest, state: State, handle: int, why_no_fork: str | None) -> None:
         self._guest = guest
         self._state = state
         self._handle = handle
-        self._forks = forks
+        self._why_no_fork = why_no_fork
         limits = state.host.limits
         self._pre_s, self._mid_s, self._post_s = limits.pre_s, limits.mid_s, limits.post_s
         self._pre = guest.function("aici_pre_process")
@@ -167,18 +169,16 @@ class AiciController:
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says."""
-        if not self._forks:
+        if self._why_no_fork is not None:
             raise ControllerError(
-                Code.CONTROLLER_FAILED,
-                "this module changes its tables while it runs, and such a one cannot fork: the "
-                "copy would not have them",
+                Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
         mine, state = self._state, State(host)
         state.blobs = list(mine.blobs)
         if mine.tokens is not None:
             state.tokens = mine.tokens[:]
         state.guest = guest = self._guest.clone(state)
-        return AiciController(guest, state, self._handle, self._forks)
+        return AiciController(guest, state, self._handle, self._why_no_fork)
 
     def close(self) -> None:
         """As ``interface.Controller`` says."""

@@ -241,7 +241,7 @@ class Guest:
         self._memory_at = ctypes.byref(self._memory)
         base = ffi.wasmtime_memory_data(self._context, self._memory_at)
         self.base = ctypes.cast(base, ctypes.c_void_p).value or 0
-        self.size: int = _data_size(self._context, self._memory_at)
+        self.size = _data_size(self._context, self._memory_at)
 
     def close(self) -> None:
         """Frees the instance and its memory."""

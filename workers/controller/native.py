@@ -35,9 +35,11 @@ _N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
 class NativeProgram:
     """A module of the native ABI."""
 
-    def __init__(self, engine: wasmtime.Engine, module: wasmtime.Module, forks: bool = True):
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
+    ):
         self._template = Template(_linker(engine), module, engine)
-        self._forks = forks
+        self._why_no_fork = why_no_fork
 
     def start(self, host: Host) -> Controller:
         """A fresh instance."""
@@ -52,7 +54,7 @@ class NativeProgram:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED, f"{START} returned {block}, which is not aligned to 4"
                 )
-            return NativeController(guest, host, block, self._forks)
+            return NativeController(guest, host, block, self._why_no_fork)
         except BaseException:
             guest.close()
             raise
@@ -77,12 +79,12 @@ class State:
 class NativeController:
     """The controller of one sequence."""
 
-    def __init__(self, guest: Guest, host: Host, block: int, forks: bool) -> None:
+    def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
         self._guest = guest
         self._host = host
         self._block_at = block
-        self._forks = forks
+        self._why_no_fork = why_no_fork
         self._block = block_words = (ctypes.c_uint32 * 16).from_address(guest.base + block)
         self._words = -(-host.vocabulary.size // 32)
         self._mask = ctypes.c_char * (4 * self._words)
@@ -167,15 +169,13 @@ class NativeController:
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says."""
-        if not self._forks:
+        if self._why_no_fork is not None:
             raise ControllerError(
-                Code.CONTROLLER_FAILED,
-                "this module changes its tables while it runs, and such a one cannot fork: the "
-                "copy would not have them",
+                Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
         state = State(host)
         state.guest = guest = self._guest.clone(state)
-        return NativeController(guest, host, self._block_at, self._forks)
+        return NativeController(guest, host, self._block_at, self._why_no_fork)
 
     def close(self) -> None:
         """As ``interface.Controller`` says."""

@@ -12,10 +12,7 @@ from ...protocol.errors import Code, RequestError
 from .aici import AiciProgram
 from .interface import Program
 from .native import NativeProgram
-from .store import ModuleStore
-
-BUILT_IN = ("choice",)
-"""Constraints by name, each a module of the native ABI that was compiled with the package."""
+from .store import BUILT_IN, ModuleStore
 
 MAX_KEPT = 256
 """Modules that are kept ready to start."""
@@ -52,7 +49,7 @@ class Programs:
         if program is None:
             loaded = self._store.load(module)
             make = AiciProgram if loaded.abi == "aici" else NativeProgram
-            program = make(self._engine, loaded.module, loaded.forks)
+            program = make(self._engine, loaded.module, loaded.why_no_fork)
             with self._lock:
                 self._made[module] = program
                 while len(self._made) > MAX_KEPT:

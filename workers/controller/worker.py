@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,7 @@ class ControllerWorker:
         self._store = None if programs else ModuleStore(folder, self._limits, self._engine)
         self._programs = Programs(self._engine, self._store, programs or {})
         self._pool = Pool(settings.controller_threads or max(4, 2 * (os.cpu_count() or 1)))
+        self._store_calls = ThreadPoolExecutor(2, "store")
         self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._at_once)
         self._calls = VariableCalls(self._bus.post, self._pool.help)
         self._vocabularies = Vocabularies(self._ask_tokenizer)
@@ -174,7 +176,7 @@ class ControllerWorker:
                     [partial(self._arrived, answer.fingerprint, json, answer.error or "")]
                 )
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
-                self._pool.submit([partial(self._stored, message)])
+                self._store_calls.submit(self._stored, message)
             case b"DRAIN":
                 self.stop("the broker asked for it")
             case _:
@@ -230,8 +232,10 @@ class ControllerWorker:
         plays: list[tuple[Session, SteeredSequence, Play]] = []
         for told in step.sequences:
             session = self._sessions.get(told.request)
-            found = session and session.step(told.seq, told.tokens, told.ended is not None, rows)
-            if session is not None and found is not None:
+            if session is None:
+                continue
+            found = session.step(told.seq, told.tokens, told.ended is not None, rows)
+            if found is not None:
                 plays.append((session, *found))
         if not plays:
             return

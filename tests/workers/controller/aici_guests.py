@@ -122,7 +122,7 @@ class Request:
         found = examine(wasm, limits)
         assert found.abi == "aici"
         module = wasmtime.Module(engine, with_exported_globals(wasm))
-        self._program = AiciProgram(engine, module, forks=found.why_no_fork is None)
+        self._program = AiciProgram(engine, module, found.why_no_fork)
         self._arg = arg.encode() if isinstance(arg, str) else arg
         self._vocabulary = vocabulary
         self._limits = limits

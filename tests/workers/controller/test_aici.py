@@ -241,7 +241,7 @@ def test_a_fork_has_the_state_of_its_parent_and_its_own_id(puppets: Puppets) -> 
 
 
 def test_a_module_that_cannot_be_copied_does_not_fork(engine: wasmtime.Engine) -> None:
-    program = AiciProgram(engine, wasmtime.Module(engine, puppet()), forks=False)
+    program = AiciProgram(engine, wasmtime.Module(engine, puppet()), "it changes its tables")
     variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
     host = Host(1, 0, b"", VOCABULARY, variables, Log(1000), LIMITS)
     controller = program.start(host)

@@ -1,0 +1,133 @@
+"""A system of a command's own: started for it, and ended with it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+
+from ...protocol.errors import Code, TokenbusError, UnavailableError
+from ...protocol.settings import Settings
+from .. import Client
+from ..system.faults import SystemFault
+from .options import PATIENCE_S
+
+if TYPE_CHECKING:
+    from ..system.supervisor import Supervisor
+    from ..system.watch import Watcher
+
+START_S = 120.0
+"""How long it may take to start, in seconds."""
+END_S = 20.0
+"""How long it may take to end by itself, in seconds."""
+DRAIN_S = 3.0
+LOOK_EVERY_S = 0.1
+
+
+def somebody_answers(front: str) -> bool:
+    """Whether a broker is there; no time is lost where nobody listens at all."""
+    parts = urlsplit(front)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0).close()
+    except OSError:
+        return False
+    with Client(front, patience_s=PATIENCE_S) as client, suppress(TokenbusError):
+        client.status(timeout_s=PATIENCE_S)
+        return True
+    return False
+
+
+@contextmanager
+def own_system(settings: Settings, model: str) -> Iterator[Client]:
+    """A client of a system with one worker of each role, in a private folder.
+
+    Ctrl-C and SIGTERM end it too. Raises UnavailableError where it does not start.
+    """
+    from ..system.supervisor import Supervisor
+    from ..system.watch import Watcher
+
+    folder = Path(tempfile.mkdtemp(prefix="tokenbus-run-"))
+    own = msgspec.structs.replace(
+        settings,
+        run_dir=str(folder),
+        front=f"ipc://{folder}/front.sock",
+        back="",
+        model=model,
+        gpu_workers=1,
+        controller_workers=1,
+        drain_s=DRAIN_S,
+    )
+    supervisor = Supervisor(own)
+    ready = False
+    before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        watcher = Watcher(supervisor, own)
+        try:
+            with _progress(f"no system runs; starting one on {model} for this run"):
+                supervisor.start()
+                _wait_until_ready(supervisor, watcher)
+            ready = True
+            with Client(own.front) as client:
+                yield client
+        except SystemFault as fault:
+            raise UnavailableError(Code.NO_WORKER, f"no system could be started: {fault}") from None
+        finally:
+            watcher.close()
+            _end(supervisor, gently=ready)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Tells on stderr what takes a while."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        print(f"tokenbus: {what}", file=sys.stderr, flush=True)
+        yield
+
+
+def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
+    deadline = time.monotonic() + START_S
+    while not watcher.look().ready:
+        for name, code in supervisor.exits():
+            why = supervisor.run_dir.last_line(name) or f"it ended with {code}"
+            raise SystemFault(f"{name} failed: {why}")
+        if supervisor.exit_code() is not None:
+            raise SystemFault(f"supervisord ended with {supervisor.exit_code()}")
+        if time.monotonic() > deadline:
+            raise SystemFault(f"it was not ready within {START_S:.0f} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _end(supervisor: Supervisor, gently: bool) -> None:
+    """Ends all of it. Killed is what never served, what takes too long, and all at a Ctrl-C."""
+    deadline = time.monotonic() + END_S
+    try:
+        if gently:
+            supervisor.stop()
+        while gently and supervisor.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        supervisor.kill()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,134 @@
+"""What the functions of a Wasm module do, as far as it matters for a copy of a running instance.
+
+A copy gets memory and globals. Tables, and which passive segments were dropped, cannot be read from
+outside, so a module whose code changes them cannot be copied. Instructions are told apart by one
+regular expression, which goes over 16 MB in 0.3 s; only functions with a suspicious byte are looked
+at. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide
+memory arguments and relaxed SIMD from the proposals that have been merged since.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .wasm_binary import Binary, Reader, WasmError, read
+
+
+def why_no_copy(wasm: bytes | Binary) -> str | None:
+    """Why an instance of this module cannot be copied between calls; None: it can be.
+
+    An instruction that is not known counts as one that hinders. Raises WasmError where the module
+    cannot be read.
+    """
+    binary = wasm if isinstance(wasm, Binary) else read(wasm)
+    for index, kind in enumerate(binary.globals):
+        if kind.mutable and kind.is_reference:
+            return f"its global {index} is mutable and holds a reference ({kind.type})"
+    imported = len(binary.functions) - _own(binary)
+    data = binary.data
+    for number, (start, end) in enumerate(bodies(binary), imported):
+        if _SUSPICIOUS.search(data, start, end) and (found := first_change(data, start, end)):
+            return f"its function {number} has {found}"
+    return None
+
+
+def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
+    """Where the body of each function of the module's own begins and ends."""
+    if binary.code is None:
+        return
+    reader = Reader(binary.data, binary.code.content, binary.code.end)
+    for _ in range(reader.count("function bodies", len(binary.functions))):
+        size = reader.u32()
+        start = reader.at
+        reader.skip(size, "a function")
+        yield start, reader.at
+    if reader.at != reader.end:
+        raise WasmError(f"the section of functions goes on at byte {reader.at}, after the last one")
+
+
+def first_change(data: bytes, start: int, end: int) -> str | None:
+    """The first instruction of a function's body that changes what no copy can have, in words."""
+    reader = Reader(data, start, end)
+    for _ in range(reader.count("groups of locals")):
+        reader.u32()
+        reader.value_type()
+    at = reader.at
+    while True:
+        at = _match(_HARMLESS, data, at, end)
+        if at >= end:
+            return None
+        if data[at] == 0x0E:  # br_table: a count, which no regular expression can follow
+            reader.at = at + 1
+            targets = reader.count("branch targets", end - at)
+            at = _match(_targets(targets + 1), data, reader.at, end)
+            if at == reader.at:
+                return f"a branch table that is cut off, at byte {reader.at}"
+            continue
+        change = _CHANGE.match(data, at, end)
+        if change is not None:
+            number = 0x26 if data[at] == 0x26 else data[at + 1] & 0x7F
+            return f"{_CHANGES[number]}, at byte {at}"
+        return f"an instruction that is not known, 0x{data[at]:02x}, at byte {at}"
+
+
+def _own(binary: Binary) -> int:
+    if binary.code is None:
+        return 0
+    return Reader(binary.data, binary.code.content, binary.code.end).u32()
+
+
+def _match(pattern: re.Pattern[bytes], data: bytes, at: int, end: int) -> int:
+    found = pattern.match(data, at, end)
+    return found.end() if found is not None else at
+
+
+def _targets(count: int) -> re.Pattern[bytes]:
+    return re.compile(rb"(?:%b){%d}+" % (_LEB, count), re.DOTALL)
+
+
+_CHANGES = {
+    0x26: "table.set",
+    0x09: "data.drop",
+    0x0C: "table.init",
+    0x0D: "elem.drop",
+    0x0E: "table.copy",
+    0x0F: "table.grow",
+    0x11: "table.fill",
+}
+
+# An LEB128 may be longer than it needs to be: the low bits are in its first byte all the same.
+_LEB = rb"[\x80-\xff]*+[\x00-\x7f]"
+_MORE = rb"(?:\x80*+\x00)"
+_CHANGE = re.compile(rb"\x26|\xfc(?:[\x09\x0c-\x0f\x11]|[\x89\x8c-\x8f\x91]%b)" % _MORE, re.DOTALL)
+_SUSPICIOUS = re.compile(rb"\x26|\xfc[\x09\x0c-\x0f\x11\x89\x8c-\x8f\x91]")
+
+# Bit 6 of the alignment says that the number of a memory follows.
+_MEMARG = rb"(?:(?:[\x40-\x7f]|[\xc0-\xff]%b)%b|[\x00-\x3f]|[\x80-\xbf]%b)%b" % ((_LEB,) * 4)
+_BLOCK = rb"(?:[\x63\x64])?%b" % _LEB
+_HARMLESS = re.compile(
+    rb"(?:"
+    # br, br_if, return, call, local.*, global.*, table.get, i32.const, i64.const, memory.size,
+    # memory.grow, return_call, ref.null, ref.func
+    rb"[\x0c\x0d\x10\x12\x20-\x25\x3f-\x42\xd0\xd2]%(leb)b"
+    # unreachable, nop, else, end, return, drop, select, comparisons, arithmetic, ref.is_null
+    rb"|[\x00\x01\x05\x0b\x0f\x1a\x1b\x45-\xc4\xd1]"
+    rb"|[\x28-\x3e]%(memarg)b"
+    rb"|[\x02-\x04]%(block)b"
+    rb"|\x43.{4}|\x44.{8}"
+    rb"|[\x11\x13]%(leb)b%(leb)b"  # call_indirect, return_call_indirect
+    rb"|\x1c\x01%(block)b"
+    # trunc_sat; memory.init and copy; memory.fill, table.size
+    rb"|\xfc(?:[\x00-\x07]|[\x80-\x87]%(more)b)"
+    rb"|\xfc(?:[\x08\x0a]|[\x88\x8a]%(more)b)%(leb)b%(leb)b"
+    rb"|\xfc(?:[\x0b\x10]|[\x8b\x90]%(more)b)%(leb)b"
+    rb"|\xfd(?:[\x00-\x0b\x5c\x5d]|[\x80-\x8b\xdc\xdd]%(more)b)%(memarg)b"
+    rb"|\xfd(?:[\x0c\x0d]|[\x8c\x8d]%(more)b).{16}"
+    rb"|\xfd(?:[\x15-\x22]|[\x95-\xa2]%(more)b)."
+    rb"|\xfd(?:[\x54-\x5b]|[\xd4-\xdb]%(more)b)%(memarg)b."
+    rb"|\xfd(?:[\x0e-\x14\x23-\x53\x5e-\x7f]|[\x8e-\x94\xa3-\xd3\xde-\xff]%(more)b)"
+    rb"|\xfd[\x80-\xff](?:\x01|\x81%(more)b)"
+    rb"|\xfd[\x80-\x94](?:\x02|\x82%(more)b)"
+    rb")*+" % {b"leb": _LEB, b"more": _MORE, b"memarg": _MEMARG, b"block": _BLOCK},
+    re.DOTALL,
+)
