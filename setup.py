@@ -8,7 +8,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 CONTROLLER = Path("workers", "controller")
-FLAGS = ["-target", "wasm32-freestanding", "-O3", "-nostdlib", "-Wl,--no-entry", "-s"]
+FLAGS = ["-target", "wasm32-freestanding", "-O3", "-g0", "-nostdlib", "-Wl,--no-entry"]
+FLAGS += ["-Wl,-z,stack-size=65536"]
 
 
 class BuildGuests(build_py):

@@ -263,7 +263,7 @@ class Dispatcher:
         if serving:
             return serving
         workers = [w for w in self.workers.values() if w.role == role]
-        if not workers:
+        if not workers or role != "gpu":
             raise UnavailableError(
                 Code.NO_WORKER,
                 f"no {role} worker is running; start one, or try again in a moment",

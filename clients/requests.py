@@ -83,8 +83,8 @@ class GenerateOptions(RequestOptions, total=False):
     """Keep prompt and output as a buffer of this name."""
     controller: str
     """What steers the output: a module id, a tag, or the name of a built-in."""
-    controller_arg: str | dict[str, Any]
-    """What it is given; a dict goes to it as JSON."""
+    controller_arg: str | dict[str, Any] | list[Any]
+    """What it is given; a dict or a list goes to it as JSON."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:

@@ -65,7 +65,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """Text mode: each TOKEN also carries the text that became certain."""
     controller: str | None = None
     """A module id, a tag, or the name of a built-in."""
-    controller_arg: str | dict[str, Any] | None = None
+    controller_arg: str | dict[str, Any] | list[Any] | None = None
+    """What the controller is given: text as it is, anything else as JSON."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None

@@ -126,7 +126,7 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """
 
     controller: str
-    arg: str | dict[str, Any] | None = None
+    arg: str | dict[str, Any] | list[Any] | None = None
     prompt: list[TokenId]
     max_tokens: int
     """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""

@@ -39,8 +39,9 @@ class Bench:
 
     def worker(self, name: str, **fields: Any) -> Registered:
         """Registers a worker; the broker's answer."""
-        given: dict[str, Any] = {"capacity": 2, "patterns": ["m"], "default": "m"} | fields
-        register = Register(name=name, role="gpu", version=1, pid=1, host="h", **given)
+        usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m"}
+        given: dict[str, Any] = usual | fields
+        register = Register(name=name, version=1, pid=1, host="h", **given)
         answers = self.say(name, "REGISTER", register)
         [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
         return msgspec.msgpack.decode(answer[2], type=Registered)

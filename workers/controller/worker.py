@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,7 @@ class ControllerWorker:
         self._masks = MaskFiles()
         self._sessions: dict[int, Session] = {}
         self._replies: list[Reply] = []
+        self._order = threading.Lock()
         self._rounds = 0
         self._stop_reason = ""
         self._draining_since: float | None = None
@@ -247,15 +249,14 @@ class ControllerWorker:
         self._pool.submit(jobs, 1 + sum(sequence.slow for _, sequence, _ in plays))
 
     def _reply(self, gpu: int, parts: int) -> Reply:
-        reply = Reply(gpu, parts, self._bus.post, self._told)
+        reply = Reply(gpu, parts, self._bus.post, self._go_on, self._order)
         self._replies.append(reply)
         if len(self._replies) > 64:
             self._replies = [r for r in self._replies if not r.complete]
         return reply
 
-    def _told(self, session: Session, results: list[StepResult]) -> None:
-        """A session's results are on their way: who is woken by them, and who waits for nothing."""
-        plays, failed = session.told(results)
+    def _go_on(self, session: Session, plays: list[Play], failed: list[StepResult]) -> None:
+        """What follows of results that are on their way: who is woken, who waits for nothing."""
         if failed:
             self._reply(session.gpu, 1).add(session, failed)
         if plays:
@@ -352,7 +353,7 @@ def _failed(request: int, message: str, code: str = Code.INTERNAL) -> StepResult
     return StepResult(request, 0, "error", error=message, code=str(code))
 
 
-def _arg_bytes(arg: str | dict[str, Any] | None) -> bytes:
+def _arg_bytes(arg: str | dict[str, Any] | list[Any] | None) -> bytes:
     if arg is None:
         return b""
     return arg.encode() if isinstance(arg, str) else msgspec.json.encode(arg)

@@ -1,0 +1,232 @@
+"""What the broker does between workers: controllers chosen, messages relayed, ends told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, decode_header, encode_header
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import (
+    End,
+    LiveRequest,
+    Lost,
+    Result,
+    Start,
+    Step,
+    Variable,
+    Vocabulary,
+)
+
+from .test_core import Bench, _peer, generate
+
+START = Start(
+    controller="mine",
+    prompt=[1],
+    max_tokens=5,
+    model="m",
+    vocabulary=Vocabulary(fingerprint="f", size=9, eos=[0]),
+)
+VARIABLE = Variable(1, 0, 1, "get", "x")
+
+
+def controller_worker(bench: Bench, name: str, *patterns: str, capacity: int = 4) -> int:
+    """Registers a controller worker; its id."""
+    given = {"patterns": list(patterns or ["*"]), "default": "", "capacity": capacity}
+    return bench.worker(name, role="controller", **given).worker
+
+
+def begun(bench: Bench, stream: int = 1, **fields: Any) -> Header:
+    """A request with a controller that its GPU worker has begun; its header."""
+    bench.client("c", "GENERATE", generate(stream, controller="mine", **fields))
+    [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
+    bench.say("gpu", "START", START, Header(header.request))
+    return header
+
+
+def bodies(bench: Bench, name: str, word: str, kind: Any) -> list[Any]:
+    """The bodies of messages of one type to a worker."""
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == _peer(name)]
+    found = [m for m in mine if m.frames[0] == word.encode()]
+    return [msgspec.msgpack.decode(m.frames[2], type=kind) for m in found]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    made.gpu = made.worker("gpu", capacity=8).worker  # type: ignore[attr-defined]
+    return made
+
+
+def test_without_a_controller_worker_the_request_is_refused_at_once(bench: Bench) -> None:
+    [(word, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (word, body["code"]) == ("ERROR", "no_worker")
+    assert "controller worker" in body["message"]
+    assert bench.client("c", "GENERATE", generate(1)) == []
+
+
+def test_a_start_goes_to_the_least_filled_controller_worker_with_its_sender_and_the_tenant(
+    bench: Bench,
+) -> None:
+    a, b = controller_worker(bench, "a"), controller_worker(bench, "b")
+    bench.client("c", "GENERATE", generate(1, controller="mine"), key="tenant-key")
+    [(_, header)] = bench.to_worker("gpu")
+    [out] = bench.say("gpu", "START", START, Header(header.request))
+    assert out.peer == _peer("a")
+    assert decode_header(out.frames[1]) == Header(header.request, bench.gpu)  # type: ignore[attr-defined]
+    assert out.frames[3] == b"tenant-key"
+    begun(bench, 2)
+    workers = bench.broker.dispatcher.workers
+    assert [len(workers[w].steers) for w in (a, b)] == [1, 1]
+
+
+def test_one_that_serves_the_name_goes_before_those_that_take_any_module(bench: Bench) -> None:
+    controller_worker(bench, "any")
+    controller_worker(bench, "python", "mine")
+    begun(bench)
+    assert [w for w, _ in bench.to_worker("python")] == ["START"]
+    assert bench.to_worker("any") == []
+
+
+def test_a_name_that_nobody_serves_is_refused_with_those_that_are(bench: Bench) -> None:
+    controller_worker(bench, "python", "other")
+    [(word, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (word, body["code"]) == ("ERROR", "unknown_controller")
+    assert "other" in body["message"]
+
+
+def test_full_controller_workers_are_a_reason_to_try_later(bench: Bench) -> None:
+    controller_worker(bench, "a", capacity=1)
+    begun(bench)
+    [(word, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
+    assert (word, body["code"]) == ("ERROR", "queue_full")
+    assert body["retry_after_s"] > 0
+
+
+def test_what_workers_say_to_each_other_arrives_with_its_sender(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    begun(bench)
+    bench.to_worker("a")
+    gpu: int = bench.gpu  # type: ignore[attr-defined]
+    bench.say("gpu", "STEP", Step(sequences=[]), Header(0, a))
+    assert bench.to_worker("a") == [("STEP", Header(0, gpu))]
+    bench.say("a", "RESULT", Result(sequences=[]), Header(0, gpu))
+    assert bench.to_worker("gpu") == [("RESULT", Header(0, a))]
+
+
+def test_attachments_and_bodies_are_relayed_as_they_are(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    frames = [b"STEP", encode_header(0, a), b"whatever this is", b"mask", b"mask"]
+    [out] = bench.broker.on_worker(_peer("gpu"), frames, bench.now)
+    assert list(out.frames[2:]) == [b"whatever this is", b"mask", b"mask"]
+
+
+def test_a_message_for_a_worker_that_is_gone_is_dropped(bench: Bench) -> None:
+    assert bench.say("gpu", "STEP", Step(sequences=[]), Header(0, 12345)) == []
+
+
+def test_variables_go_to_the_state_worker_and_their_answers_back(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    assert bench.say("a", "VARIABLE", VARIABLE, Header(1)) == []
+    state = bench.worker("state", role="state", patterns=[], default="").worker
+    bench.say("a", "VARIABLE", VARIABLE, Header(1))
+    assert bench.to_worker("state") == [("VARIABLE", Header(1, a))]
+    bench.say("state", "VARIABLE_ANSWER", [1, 0, 1], Header(1, a))
+    assert bench.to_worker("a") == [("VARIABLE_ANSWER", Header(1, state))]
+
+
+def test_the_end_of_a_request_is_told_to_its_controller_and_to_the_state_worker(
+    bench: Bench,
+) -> None:
+    a = controller_worker(bench, "a")
+    bench.worker("state", role="state", patterns=[], default="")
+    header = begun(bench)
+    bench.sent.clear()
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("gpu", header, end, final=True)
+    assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
+    assert bodies(bench, "state", "END", End) == [End(requests=[header.request])]
+    assert not bench.broker.dispatcher.workers[a].steers
+
+
+def test_requests_without_a_controller_are_not_told_of(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    bench.worker("state", role="state", patterns=[], default="")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.sent.clear()
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("gpu", header, end, final=True)
+    assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
+
+
+def test_a_lost_gpu_worker_ends_its_sessions_at_the_controller_worker(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    header = begun(bench)
+    bench.sent += bench.broker.on_gone(Side.BACK, _peer("gpu"), bench.now)
+    assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
+
+
+def test_a_lost_controller_worker_is_told_to_the_gpu_workers_of_its_requests(
+    bench: Bench,
+) -> None:
+    controller_worker(bench, "a")
+    first, second = begun(bench, 1), begun(bench, 2)
+    bench.sent.clear()
+    bench.sent += bench.broker.on_gone(Side.BACK, _peer("a"), bench.now)
+    [lost] = bodies(bench, "gpu", "LOST", Lost)
+    assert lost.requests == [first.request, second.request]
+    assert lost.code == "worker_lost"
+
+
+def test_a_start_that_finds_no_worker_any_more_is_answered_with_why(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.broker.on_gone(Side.BACK, _peer("a"), bench.now)
+    bench.say("gpu", "START", START, Header(header.request))
+    [lost] = bodies(bench, "gpu", "LOST", Lost)
+    assert (lost.requests, lost.code) == ([header.request], "no_worker")
+
+
+def test_a_start_of_a_request_that_is_over_or_of_another_worker_is_dropped(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    bench.worker("other", patterns=["n"], default="n")
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    assert bench.say("other", "START", START, Header(header.request)) == []
+    assert bench.say("gpu", "START", START, Header(99)) == []
+
+
+def test_uploads_go_to_workers_that_take_modules_and_carry_the_tenant(bench: Bench) -> None:
+    controller_worker(bench, "python", "mine")
+    [(_, refused)] = bench.client("c", "UPLOAD", {"stream_id": 1})
+    assert refused["code"] == "no_worker"
+    controller_worker(bench, "any")
+    frames = [b"UPLOAD", msgspec.json.encode({"stream_id": 1}), b"wasm"]
+    [out] = bench.broker.on_client(_peer("d"), frames, bench.now, "key of d")
+    assert out.peer == _peer("any")
+    assert list(out.frames[3:]) == [b"wasm", b"key of d"]
+
+
+def test_a_state_worker_keeps_only_the_requests_that_still_live(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    header = begun(bench)
+    live = [
+        LiveRequest(request=header.request, session=0, stream_id=0),
+        LiveRequest(request=77, session=0, stream_id=0),
+    ]
+    answer = bench.worker("state", role="state", patterns=[], default="", live=live)
+    assert answer.unknown == [77]
+
+
+def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    for word in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"END", b"LOST"):
+        frames = [word, encode_header(1, a), encode_body(VARIABLE, "msgpack")]
+        [out] = bench.broker.on_client(_peer("c"), frames, bench.now)
+        assert msgspec.json.decode(out.frames[1])["code"] == "unknown_type"
+    assert bench.to_worker("a") == []

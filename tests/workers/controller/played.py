@@ -1,0 +1,155 @@
+"""Guests played for tests: call by call, or a whole request with a function for a model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import wasmtime
+from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Controller, Program, Then
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.native import NativeProgram
+from tokenbus.workers.controller.sandbox import make_engine
+from tokenbus.workers.controller.session import Play, Session
+from tokenbus.workers.controller.variables import SequenceVariables
+from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.state.variables import VariableStorage
+
+from .guests import compile_guest
+
+EOS = 0
+BYTES = [b"", *(bytes([byte]) for byte in range(256))]
+"""Token 0 ends; then every byte. The tests add longer tokens."""
+WORDS = [*BYTES, b"the", b"the ", b" cat", b"cat", b"ca", b"dog", b" sat", b"AB", b"abcD", b"at"]
+
+engine = make_engine(Limits())
+
+
+@cache
+def program(source: str | Path) -> NativeProgram:
+    return NativeProgram(engine, wasmtime.Module(engine, compile_guest(source)))
+
+
+def vocabulary(tokens: Sequence[bytes], eos: int = EOS) -> TokenizerVocabulary:
+    return TokenizerVocabulary.from_tokens(tokens, [eos] if eos >= 0 else [], "test")
+
+
+class Steered:
+    """The controller of one sequence, whose calls the test makes itself."""
+
+    def __init__(
+        self, source: str | Path, tokens: Sequence[bytes], arg: str | bytes = b"", eos: int = EOS
+    ) -> None:
+        self.vocabulary = vocabulary(tokens, eos)
+        self.log = Log(1 << 20)
+        storage = VariableStorage()
+        variables = SequenceVariables(1, 0, storage.apply, lambda: None)
+        arg = arg.encode() if isinstance(arg, str) else arg
+        host = Host(1, 0, arg, self.vocabulary, variables, self.log, Limits(), 100)
+        self.controller: Controller = program(source).start(host)
+        self._mask = bytearray(4 * -(-len(tokens) // 32))
+
+    def begin(self, prompt: Sequence[int] = ()) -> str:
+        """init_prompt; what was logged."""
+        self.controller.init_prompt(prompt)
+        return self.log.take()
+
+    def mid(self) -> set[int] | list[int] | None:
+        """mid_process: the tokens of a mask, the tokens of a splice in a list, or None: stop."""
+        assert self.controller.pre_process().then is Then.GO_ON
+        answer = self.controller.mid_process((0,), memoryview(self._mask))
+        if answer.then is Then.STOP:
+            return None
+        if answer.then is Then.SPLICE:
+            return list(answer.tokens)
+        if not answer.masked:
+            return set(range(self.vocabulary.size))
+        bits = int.from_bytes(self._mask, "little")
+        return {i for i in range(8 * len(self._mask)) if bits >> i & 1}
+
+    def post(self, tokens: Sequence[int]) -> Then:
+        return self.controller.post_process(tokens, 0).then
+
+
+Choose = Callable[[int, list[int], set[int]], int]
+"""(seq, its tokens, what may be sampled) -> a token."""
+
+
+class Run:
+    """A request played to its end by a worker's session, with ``choose`` for a model."""
+
+    def __init__(
+        self,
+        made: Program,
+        tokens: Sequence[bytes],
+        choose: Choose,
+        arg: str = "",
+        max_tokens: int = 50,
+    ) -> None:
+        self._vocabulary, self._choose, self._max = vocabulary(tokens), choose, max_tokens
+        self.tokens: dict[int, list[int]] = {0: []}
+        self.ended: dict[int, str] = {}
+        self.logs: dict[int, str] = {}
+        self.sampled = self.dropped = 0
+        self._session = Session(
+            1, 1, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
+        )
+        self._play(self._session.begin(made, self._vocabulary, [1, 2]))
+
+    def text(self, seq: int = 0) -> str:
+        return b"".join(map(self._vocabulary.token, self.tokens[seq])).decode()
+
+    def _play(self, results: list[StepResult]) -> None:
+        plays: deque[Play] = deque()
+        while results or plays:
+            if not results:
+                results = plays.popleft()()
+            sampled = [play for result in results for play in self._told(result)]
+            woken, results = self._session.told(results)
+            plays += [*sampled, *woken]
+        assert set(self.ended) == set(self.tokens), "a sequence was left behind"
+
+    def _told(self, result: StepResult) -> list[Play]:
+        seq, tokens = result.seq, self.tokens[result.seq]
+        self.logs[seq] = self.logs.get(seq, "") + result.logs
+        del tokens[len(tokens) - result.backtrack :]
+        tokens += result.ff_tokens
+        self.dropped += result.backtrack
+        for child in result.children:
+            self.tokens[child] = list(tokens)
+        if result.then in ("stop", "error"):
+            self.ended[seq] = result.error or "stop"
+        return [lambda: self._sample(result)] if result.then == "sample" else []
+
+    def _sample(self, result: StepResult) -> list[StepResult]:
+        seq, tokens, size = result.seq, self.tokens[result.seq], self._vocabulary.size
+        may = set(range(size))
+        if result.attachment is not None:
+            bits = int.from_bytes(self._session.mask(seq) or b"", "little")
+            may = {i for i in range(bits.bit_length()) if bits >> i & 1}
+        token = self._choose(seq, tokens, may)
+        assert token in may, f"the mask forbids {token}"
+        tokens.append(token)
+        self.sampled += 1
+        over = len(tokens) >= self._max
+        stepped = self._session.step(seq, [token], over, None)
+        assert stepped is not None
+        return stepped[1]()
+
+
+def says(*texts: str) -> Choose:
+    """A model that samples the bytes of texts[seq] one after another and ends then, or whatever is
+    allowed where that is not."""
+    rest = [iter(text.encode()) for text in texts]
+
+    def choose(seq: int, _tokens: list[int], may: set[int]) -> int:
+        byte = next(rest[seq], None)
+        wanted = EOS if byte is None else 1 + byte
+        return wanted if wanted in may else min(may)
+
+    return choose

@@ -1,0 +1,130 @@
+// The SDK for controllers in C. One include, in the one .c file of a module:
+//
+//     #include "tokenbus.h"
+//
+//     tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) { ... }
+//
+//     python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry \
+//         -Wl,-z,stack-size=65536 -I SDK_FOLDER my.c -o my.wasm
+//
+// What is where: this file has the four calls and their answers; tokenbus/memory.h an allocator and
+// growable bytes; tokenbus/text.h formats, the log, failure; tokenbus/host.h tokenize, variables
+// and what the call block tells; tokenbus/trie.h the tokens as a tree, and masks;
+// tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
+// layer. Source of the layers: AICI's aici_abi. The guide is docs/controllers.md.
+#ifndef TOKENBUS_H
+#define TOKENBUS_H
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define TB_NONE 0xffffffffu  // no token, no node, no such thing
+
+#include "tokenbus/memory.h"
+#include "tokenbus/text.h"
+#include "tokenbus/host.h"
+#include "tokenbus/trie.h"
+#include "tokenbus/recognizer.h"
+#include "tokenbus/strings.h"
+
+// --- the four calls ------------------------------------------------------------------------------
+//
+// Define those that you need. Without one of yours: pre_process goes on, mid_process allows every
+// token and post_process goes on, or all three follow the recognizer that tb_use_recognizer got.
+// Arguments are there during the call only. Times are CPU time.
+
+// Once, before all else, with the tokens of the prompt and the user's argument, which ends with a 0
+// byte that arg_len does not count. Load and prepare here: 1000 ms.
+__attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg,
+                                          uint32_t arg_len);
+
+// Before each token: tb_go_on, tb_stop, tb_suspend, tb_fork or tb_append. 1 ms.
+__attribute__((weak)) tb_answer tb_pre_process(void);
+
+// What may come next: tb_sample, tb_splice or tb_stop. After a fork it is the first call of each
+// sequence; fork_group then has the ids of all of them, and else only this one's (tb_seq_id). 20
+// ms.
+__attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
+
+// Told which tokens were appended, after `backtrack` were dropped: tb_go_on or tb_stop. After an
+// end-of-sequence token the sequence ends, unless what follows is a splice, a fork or suspended. 1
+// ms.
+__attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t n,
+                                                uint32_t backtrack);
+
+// --- the exports of the native ABI, version 1 ----------------------------------------------------
+
+#define TB_EXPORT(name) __attribute__((export_name(name), used, visibility("default")))
+
+enum { TB_INBOX_BYTES = 4096 };
+
+// Four bytes more than the host is told, for the 0 that ends the argument.
+static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
+
+static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }
+
+TB_EXPORT("tokenbus_abi_v1") uint32_t *tb_export_abi(void) {
+    tb_block[TB_BLOCK_VERSION] = 1;
+    tb_block[TB_BLOCK_INBOX] = (uint32_t)(uintptr_t)tb_first_inbox;
+    tb_block[TB_BLOCK_INBOX_SIZE] = TB_INBOX_BYTES;
+    return tb_block;
+}
+
+TB_EXPORT("tokenbus_grow") int32_t tb_export_grow(uint32_t bytes) {
+    void *larger = bytes < 0xfffffff0u ? tb_try_alloc(bytes + 4) : 0;
+    if (!larger) return 0;
+    if (tb_inbox() != tb_first_inbox) tb_free(tb_inbox());
+    tb_block[TB_BLOCK_INBOX] = (uint32_t)(uintptr_t)larger;
+    tb_block[TB_BLOCK_INBOX_SIZE] = bytes;
+    return 1;
+}
+
+// Writes an answer where the host looks for it; `may` has a bit for each answer that fits the call.
+static inline int32_t tb_give(tb_answer answer, uint32_t may, const char *call,
+                              const char *choices) {
+    if (!(may >> answer.then & 1))
+        tb_fail("%s answers %s, not %s", call, choices, tb_answer_names[answer.then]);
+    tb_block[TB_BLOCK_N] = answer.then == TB_FORK ? answer.forks : tb_answer_tokens.len / 4;
+    tb_block[TB_BLOCK_LIST] = (uint32_t)(uintptr_t)tb_answer_tokens.data;
+    tb_block[TB_BLOCK_DROP] = answer.backtrack;
+    tb_block[TB_BLOCK_MASK] = (uint32_t)(uintptr_t)answer.mask;
+    if (answer.then == TB_SAMPLE) return TB_GO_ON;
+    if (answer.then == TB_APPEND) return TB_SPLICE;
+    return (int32_t)answer.then;
+}
+
+TB_EXPORT("tokenbus_init_prompt") int32_t tb_export_init(void) {
+    const uint32_t n = tb_block[TB_BLOCK_COUNT], arg_len = tb_block[TB_BLOCK_ARG];
+    char *arg = (char *)(tb_inbox() + n);
+    arg[arg_len] = 0;
+    if (tb_init_prompt) tb_init_prompt(tb_inbox(), n, arg, arg_len);
+    return 1;
+}
+
+TB_EXPORT("tokenbus_pre_process") int32_t tb_export_pre(void) {
+    const tb_answer answer = tb_pre_process ? tb_pre_process() : tb_go_on();
+    return tb_give(answer,
+                   1 << TB_STOP | 1 << TB_GO_ON | 1 << TB_SUSPEND | 1 << TB_FORK | 1 << TB_APPEND,
+                   "tb_pre_process", "tb_go_on, tb_stop, tb_suspend, tb_fork or tb_append");
+}
+
+TB_EXPORT("tokenbus_mid_process") int32_t tb_export_mid(void) {
+    const tb_answer answer = tb_mid_process ? tb_mid_process(tb_inbox(), tb_block[TB_BLOCK_COUNT])
+                             : tb_used      ? tb_recognizer_mid(tb_used)
+                                            : tb_sample(0);
+    return tb_give(answer, 1 << TB_STOP | 1 << TB_SAMPLE | 1 << TB_SPLICE, "tb_mid_process",
+                   "tb_sample, tb_splice or tb_stop");
+}
+
+TB_EXPORT("tokenbus_post_process") int32_t tb_export_post(void) {
+    const uint32_t n = tb_block[TB_BLOCK_COUNT];
+    const tb_answer answer = tb_post_process
+                                 ? tb_post_process(tb_inbox(), n, tb_block[TB_BLOCK_BACKTRACK])
+                             : tb_used ? tb_recognizer_post(tb_used, tb_inbox(), n)
+                                       : tb_go_on();
+    return tb_give(answer, 1 << TB_STOP | 1 << TB_GO_ON, "tb_post_process", "tb_go_on or tb_stop");
+}
+
+#endif

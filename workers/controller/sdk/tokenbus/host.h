@@ -1,0 +1,175 @@
+// What the host tells and does: the call block, answers, tokenize, the variables of a request.
+#ifndef TOKENBUS_HOST_H
+#define TOKENBUS_HOST_H
+
+TB_IMPORT("seq_id") uint32_t tb_host_seq_id(void);
+TB_IMPORT("tokenize")
+uint32_t tb_host_tokenize(const void *text, uint32_t n, uint32_t *tokens, uint32_t most);
+TB_IMPORT("var_get")
+int32_t tb_host_var_get(const char *name, uint32_t name_len, void *value, uint32_t most,
+                        uint32_t *version);
+TB_IMPORT("var_set")
+int32_t tb_host_var_set(const char *name, uint32_t name_len, const void *value, uint32_t n,
+                        int32_t when_version, uint32_t *version);
+TB_IMPORT("var_append")
+int32_t tb_host_var_append(const char *name, uint32_t name_len, const void *value, uint32_t n,
+                           int32_t when_version, uint32_t *version);
+
+// --- the call block (docs/controllers.md has it as a table) --------------------------------------
+
+enum {
+    TB_BLOCK_VERSION,
+    TB_BLOCK_INBOX,
+    TB_BLOCK_INBOX_SIZE,
+    TB_BLOCK_COUNT,
+    TB_BLOCK_BACKTRACK,
+    TB_BLOCK_SEQ,
+    TB_BLOCK_ARG,
+    TB_BLOCK_VOCABULARY,
+    TB_BLOCK_N,
+    TB_BLOCK_LIST,
+    TB_BLOCK_DROP,
+    TB_BLOCK_MASK,
+    TB_BLOCK_EOS,
+    TB_BLOCK_MAX_TOKENS,
+    TB_BLOCK_WORDS = 16
+};
+
+static uint32_t tb_block[TB_BLOCK_WORDS];
+
+// The id of this sequence, unique within its request; after a fork each has its own.
+static inline uint32_t tb_seq_id(void) { return tb_block[TB_BLOCK_SEQ]; }
+
+// Tokens of the vocabulary: ids are below it.
+static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY]; }
+
+// Tokens that this sequence may have beyond its prompt, appended ones included.
+static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS]; }
+
+typedef enum tb_special { TB_EOS } tb_special;
+
+// The id of a special token; TB_NONE where the vocabulary has none.
+static inline uint32_t tb_special_token(tb_special token) {
+    return token == TB_EOS ? tb_block[TB_BLOCK_EOS] : TB_NONE;
+}
+
+// --- answers -------------------------------------------------------------------------------------
+
+enum { TB_STOP, TB_GO_ON, TB_SUSPEND, TB_FORK, TB_SPLICE, TB_SAMPLE, TB_APPEND };
+
+static const char *const tb_answer_names[] = {"tb_stop",   "tb_go_on",  "tb_suspend", "tb_fork",
+                                              "tb_splice", "tb_sample", "tb_append"};
+
+typedef struct tb_answer {
+    uint32_t then, forks, backtrack;
+    const uint32_t *mask;
+} tb_answer;
+
+static tb_bytes tb_answer_tokens;
+
+static inline tb_answer tb_stop(void) { return (tb_answer){.then = TB_STOP}; }
+
+static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
+
+// pre_process: sits out until a variable of the request changes or a fork of it ends; pre_process
+// is called again then.
+static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
+
+// pre_process: become so many sequences, this one included. All go on with the same memory, this
+// one's, and each finds its place in fork_group of mid_process by its tb_seq_id.
+static inline tb_answer tb_fork(uint32_t in_all) {
+    return (tb_answer){.then = TB_FORK, .forks = in_all};
+}
+
+// mid_process: drops `backtrack` tokens, of those that this sequence has beyond its prompt, and
+// appends these, which are copied. Nothing is sampled; post_process and pre_process follow.
+static inline tb_answer tb_splice(uint32_t backtrack, const uint32_t *tokens, uint32_t n) {
+    if (n > UINT32_MAX / 4) tb_fail("a splice of %u tokens", n);
+    tb_bytes_cut(&tb_answer_tokens, 0);
+    tb_bytes_append(&tb_answer_tokens, tokens, 4 * n);
+    return (tb_answer){.then = TB_SPLICE, .backtrack = backtrack};
+}
+
+// pre_process: appends these tokens, which are copied; post_process and pre_process follow.
+static inline tb_answer tb_append(const uint32_t *tokens, uint32_t n) {
+    tb_answer answer = tb_splice(0, tokens, n);
+    answer.then = TB_APPEND;
+    return answer;
+}
+
+// mid_process: sample a token that the mask has (tb_mask_new); 0: any token. The mask must stay as
+// it is until the next call.
+static inline tb_answer tb_sample(const uint32_t *mask) {
+    return (tb_answer){.then = TB_SAMPLE, .mask = mask};
+}
+
+// --- tokenize ------------------------------------------------------------------------------------
+
+typedef struct tb_tokens {
+    uint32_t *ids;
+    uint32_t n;
+} tb_tokens;
+
+// UTF-8 text as the model's tokenizer writes it, without special tokens; the bytes of the tokens
+// are the text, always. Fails where the vocabulary cannot write it. Free with tb_free(ids).
+static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
+    uint32_t room = len + 8;
+    for (;;) {
+        tb_tokens tokens = {tb_alloc(4 * room), 0};
+        tokens.n = tb_host_tokenize(text, len, tokens.ids, room);
+        if (tokens.n <= room) return tokens;
+        tb_free(tokens.ids);
+        room = tokens.n;
+    }
+}
+
+// --- variables -----------------------------------------------------------------------------------
+//
+// Shared by the sequences of one request, and by nobody else. Names are UTF-8. A version counts the
+// writes of its variable; 0 is one that does not exist.
+
+// Reads a variable into `value`, which is emptied first; false where there is none. `version` may
+// be 0.
+static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
+    tb_bytes_cut(value, 0);
+    tb_bytes_reserve(value, 255);
+    for (;;) {
+        const int32_t n =
+            tb_host_var_get(name, strlen(name), value->data, value->room - 1, version);
+        if (n < 0) return false;
+        if ((uint32_t)n < value->room) {
+            value->len = (uint32_t)n;
+            value->data[n] = 0;
+            return true;
+        }
+        tb_bytes_reserve(value, (uint32_t)n);
+    }
+}
+
+// Writes a variable; its new version.
+static inline uint32_t tb_var_set(const char *name, const void *value, uint32_t n) {
+    uint32_t version = 0;
+    tb_host_var_set(name, strlen(name), value, n, -1, &version);
+    return version;
+}
+
+// Appends to a variable, which is made where there is none; its new version.
+static inline uint32_t tb_var_append(const char *name, const void *value, uint32_t n) {
+    uint32_t version = 0;
+    tb_host_var_append(name, strlen(name), value, n, -1, &version);
+    return version;
+}
+
+// Writes only where the variable has *version (0: where there is none). *version is then the one
+// that it has, written or not.
+static inline bool tb_var_set_when(const char *name, const void *value, uint32_t n,
+                                   uint32_t *version) {
+    return tb_host_var_set(name, strlen(name), value, n, (int32_t)*version, version) == 1;
+}
+
+static inline bool tb_var_append_when(const char *name, const void *value, uint32_t n,
+                                      uint32_t *version) {
+    return tb_host_var_append(name, strlen(name), value, n, (int32_t)*version, version) == 1;
+}
+
+#endif

@@ -1,0 +1,229 @@
+// The byte stack (AICI's Recognizer), the walk that makes a mask of it, and the functional layer.
+#ifndef TOKENBUS_RECOGNIZER_H
+#define TOKENBUS_RECOGNIZER_H
+
+// A constraint on bytes: a stack of states. Put one first in a struct of your own.
+typedef struct tb_recognizer tb_recognizer;
+struct tb_recognizer {
+    // If the top goes over to X by a byte: push X. Only called with a byte that is allowed.
+    void (*push_byte)(tb_recognizer *self, uint8_t byte);
+    // Pops so many states.
+    void (*pop_bytes)(tb_recognizer *self, uint32_t n);
+    // Leaves only the top on the stack.
+    void (*collapse)(tb_recognizer *self);
+    // Whether the top goes over to a viable state by a byte.
+    bool (*byte_allowed)(tb_recognizer *self, uint8_t byte);
+    // Whether it does by a special token.
+    bool (*special_allowed)(tb_recognizer *self, tb_special token);
+    // A walk is over: the stack is as it was before. 0: nothing to do.
+    void (*trie_finished)(tb_recognizer *self);
+    // byte_allowed, and push_byte if so. 0: by those two.
+    bool (*try_push_byte)(tb_recognizer *self, uint8_t byte);
+    // The walk over the tree with this recognizer's own calls in line. 0: the general one.
+    void (*walk)(tb_recognizer *self, uint32_t *mask);
+};
+
+// Allows the token of a node, 0xffffff being none. No branch: it would be guessed wrong too often.
+static inline void tb_mask_add(uint32_t *mask, uint32_t token) {
+    const bool some = token != 0xffffff;
+    mask[some ? token / 32 : 0] |= (uint32_t)some << token % 32;
+}
+
+// AICI's walk: into the subtree of a byte that is allowed, past one of a byte that is not.
+__attribute__((always_inline)) static inline void tb_walk_with(
+    tb_recognizer *recognizer, bool (*try_push_byte)(tb_recognizer *, uint8_t),
+    void (*pop_bytes)(tb_recognizer *, uint32_t), uint32_t *mask) {
+    const tb_node *node = tb_trie_root() + 1;
+    const tb_node *const end = tb_trie_root() + tb_trie_get()->node_count;
+    while (node < end) {
+        const uint32_t token = node->token_byte >> 8, size = node->size_parents >> 8;
+        if (try_push_byte(recognizer, (uint8_t)node->token_byte)) {
+            tb_mask_add(mask, token);
+            if (size == 1) pop_bytes(recognizer, node->size_parents & 0xff);
+            node++;
+        } else {
+            const uint32_t up = (node->size_parents & 0xff) - 1;
+            if (up) pop_bytes(recognizer, up);
+            node += size;
+        }
+    }
+}
+
+static inline bool tb_check_and_push(tb_recognizer *recognizer, uint8_t byte) {
+    if (!recognizer->byte_allowed(recognizer, byte)) return false;
+    recognizer->push_byte(recognizer, byte);
+    return true;
+}
+
+// The mask (tb_mask_new) of the tokens that a recognizer allows next: those whose bytes it allows
+// one after the other, and the end of the sequence by special_allowed.
+static inline void tb_compute_bias(tb_recognizer *recognizer, uint32_t *mask) {
+    tb_mask_clear_all(mask);
+    if (recognizer->walk)
+        recognizer->walk(recognizer, mask);
+    else
+        tb_walk_with(recognizer,
+                     recognizer->try_push_byte ? recognizer->try_push_byte : tb_check_and_push,
+                     recognizer->pop_bytes, mask);
+    if (recognizer->special_allowed(recognizer, TB_EOS))
+        tb_mask_set(mask, tb_special_token(TB_EOS));
+    else
+        tb_mask_clear(mask, tb_special_token(TB_EOS));
+    if (recognizer->trie_finished) recognizer->trie_finished(recognizer);
+}
+
+// Moves a recognizer over a token that was appended; false where it does not allow its bytes.
+static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
+    uint32_t len;
+    const uint8_t *bytes = tb_token(token, &len);
+    for (uint32_t i = 0; i < len; i++)
+        if (!tb_check_and_push(recognizer, bytes[i])) {
+            recognizer->pop_bytes(recognizer, i);
+            return false;
+        }
+    recognizer->collapse(recognizer);
+    return true;
+}
+
+// --- a whole controller --------------------------------------------------------------------------
+
+static tb_recognizer *tb_used;
+
+// This sequence follows a recognizer from here on, in the calls that the module does not define
+// itself. Call it in tb_init_prompt.
+static inline void tb_use_recognizer(tb_recognizer *recognizer) {
+    tb_trie_get();
+    tb_used = recognizer;
+}
+
+// mid_process under a recognizer: samples what it allows. Where it allows only the end and the
+// vocabulary has no token for that, it stops.
+static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
+    static uint32_t *mask;
+    if (!mask) mask = tb_mask_new();
+    tb_compute_bias(recognizer, mask);
+    if (tb_mask_count(mask)) return tb_sample(mask);
+    if (recognizer->special_allowed(recognizer, TB_EOS)) return tb_stop();
+    tb_fail("no token of this vocabulary may follow by the recognizer");
+}
+
+// post_process under a recognizer: moves it over the tokens; stops at the end-of-sequence token.
+static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint32_t *tokens,
+                                           uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        if (tokens[i] == tb_special_token(TB_EOS)) return tb_stop();
+        if (!tb_push_token(recognizer, tokens[i]))
+            tb_fail("token %u was appended, which the recognizer does not allow", tokens[i]);
+    }
+    return tb_go_on();
+}
+
+// --- the functional layer ------------------------------------------------------------------------
+
+enum { TB_KEPT_MASKS = 8 };
+
+// The masks of the states that were walked last: a state is all that its mask depends on.
+typedef struct tb_masks {
+    void *states[TB_KEPT_MASKS];
+    uint32_t *masks[TB_KEPT_MASKS];
+    uint32_t next;
+} tb_masks;
+
+// The mask of a state of n bytes; 0 where it is not kept.
+static inline uint32_t *tb_masks_find(const tb_masks *kept, const void *state, uint32_t n) {
+    for (uint32_t i = 0; i < TB_KEPT_MASKS; i++)
+        if (kept->states[i] && !memcmp(kept->states[i], state, n)) return kept->masks[i];
+    return 0;
+}
+
+// The place of a state's mask, in which no token is allowed.
+static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t n) {
+    const uint32_t at = kept->next++ % TB_KEPT_MASKS;
+    if (!kept->states[at]) {
+        kept->states[at] = tb_alloc(n);
+        kept->masks[at] = tb_mask_new();
+    }
+    memcpy(kept->states[at], state, n);
+    tb_mask_clear_all(kept->masks[at]);
+    return kept->masks[at];
+}
+
+// TB_FUNCTIONAL_RECOGNIZER(name, S) makes `tb_recognizer *name_recognizer(void)` of a state S, a
+// number or a struct that may be copied, and four functions that change nothing but what they
+// return:
+//
+//     static S name_initial(void);
+//     static S name_append(S state, uint8_t byte);                // byte is allowed
+//     static bool name_byte_allowed(S state, uint8_t byte);
+//     static bool name_special_allowed(S state, tb_special token);
+//
+// Its stack (AICI's StackRecognizer) is as deep as the longest token; collapse in between.
+#define TB_FUNCTIONAL_RECOGNIZER(name, S)                                                          \
+    typedef struct name##_stack {                                                                  \
+        tb_recognizer base;                                                                        \
+        S *top, *bottom, *limit;                                                                   \
+        tb_masks masks;                                                                            \
+    } name##_stack;                                                                                \
+    static void name##_push_byte(tb_recognizer *self, uint8_t byte) {                              \
+        name##_stack *stack = (name##_stack *)self;                                                \
+        if (stack->top == stack->limit) tb_fail("more bytes than a token has, uncollapsed");       \
+        const S next = name##_append(*stack->top, byte);                                           \
+        *++stack->top = next;                                                                      \
+    }                                                                                              \
+    static void name##_pop_bytes(tb_recognizer *self, uint32_t n) {                                \
+        ((name##_stack *)self)->top -= n;                                                          \
+    }                                                                                              \
+    static void name##_collapse(tb_recognizer *self) {                                             \
+        name##_stack *stack = (name##_stack *)self;                                                \
+        *stack->bottom = *stack->top;                                                              \
+        stack->top = stack->bottom;                                                                \
+    }                                                                                              \
+    static bool name##_top_allows(tb_recognizer *self, uint8_t byte) {                             \
+        return name##_byte_allowed(*((name##_stack *)self)->top, byte);                            \
+    }                                                                                              \
+    static bool name##_top_allows_special(tb_recognizer *self, tb_special token) {                 \
+        return name##_special_allowed(*((name##_stack *)self)->top, token);                        \
+    }                                                                                              \
+    static bool name##_try_push_byte(tb_recognizer *self, uint8_t byte) {                          \
+        if (!name##_top_allows(self, byte)) return false;                                          \
+        name##_push_byte(self, byte);                                                              \
+        return true;                                                                               \
+    }                                                                                              \
+    static void name##_walk(tb_recognizer *self, uint32_t *mask) {                                 \
+        name##_stack *stack = (name##_stack *)self;                                                \
+        if (stack->top != stack->bottom) tb_fail("a walk begins with a collapsed stack");          \
+        uint32_t *made = tb_masks_find(&stack->masks, stack->top, sizeof(S));                      \
+        const bool known = made != 0;                                                              \
+        if (!known) made = tb_masks_add(&stack->masks, stack->top, sizeof(S));                     \
+        const tb_node *const end = tb_trie_root() + tb_trie_get()->node_count;                     \
+        const tb_node *node = known ? end : tb_trie_root() + 1;                                    \
+        /* There is room for the longest token, so that the top can stay in a register. */         \
+        for (S *top = stack->top; node < end;) {                                                   \
+            const uint8_t byte = (uint8_t)node->token_byte;                                        \
+            const uint32_t size = tb_node_size(node), up = tb_node_parents(node);                  \
+            if (name##_byte_allowed(*top, byte)) {                                                 \
+                const S next = name##_append(*top, byte);                                          \
+                *++top = next;                                                                     \
+                tb_mask_add(made, node->token_byte >> 8);                                          \
+                top -= size == 1 ? up : 0;                                                         \
+                node++;                                                                            \
+            } else {                                                                               \
+                top -= up - 1;                                                                     \
+                node += size;                                                                      \
+            }                                                                                      \
+        }                                                                                          \
+        memcpy(mask, made, 4 * tb_mask_words());                                                   \
+    }                                                                                              \
+    static tb_recognizer *name##_recognizer(void) {                                                \
+        const uint32_t states = tb_trie_get()->longest + 2;                                        \
+        name##_stack *stack = tb_alloc(sizeof(name##_stack));                                      \
+        *stack = (name##_stack){.base = {name##_push_byte, name##_pop_bytes, name##_collapse,      \
+                                         name##_top_allows, name##_top_allows_special, 0,          \
+                                         name##_try_push_byte, name##_walk}};                      \
+        stack->top = stack->bottom = tb_alloc(states * sizeof(S));                                 \
+        stack->limit = stack->bottom + states - 1;                                                 \
+        *stack->bottom = name##_initial();                                                         \
+        return &stack->base;                                                                       \
+    }
+
+#endif
