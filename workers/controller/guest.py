@@ -182,6 +182,46 @@ def _too_early() -> ControllerError:
     )
 
 
+class Spares:
+    """Copies whose sequences are over, kept for the next forks of their modules.
+
+    Most of what a fork costs is that the system gives it memory, page by page; a spare one has its
+    pages. It is written over as a whole, so that nothing of one sequence is seen by another.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._kept: list[Guest] = []
+        """The one that was kept last comes last."""
+
+    def keep(self, guest: Guest) -> None:
+        """Takes a guest that nobody needs any more; the oldest ones make room for it."""
+        gone = []
+        with self._lock:
+            self._kept.append(guest)
+            self._bytes += guest.size
+            while self._bytes > self._limit:
+                gone.append(self._kept.pop(0))
+                self._bytes -= gone[-1].size
+        for old in gone:
+            old.free()
+
+    def take(self, template: Template, size: int) -> Guest | None:
+        """A guest of a template with a memory of ``size`` bytes; None where there is none."""
+        with self._lock:
+            for at in range(len(self._kept) - 1, -1, -1):
+                guest = self._kept[at]
+                if guest.template is template and guest.size == size:
+                    self._bytes -= size
+                    return self._kept.pop(at)
+        return None
+
+
+SPARES = Spares(64 * 1024 * 1024)
+
+
 class Template:
     """A module with its imports linked: guests are made of it."""
 
@@ -217,6 +257,7 @@ class Guest:
         self._ticked_at: float | None = None
         self._late = False
         self._fault: BaseException | None = None
+        self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
         self._values: Values = (ffi.wasmtime_val_raw_t * 4)()
         self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
@@ -244,6 +285,17 @@ class Guest:
         self.size = _data_size(self._context, self._memory_at)
 
     def close(self) -> None:
+        """Its sequence is over: the instance goes, or waits for another fork of its module."""
+        if self._closed:
+            return
+        self._closed = True
+        self.host = None
+        if self._is_copy and not self._dead:
+            SPARES.keep(self)
+        else:
+            self.free()
+
+    def free(self) -> None:
         """Frees the instance and its memory."""
         self.base = self.size = 0
         self._store.close()
@@ -306,19 +358,12 @@ class Guest:
 
     def clone(self, host: Any) -> Guest:
         """A guest with the same memory and globals, on behalf of ``host``. Between calls only."""
-        other = Guest(self.template, host, self.limits)
         size = _data_size(self._context, self._memory_at)
-        missing = size - other.size
-        if missing > 0:
-            before = ctypes.c_uint64()
-            error = ffi.wasmtime_memory_grow(
-                other._context, other._memory_at, missing >> 16, ctypes.byref(before)
-            )
-            if error:
-                raise ControllerError(Code.CONTROLLER_FAILED, "a fork found no memory")
-            other.size = _data_size(other._context, other._memory_at)
-        # The pages all at once: one by one, as they are written to, takes three times as long.
-        _madvise(ctypes.c_void_p(other.base), ctypes.c_size_t(size), _POPULATE_WRITE)
+        other = SPARES.take(self.template, size)
+        if other is not None:
+            other.host, other._closed = host, False
+        else:
+            other = self._copy(host, size)
         ctypes.memmove(other.base, self.base, size)
         value = ffi.wasmtime_val_t()
         for name in self.template.globals:
@@ -334,6 +379,23 @@ class Guest:
         return other
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _copy(self, host: Any, size: int) -> Guest:
+        """A fresh guest for a fork, with a memory of ``size`` bytes."""
+        other = Guest(self.template, host, self.limits)
+        other._is_copy = True
+        missing = size - other.size
+        if missing > 0:
+            before = ctypes.c_uint64()
+            error = ffi.wasmtime_memory_grow(
+                other._context, other._memory_at, missing >> 16, ctypes.byref(before)
+            )
+            if error:
+                raise ControllerError(Code.CONTROLLER_FAILED, "a fork found no memory")
+            other.size = _data_size(other._context, other._memory_at)
+        # The pages all at once: one by one, as they are written to, takes three times as long.
+        _madvise(ctypes.c_void_p(other.base), ctypes.c_size_t(size), _POPULATE_WRITE)
+        return other
 
     def _instantiate(self) -> int | None:
         error = ffi.wasmtime_instance_pre_instantiate(
@@ -361,6 +423,7 @@ class Guest:
 
     def _fail(self, name: str, error: int | None) -> None:
         """Raises what a call that did not return is to be told as."""
+        self._dead = True
         fault, self._fault = self._fault, None
         trap, said = None, ""
         if error:

@@ -261,7 +261,7 @@ def _trie_read(state: State, into: int, offset: int, size: int) -> int:
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
     # Some megabytes, copied once and no more.
-    at = ctypes.cast(trie, ctypes.c_void_p).value or 0
+    at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
     ctypes.memmove(guest.base + into, at + offset, size)
     return size
 

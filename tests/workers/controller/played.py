@@ -111,6 +111,7 @@ class Run:
                 results = plays.popleft()()
             sampled = [play for result in results for play in self._told(result)]
             woken, results = self._session.told(results)
+            self._session.free()
             plays += [*sampled, *woken]
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 

@@ -106,6 +106,7 @@ class Run:
             for result in results:
                 sampled += self._told(result)
             woken, more = self._session.told(results)
+            self._session.free()
             plays += [*sampled, *woken]
             if more:
                 results = more
