@@ -47,6 +47,11 @@ EIGHT = [
 ]
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
 SCORED = ("import ", ("os", "sys", "banana"))
+STEERED = {
+    "import ": ["bananas", "os", "umbrellas"],
+    "for i in ": ["Rome", "range(10):", "the garden"],
+    "raise ": ["ValueError", "a glass", "the roof"],
+}
 
 NEXT = """\
 Go on:
@@ -55,6 +60,8 @@ Go on:
   tokenbus generate 'def add(a, b):'      in another terminal: stream
   tokenbus client                         type prompts
   tokenbus serve-model PATH               your own model
+  tokenbus controller run choice --arg '["yes", "no"]'
+                                          steer it: docs/controllers.md
   README.md, docs/                        the Python client, the protocol"""
 
 
@@ -67,6 +74,7 @@ def main() -> int:
             _one(front, console)
             asyncio.run(_eight(front, console))
             _score(front, console)
+            _steered(front, console)
             console.rule("[bold]ending it", align="left", style="dim")
     except (TokenbusError, DemoError) as error:
         console.print(f"the demo failed: {error}", style="red", markup=False)
@@ -92,7 +100,7 @@ def _system(console: Console) -> Iterator[str]:
     flags = ["--front", front, "--run-dir", str(folder / "run"), "--model", "embedded"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     output = folder / "output"
-    console.rule("[bold]tokenbus up: broker and GPU worker under supervisord", align="left")
+    console.rule("[bold]tokenbus up: a broker and its workers under supervisord", align="left")
     with output.open("w") as stream:
         process = subprocess.Popen(
             [*command, *flags],
@@ -190,6 +198,16 @@ def _score(front: str, console: Console) -> None:
         for text in candidates:
             total = client.score(prompt, text).total
             console.print(f"  {prompt}[bold]{text:8}[/] log-probability {total:8.3f}")
+
+
+def _steered(front: str, console: Console) -> None:
+    what = "steered: a program in a sandbox lets one of three texts through"
+    console.rule(f"[bold]{what}", align="left")
+    with Client(front) as client:
+        for prompt, choices in STEERED.items():
+            stream = client.generate(prompt, controller="choice", controller_arg=choices)
+            shown = Text(f"  {prompt}", style="bold").append(stream.text, style="green")
+            console.print(shown, Text(f"of {', '.join(choices)}", style="dim"))
 
 
 def _free_port() -> int:

@@ -40,6 +40,13 @@ def test_the_demo_shows_everything_within_a_minute_and_leaves_nothing() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - started < 60
-    for shown in ("one stream", "eight at once", "log-probability", "Go on:", "nothing is left"):
+    for shown in (
+        "one stream",
+        "eight at once",
+        "log-probability",
+        "steered",
+        "Go on:",
+        "nothing is left",
+    ):
         assert shown in done.stdout
     assert _started_with(mark) == []

@@ -32,9 +32,14 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) -> None:
     model = "tokenbus/workers/gpu/embedded/model"
+    controller = "tokenbus/workers/controller"
     wanted = {
         "tokenbus/clients/supervisord.conf",
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
+        f"{controller}/builtin/choice.wasm",
+        f"{controller}/sdk/tokenbus.h",
+        f"{controller}/sdk/tokenbus/trie.h",
+        f"{controller}/sdk/examples/upper4.c",
         *(f"{model}/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")),
     }
     assert wanted - set(wheel.namelist()) == set()

@@ -146,6 +146,7 @@ class Models:
             config = EngineConfig(
                 max_running=settings.max_running,
                 kv_cache_bytes=settings.kv_cache_bytes or None,
+                max_forks=settings.controller_forks,
                 compiled=settings.compile,
             )
             self._say(Ready(name, Engine(loaded, config)))
