@@ -48,7 +48,7 @@ EIGHT = [
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
 SCORED = ("import ", ("os", "sys", "banana"))
 STEERED = {
-    "import ": ["bananas", "os", "umbrellas"],
+    "import ": ["zebras", "os", "quilts"],
     "for i in ": ["Rome", "range(10):", "the garden"],
     "raise ": ["ValueError", "a glass", "the roof"],
 }

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tokenbus.clients import Client
+from tokenbus.clients import Client, GenerateOptions, UnavailableError
 from tokenbus.clients.system.processes import alive
 
 from ..processes import until
 from .foreground import Foreground, tokenbus
 
 Start = Callable[..., Foreground]
+
+STEERED: GenerateOptions = {"controller": "choice", "controller_arg": ["os", "sys"]}
 
 
 @pytest.fixture
@@ -37,10 +39,12 @@ def test_up_serves_and_ctrl_c_leaves_nothing(start: Start) -> None:
     system = start("up", "--gpu-workers", "2")
     system.wait_until_ready()
     with Client(system.front) as client:
-        assert len(client.status().workers) == 2
+        roles = sorted(w.role for w in client.status().workers)
+        assert roles == ["controller", "gpu", "gpu", "state"]
         assert client.generate("import ", max_tokens=3, ignore_eos=True).text
+        assert client.generate("import ", **STEERED).text in ("os", "sys")
     pids = system.processes()
-    assert len(pids) == 3
+    assert len(pids) == 5
     assert system.end() == 0
     assert not [pid for pid in pids if alive(pid)]
     assert "nothing is left running" in system.output
@@ -51,13 +55,28 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
     system = start("up")
     system.wait_until_ready()
     with Client(system.front) as client:
-        [before] = client.status().workers
-        os.kill(before.pid, signal.SIGKILL)
-        assert client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=60).text
-        until(lambda: [w.pid for w in client.status().workers if w.pid != before.pid], 30, "again")
-        [broker] = [pid for pid in system.processes() if pid != client.status().workers[0].pid]
+
+        def workers() -> set[int]:
+            return {w.pid for w in client.status().workers}
+
+        before = workers()
+        [broker] = set(system.processes()) - before
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(workers() - before) == 3, 60, "all workers are there again")
+        assert client.generate("import ", retry_s=60, **STEERED).text in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
-        assert client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=60).text
+        assert client.generate("import ", retry_s=60, **STEERED).text in ("os", "sys")
+    assert system.end() == 0
+
+
+def test_a_system_without_controller_workers_says_so_to_those_who_want_one(start: Start) -> None:
+    system = start("up", "--controller-workers", "0")
+    system.wait_until_ready()
+    with Client(system.front) as client:
+        assert [w.role for w in client.status().workers] == ["gpu"]
+        with pytest.raises(UnavailableError, match="no controller worker"):
+            _ = client.generate("import ", retry_s=0, **STEERED).text
     assert system.end() == 0
 
 
