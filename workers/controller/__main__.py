@@ -7,6 +7,7 @@ and the built-in constraints.
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import sys
 
@@ -14,6 +15,8 @@ from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, load
 from .python import load_program
 from .worker import ControllerWorker
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -27,6 +30,11 @@ def main() -> int:
     except (SettingError, ValueError, TokenbusError) as error:
         print(f"tokenbus controller worker: {error}", file=sys.stderr)
         return 2
+    if programs:
+        first = shlex.quote(next(iter(programs)))
+        log.info(
+            "serves %s; try: tokenbus controller run %s --prompt …", ", ".join(programs), first
+        )
     worker = ControllerWorker(settings, programs=programs)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))

@@ -177,7 +177,7 @@ class AiciController:
         state.blobs = list(mine.blobs)
         if mine.tokens is not None:
             state.tokens = mine.tokens[:]
-        state.guest = guest = self._guest.clone(state)
+        state.guest = guest = self._guest.clone(state, host.limits)
         return AiciController(guest, state, self._handle, self._why_no_fork)
 
     def close(self) -> None:

@@ -252,7 +252,7 @@ class Guest:
         """Makes the instance, which runs the module's start function if it has one."""
         self.template = template
         self.host = host
-        self.limits = limits
+        self.limits: Limits
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
         self._late = False
@@ -263,12 +263,7 @@ class Guest:
         self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
         self._trap_at = ctypes.byref(self._trap)
         self._store = wasmtime.Store(template.engine)
-        self._store.set_limits(
-            memory_size=limits.memory_bytes,
-            table_elements=limits.table_elements,
-            instances=1,
-            memories=1,
-        )
+        self._limit_to(limits)
         _set_epoch_callback(
             ctypes.cast(self._store.ptr(), ctypes.c_void_p), _epoch_callback, None, None
         )
@@ -291,6 +286,8 @@ class Guest:
         self._closed = True
         self.host = None
         if self._is_copy and not self._dead:
+            # It may have grown: what it left there is nobody else's to see.
+            self.size = _data_size(self._context, self._memory_at)
             SPARES.keep(self)
         else:
             self.free()
@@ -356,14 +353,21 @@ class Guest:
         """Writes a u32."""
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
-    def clone(self, host: Any) -> Guest:
+    def clone(self, host: Any, limits: Limits) -> Guest:
         """A guest with the same memory and globals, on behalf of ``host``. Between calls only."""
         size = _data_size(self._context, self._memory_at)
+        if size > limits.memory_bytes:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it forks with a memory of {size} bytes; where there are so many sequences, each "
+                f"may have {limits.memory_bytes}",
+            )
         other = SPARES.take(self.template, size)
         if other is not None:
+            other._limit_to(limits)
             other.host, other._closed = host, False
         else:
-            other = self._copy(host, size)
+            other = self._copy(host, limits, size)
         ctypes.memmove(other.base, self.base, size)
         value = ffi.wasmtime_val_t()
         for name in self.template.globals:
@@ -380,9 +384,19 @@ class Guest:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _copy(self, host: Any, size: int) -> Guest:
+    def _limit_to(self, limits: Limits) -> None:
+        self.limits = limits
+        self._store.set_limits(
+            memory_size=limits.memory_bytes,
+            table_elements=limits.table_elements,
+            tables=limits.tables,
+            instances=1,
+            memories=1,
+        )
+
+    def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
         """A fresh guest for a fork, with a memory of ``size`` bytes."""
-        other = Guest(self.template, host, self.limits)
+        other = Guest(self.template, host, limits)
         other._is_copy = True
         missing = size - other.size
         if missing > 0:

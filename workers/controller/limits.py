@@ -16,12 +16,21 @@ class Limits:
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
+    """Of each table."""
+    tables: int = 4
+    """Compilers make one."""
     module_bytes: int = 16 * 1024 * 1024
     log_bytes: int = 64 * 1024
-    """Kept of the log of one round; what is beyond it is counted and dropped."""
+    """Kept of the log of one round, and 16 times that of a sequence's; what is beyond is counted
+    and dropped."""
     forks: int = 128
     """Sequences that one request may come to have."""
     silent_rounds: int = 256
     """Rounds that a sequence may go through by itself, appending, before it samples."""
+    appended_tokens: int = 65_536
+    """Tokens that a sequence may append by itself before it samples."""
     variable_bytes: int = 1024 * 1024
-    """Of one variable's value; the state worker bounds them all together."""
+    """Of one variable's value, and of all that a sequence writes in one round; the state worker
+    bounds what there is of all variables together."""
+    written_bytes: int = 16 * 1024 * 1024
+    """Of all that a request writes to variables in its life: each write goes to its client too."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+IN_ALL = 16
+"""How many times its limit a log keeps altogether: all of it is held until its stream ends."""
+
 
 class Log:
     """Bytes of one sequence since they were last taken; beyond ``limit`` they are only counted."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._left = IN_ALL * limit
         self._kept = bytearray()
         self._dropped = 0
 
@@ -17,7 +21,7 @@ class Log:
 
     def room(self, size: int) -> int:
         """How many of the next ``size`` bytes will be kept; the others are counted as dropped."""
-        kept = min(size, max(0, self._limit - len(self._kept)))
+        kept = min(size, max(0, min(self._limit, self._left) - len(self._kept)))
         self._dropped += size - kept
         return kept
 
@@ -28,6 +32,7 @@ class Log:
         text = self._kept.decode("utf-8", "replace")
         if self._dropped:
             text += f"\n[{self._dropped} more bytes of log were dropped]\n"
+        self._left -= len(self._kept)
         self._kept.clear()
         self._dropped = 0
         return text

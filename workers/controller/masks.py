@@ -13,10 +13,14 @@ class MaskRows:
     """The rows of one shared file, given out to sequences."""
 
     def __init__(self, path: str, rows: int, row_bytes: int) -> None:
-        """Maps the file; raises OSError or ValueError where that cannot be done from here."""
+        """Maps the file ``NAME#NUMBER``; raises OSError or ValueError where that cannot be done
+        from here, or where what has this name here is not the file of this number."""
         self.row_bytes = row_bytes
-        descriptor = os.open(path, os.O_RDWR)
+        name, _, number = path.rpartition("#")
+        descriptor = os.open(name, os.O_RDWR | os.O_NONBLOCK)
         try:
+            if os.fstat(descriptor).st_ino != int(number):
+                raise OSError(f"{name} is another file here")
             self._map = mmap.mmap(descriptor, rows * row_bytes)
         finally:
             os.close(descriptor)
@@ -25,7 +29,11 @@ class MaskRows:
 
     def take(self) -> int | None:
         """A row that nobody has; None where there is none."""
-        return self._free.pop() if self._free else None
+        try:
+            # In one step, as several threads take rows.
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def view(self, row: int) -> memoryview:
         """The bytes of a row."""

@@ -21,8 +21,8 @@ from .wasi import WASI, start_function
 
 VERSION = 1
 START = f"tokenbus_abi_v{VERSION}"
-MAX_TOKENS = 1 << 20
-"""Tokens that one answer may append."""
+NAME_BYTES = 256
+"""The longest name of a variable."""
 
 MAX_TEXT = 1 << 20
 """Bytes of a text to tokenize: the host's own time is not counted in the limit of a call, nor
@@ -174,7 +174,7 @@ class NativeController:
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
         state = State(host)
-        state.guest = guest = self._guest.clone(state)
+        state.guest = guest = self._guest.clone(state, host.limits)
         return NativeController(guest, host, self._block_at, self._why_no_fork)
 
     def close(self) -> None:
@@ -206,10 +206,11 @@ class NativeController:
 
     def _tokens(self) -> list[int]:
         count = self._block[_N]
-        if count > MAX_TOKENS:
+        most = self._host.limits.appended_tokens
+        if count > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appends {count} tokens at once; {MAX_TOKENS} are the most",
+                f"it appends {count} tokens at once; {most} are the most",
             )
         return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
 
@@ -267,8 +268,11 @@ def _trie_read(state: State, into: int, offset: int, size: int) -> int:
 
 
 def _name(state: State, address: int, size: int) -> str:
-    if size > 4096:
-        raise ControllerError(Code.CONTROLLER_FAILED, f"a variable's name of {size} bytes")
+    if not 0 < size <= NAME_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the name of a variable has 1 to {NAME_BYTES} bytes of UTF-8; this one has {size}",
+        )
     try:
         return state.guest.read(address, size).decode()
     except UnicodeDecodeError as error:

@@ -19,9 +19,9 @@ Job = Callable[[], None]
 
 
 class Pool:
-    """Threads that run jobs in the order in which they came."""
+    """Threads that run jobs in the order in which they came. ``name`` is for people."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, name: str = "rounds") -> None:
         self._jobs: deque[Job] = deque()
         self._wake = threading.Semaphore(0)
         self._threads = threads
@@ -30,7 +30,7 @@ class Pool:
         before = threading.stack_size(HOST_STACK_BYTES)
         try:
             for i in range(threads):
-                threading.Thread(target=self._run, name=f"guests-{i}", daemon=True).start()
+                threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True).start()
         finally:
             threading.stack_size(before)
 

@@ -10,7 +10,7 @@ from ...protocol.bodies import encode_body
 from ...protocol.header import encode_header
 from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, StepResult
-from .session import Session
+from .session import Play, Session
 
 LATE_S = 0.003
 """How long what is done waits for what is not, in seconds."""
@@ -21,7 +21,10 @@ Part = tuple[Session, list[StepResult]]
 class Reply:
     """The answer of ``parts`` rounds to one GPU worker.
 
-    ``post`` sends frames; ``told`` is called for each session once its results are on their way.
+    ``post`` sends frames. ``woken`` is called, once they are on their way, with what is to be
+    played and told in consequence. ``order`` is one lock for all answers of a worker: a step that
+    comes at once finds its sequences with the model, and a sequence that is woken at once is told
+    of after what suspended it.
     """
 
     def __init__(
@@ -29,12 +32,14 @@ class Reply:
         gpu: int,
         parts: int,
         post: Callable[[list[bytes]], None],
-        told: Callable[[Session, list[StepResult]], None],
+        woken: Callable[[Session, list[Play], list[StepResult]], None],
+        order: threading.Lock,
     ) -> None:
         self._gpu = gpu
         self._missing = parts
         self._post = post
-        self._told = told
+        self._woken = woken
+        self._order = order
         self._parts: list[Part] = []
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -79,6 +84,9 @@ class Reply:
                     attachments.append(mask)
                 told.append(result)
         body = encode_body(Result(sequences=told, host=machine_id()), "msgpack")
-        self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
-        for session, results in parts:
-            self._told(session, results)
+        with self._order:
+            after = [(session, *session.told(results)) for session, results in parts]
+            self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+        for session, plays, failed in after:
+            self._woken(session, plays, failed)
+            session.free()

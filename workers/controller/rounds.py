@@ -169,6 +169,12 @@ class Rounds:
                 f"a splice drops {drop} tokens, and the sequence has {sequence.length} beyond its "
                 "prompt",
             )
+        appended, most = len(change.tokens) + len(tokens), sequence.host.limits.appended_tokens
+        if appended > most:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it appends {appended} tokens before it samples; {most} are the most",
+            )
         size = sequence.host.vocabulary.size
         for token in tokens:
             if not 0 <= token < size:

@@ -8,13 +8,15 @@ all are suspended and none goes on, nobody ever will: the request ends as deadlo
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...protocol.errors import Code, ControllerError
 from ...protocol.worker_messages import StepResult, Variable, VariableAnswer
 from .host import Host, Vocabulary
-from .interface import Program
+from .interface import Controller, Program
 from .limits import Limits
 from .logs import Log
 from .masks import MaskRows
@@ -23,8 +25,11 @@ from .variables import SequenceVariables
 
 Play = Callable[[], list[StepResult]]
 
-MAX_WAKES = 10_000
-"""How often sequences may wake each other without one of them sampling."""
+MAX_WAKES = 200
+"""How often sequences may wake each other without one of them sampling, for each that there is: a
+barrier at which all of them wait wakes each as often as there are others."""
+SHARED_MEMORY = 16
+"""The memory that many sequences share, in times of what one alone may have."""
 
 _STAGES = {
     "sample": Stage.AWAY,
@@ -59,11 +64,14 @@ class Session:
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, SteeredSequence] = {}
+        self._gone: deque[Controller] = deque()
+        """Those of sequences that are over, until ``free``."""
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
         self._next = 1
         self._changes = 0
         self._wakes = 0
+        self._written_bytes = 0
         self._closed = False
 
     # --- rounds ---------------------------------------------------------------------------------
@@ -75,7 +83,7 @@ class Session:
         made."""
         self._vocabulary = vocabulary
         variables = self._variables(0)
-        host = self._host(0, variables)
+        host = self._host(0, variables, self._limits)
         controller = program.start(host)
         sequence = SteeredSequence(0, controller, host, variables, self._buffer())
         with self._lock:
@@ -100,7 +108,7 @@ class Session:
         return sequence, partial(play, sequence, tokens)
 
     def told(self, results: Sequence[StepResult]) -> tuple[list[Play], list[StepResult]]:
-        """These results have been sent: what is to be played next, and what else is to be told."""
+        """These results are about to be sent: what is to be played next, and what else told."""
         with self._lock:
             for result in results:
                 sequence = self._sequences.get(result.seq)
@@ -127,6 +135,15 @@ class Session:
             self._closed = True
             self._drop_idle()
 
+    def free(self) -> None:
+        """Frees the controllers that have gone: some milliseconds where they had much memory."""
+        while True:
+            try:
+                controller = self._gone.pop()
+            except IndexError:
+                return
+            controller.close()
+
     @property
     def over(self) -> bool:
         """Whether no sequence is left."""
@@ -140,8 +157,8 @@ class Session:
         woken = [s for s in waiting if self._changes_of_others(s) > s.saw]
         if woken:
             self._wakes += len(woken)
-            if self._wakes > MAX_WAKES:
-                text = f"its sequences woke each other {MAX_WAKES} times without one that samples"
+            if self._wakes > MAX_WAKES * len(every):
+                text = f"its sequences woke each other {self._wakes} times without one that samples"
                 return [], [self._failed(s, Code.CONTROLLER_FAILED, text) for s in waiting]
             for sequence in woken:
                 sequence.stage = Stage.RUNNING
@@ -177,11 +194,12 @@ class Session:
                     f"{self._limits.forks} are allowed",
                 )
             self._next += more
+            limits = self._limits_among(len(self._sequences) + more)
         children: list[SteeredSequence] = []
         try:
             for seq in range(first, first + more):
                 variables = self._variables(seq)
-                host = self._host(seq, variables)
+                host = self._host(seq, variables, limits)
                 controller = parent.controller.fork(host)
                 child = SteeredSequence(seq, controller, host, variables, self._buffer())
                 child.length = parent.length
@@ -197,6 +215,11 @@ class Session:
                 self._sequences[child.seq] = child
         return children
 
+    def _limits_among(self, sequences: int) -> Limits:
+        """The limits of a fork that is one of so many sequences."""
+        alone = self._limits.memory_bytes
+        return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
+
     def _changes_of_others(self, sequence: SteeredSequence) -> int:
         return self._changes - sequence.variables.own_changes
 
@@ -205,17 +228,30 @@ class Session:
             self._changes += 1
 
     def _variables(self, seq: int) -> SequenceVariables:
-        return SequenceVariables(self.request, seq, self._ask, self._wrote)
+        return SequenceVariables(self.request, seq, self._asked, self._wrote)
 
-    def _host(self, seq: int, variables: SequenceVariables) -> Host:
+    def _asked(self, operation: Variable) -> VariableAnswer:
+        """An operation's answer, where the request may write so much."""
+        most = self._limits.written_bytes
+        with self._lock:
+            self._written_bytes += len(operation.value)
+            written = self._written_bytes
+        if written > most:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the request wrote {written} bytes to variables so far; {most} are the most",
+            )
+        return self._ask(operation)
+
+    def _host(self, seq: int, variables: SequenceVariables, limits: Limits) -> Host:
         return Host(
             self.request,
             seq,
             self._arg,
             self._vocabulary,
             variables,
-            Log(self._limits.log_bytes),
-            self._limits,
+            Log(limits.log_bytes),
+            limits,
             self._max_tokens,
             self._ignore_eos,
         )
@@ -231,7 +267,7 @@ class Session:
 
     def _drop(self, sequence: SteeredSequence) -> None:
         del self._sequences[sequence.seq]
-        sequence.controller.close()
+        self._gone.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:
             self._rows.give_back(sequence.row)
 

@@ -8,14 +8,16 @@ and renamed, one writer at a time; readers wait for nobody.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -36,11 +38,19 @@ MOST_BYTES = 1024**3
 """Bytes of a tenant's modules, the compiled forms included."""
 MOST_TAGS = 10_000
 SHOWN = 20
-"""Names that an error lists at most."""
+SHOWN_CHARACTERS = 400
+"""Names that an error lists at most, and their length together."""
+COMPARED = 500
+COMPARED_CHARACTERS = 64
+"""Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
 LEFT_AFTER_S = 3600.0
 """A file that was begun so long ago was left by a process that died."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
+_PREFIX = re.compile(r"[0-9a-f]{8,63}")
+"""The beginning of an id, which may stand for it."""
+_PYTHON = re.compile(r"[\w.]+:\w+")
+"""The name of a Python controller."""
 _NEW = ".new-"
 
 BUILT_IN = ("choice",)
@@ -177,9 +187,9 @@ class ModuleStore:
     # --- what the worker asks for ---------------------------------------------------------------
 
     def resolve(self, tenant: str, name: str) -> str:
-        """The id of the module that a tenant means by an id or a tag.
+        """The id of the module that a tenant means by a tag, an id or the beginning of one.
 
-        Raises ``unknown_controller``, which lists what the tenant has.
+        Raises ``unknown_controller``, which says what there is.
         """
         return _named(self._read(tenant), name, "$.controller")
 
@@ -259,19 +269,54 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _named(index: Index, name: str, path: str) -> str:
-    """The id of a module that a tenant names."""
+    """The id of a module that a tenant names by a tag, its id, or 8 characters of it or more."""
     module = index.tags.get(name, name)
     if module in index.modules:
         return module
-    tags, modules = sorted(index.tags), list(index.modules)
-    known = [*tags[:SHOWN], *modules[: max(0, SHOWN - len(tags))]]
-    more = len(tags) + len(modules) - len(known)
-    has = f"there are {', '.join(known)}" if known else "no module has been uploaded"
-    raise RequestError(
-        Code.UNKNOWN_CONTROLLER,
-        f"there is no controller {name!r}; {has}" + (f" and {more} more" if more else ""),
-        path=path,
-    )
+    found = [m for m in index.modules if m.startswith(name)] if _PREFIX.fullmatch(name) else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"the ids of {len(found)} modules begin with {name}: {', '.join(sorted(found))}",
+            path=path,
+        )
+    raise RequestError(Code.UNKNOWN_CONTROLLER, _why_unknown(index, name, path), path=path)
+
+
+def _why_unknown(index: Index, name: str, path: str) -> str:
+    """What is wrong with a name, and which ones there are, those like it first."""
+    runs = path == "$.controller"
+    parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
+    if runs and _PYTHON.fullmatch(name):
+        parts[0] += (
+            ": Python controllers are served by `tokenbus controller serve`, and none of that "
+            "name is"
+        )
+    if runs:
+        parts.append(f"built in: {', '.join(BUILT_IN)}")
+    if index.tags:
+        parts.append(f"tags: {_some(index.tags, name)}")
+    if untagged := len(index.modules.keys() - set(index.tags.values())):
+        parts.append(f"modules without tags: {untagged}")
+    if not index.modules:
+        parts.append("no module has been uploaded")
+    return "; ".join(parts)
+
+
+def _some(tags: Iterable[str], name: str) -> str:
+    """As many tags as a message has room for, those like ``name`` first."""
+    every = sorted(tags)
+    short = (tag for tag in every if len(tag) <= COMPARED_CHARACTERS)
+    near = difflib.get_close_matches(name[:COMPARED_CHARACTERS], islice(short, COMPARED))
+    shown: list[str] = []
+    for tag in [*near, *(tag for tag in every if tag not in near)][:SHOWN]:
+        if shown and len(", ".join([*shown, tag])) > SHOWN_CHARACTERS:
+            break
+        shown.append(tag)
+    more = len(every) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _check_tag(tag: str) -> None:

@@ -20,6 +20,8 @@ AGAIN_S = 0.5
 """How long an operation waits before it is sent again, in seconds."""
 GIVE_UP_S = 10.0
 """How long it waits at all: a state worker that was killed is back within this."""
+ROUND_BYTES = 1024 * 1024
+"""What a sequence may write in one round: it goes to the client with the next token."""
 
 
 class VariableCalls:
@@ -85,6 +87,7 @@ class SequenceVariables:
         self._written = written
         self._count = 0
         self._writes: list[Any] = []
+        self._written_bytes = 0
         self.own_changes = 0
         """Writes that this sequence has made."""
 
@@ -104,9 +107,17 @@ class SequenceVariables:
     def take_writes(self) -> list[Any]:
         """The writes since the last call, as AICI's storage commands."""
         taken, self._writes = self._writes, []
+        self._written_bytes = 0
         return taken
 
     def _write(self, op: str, name: str, value: bytes, when: int | None) -> Written:
+        self._written_bytes += len(value)
+        if self._written_bytes > ROUND_BYTES:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it wrote {self._written_bytes} bytes to variables in one round; {ROUND_BYTES} "
+                "are the most",
+            )
         answer = self._do(op, name, value, when)
         if answer.written:
             command = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -58,6 +59,10 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.25
 SLOW_S = 0.0005
 """A round that took this long is given a thread of its own the next time."""
+SWITCH_S = 0.0005
+"""For how long a thread keeps Python's lock while others want it, in seconds: a round takes it a
+few times, and beside a long call of a host function (a text of a megabyte that becomes tokens) it
+would wait for Python's usual 5 ms each time."""
 ANY_MODULE = "*"
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
@@ -93,10 +98,13 @@ class ControllerWorker:
         folder = settings.run_folder / "modules"
         self._store = None if programs else ModuleStore(folder, self._limits, self._engine)
         self._programs = Programs(self._engine, self._store, programs or {})
-        self._pool = Pool(settings.controller_threads or max(4, 2 * (os.cpu_count() or 1)))
+        cpus = os.cpu_count() or 1
+        self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
+        self._starts = Pool(max(2, cpus // 2), "starts")
+        """Threads of their own: a start may take a second, and no round waits behind one."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._at_once)
-        self._calls = VariableCalls(self._bus.post, self._pool.help)
+        self._calls = VariableCalls(self._bus.post, self._help)
         self._vocabularies = Vocabularies(self._ask_tokenizer)
         self._masks = MaskFiles()
         self._sessions: dict[int, Session] = {}
@@ -110,15 +118,16 @@ class ControllerWorker:
 
     def run(self) -> int:
         """Serves; the exit code."""
+        sys.setswitchinterval(SWITCH_S)
         self._bus.start()
         while not self._done():
-            for message in self._bus.take(TICK_S if self._pool.busy else IDLE_S):
+            for message in self._bus.take(TICK_S if self._busy else IDLE_S):
                 try:
                     self._on_message(message)
                 except Exception:
                     word = message.type.decode("ascii", "replace")
                     log.exception("a %s message was dropped", word)
-            if self._pool.busy:
+            if self._busy:
                 self._tick()
         self._bus.close(self._stop_reason)
         return 0
@@ -137,10 +146,18 @@ class ControllerWorker:
         late = time.monotonic() - self._draining_since > self._settings.drain_s
         return late or not self._sessions
 
+    @property
+    def _busy(self) -> bool:
+        return self._pool.busy or self._starts.busy
+
+    def _help(self) -> None:
+        self._pool.help()
+        self._starts.help()
+
     def _tick(self) -> None:
         """Rounds are under way: guests are looked at, late ones are not waited for."""
         self._engine.increment_epoch()
-        self._pool.help()
+        self._help()
         now = time.monotonic()
         self._replies = [reply for reply in self._replies if not reply.complete]
         for reply in self._replies:
@@ -174,7 +191,7 @@ class ControllerWorker:
             case b"TOKENIZER_JSON":
                 answer = decode_as(TokenizerAnswer, message.body, "msgpack")
                 json = message.attachments[0] if message.attachments else None
-                self._pool.submit(
+                self._starts.submit(
                     [partial(self._arrived, answer.fingerprint, json, answer.error or "")]
                 )
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
@@ -199,7 +216,7 @@ class ControllerWorker:
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             reply = self._reply(session.gpu, 1)
-            self._pool.submit(
+            self._starts.submit(
                 [partial(self._begin, reply, session, start, tenant, vocabulary, error)]
             )
 
@@ -267,6 +284,7 @@ class ControllerWorker:
         session = self._sessions.pop(request, None)
         if session is not None:
             session.close()
+            self._pool.submit([session.free])
 
     # --- tokenizers and modules -----------------------------------------------------------------
 

@@ -265,7 +265,7 @@ class Engine:
             raise RequestError(Code.INVALID_FIELD, f"a fork makes at least one more, not {n}")
         first = self._numbers[request]
         numbers = range(first, first + n) if numbers is None else numbers
-        after = max(first, *numbers) + 1
+        after = max(first, max(numbers) + 1)
         if after > self._config.max_forks:
             self._outputs += self._fail(
                 parent,
@@ -333,6 +333,10 @@ class Engine:
         sequence = self._named(request, seq)
         if sequence in self._scheduler.suspended:
             self._scheduler.resume(sequence)
+
+    def alive(self, request: int, seq: int) -> bool:
+        """Whether there is such a sequence and it has not ended."""
+        return seq in self._requests.get(request, {})
 
     def ready(self, request: int, seq: int) -> bool:
         """Whether a sequence has logits to sample from."""

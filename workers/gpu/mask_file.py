@@ -25,7 +25,11 @@ class MaskFile:
         self._map = mmap.mmap(self._descriptor, ROWS * self.row_bytes)
         self.rows = np.frombuffer(self._map, dtype=np.uint32).reshape(ROWS, words)
         """``[ROWS, words]``; bit i of a row is token i, little-endian."""
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        number = os.fstat(self._descriptor).st_ino
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
+        """Where the other process finds it, and the number by which it knows that this is the one:
+        a process that was started again, or in another container, may have one at the same place.
+        """
 
     def close(self) -> None:
         """Gives the descriptor back; the memory goes when nobody maps it any more."""

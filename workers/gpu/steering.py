@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 
 from ...protocol.bodies import encode_body
-from ...protocol.errors import RequestError
+from ...protocol.errors import Code, RequestError
 from ...protocol.header import encode_header
 from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, Start, Step, StepResult, StepSequence
 from .engine import Engine
 from .engine import Step as EngineStep
 from .mask_file import ROWS, MaskFile
+from .sampler import NOTHING_ALLOWED
 from .sequence import TokenOutput
 
 log = logging.getLogger(__name__)
+
+EMPTY_MASK = "its controller allows no token that may come here; allow one at least, or stop"
 
 PATIENCE = 0.25
 """How long a batch waits for late decisions, as a part of the time its forward took."""
@@ -41,10 +44,14 @@ class Steered:
     """A request with a controller."""
 
     engine: Engine
+    eos: frozenset[int]
+    """The tokens that end its sequences, where their controller does not make more of them."""
     worker: int = 0
     """The controller worker that has it; 0 until it has answered."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
     """Sequences that have ended, whose controller is still to say its last."""
+    gone: set[int] = field(default_factory=set)
+    """Sequences whose controller has said its last."""
     notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
     """By sequence: logs and writes that go with its next token."""
 
@@ -72,7 +79,8 @@ class Steering:
 
     def start(self, request: int, engine: Engine, start: Start) -> None:
         """A request that was just added to its engine gets its controller."""
-        self._requests[request] = Steered(engine)
+        eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
+        self._requests[request] = Steered(engine, eos)
         self._awaited.add((request, 0))
         self._post([b"START", encode_header(request), encode_body(start, "msgpack")])
 
@@ -80,6 +88,11 @@ class Steering:
         """The ends of a request that is cancelled, whose controllers are not waited for."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
+
+    def noted(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """The last outputs of a request that is cancelled, with what its controllers had said."""
+        steered = self._requests.get(request)
+        return outputs if steered is None else [self._noted(steered, o) for o in outputs]
 
     def forget(self, request: int) -> None:
         """A request is over."""
@@ -119,18 +132,13 @@ class Steering:
                 heard.append(output)
                 continue
             output = self._noted(steered, output)
-            reason, token = output.finish_reason, output.token
-            if token is not None:
-                # One that was fast-forwarded has no probability, and is known to its controller.
-                drawn = [token] if output.logprob is not None else []
-                if drawn or reason is not None:
-                    told = StepSequence(output.request, output.seq, drawn, reason)
-                    news.setdefault(steered.worker, []).append(told)
-                    self._awaited.add((output.request, output.seq))
-                if reason is not None:
-                    steered.ends[output.seq] = output
-                    continue
-            heard.append(output)
+            if output.error == NOTHING_ALLOWED:
+                output = output._replace(error=EMPTY_MASK, code=Code.CONTROLLER_FAILED)
+            told = self._told_of(steered, output)
+            if told is not None:
+                news.setdefault(steered.worker, []).append(told)
+            if output.seq not in steered.ends:
+                heard.append(output)
         for worker, sequences in news.items():
             self._tell(engine, worker, sequences)
         return heard
@@ -145,6 +153,8 @@ class Steering:
             if not steered.worker:
                 steered.worker = worker
                 self._open_file(worker, steered.engine, result.host)
+            if one.then in ("stop", "error"):
+                steered.gone.add(one.seq)
             end = steered.ends.pop(one.seq, None)
             if end is not None:
                 self._awaited.discard((one.request, one.seq))
@@ -160,52 +170,67 @@ class Steering:
     def _late(self, engine: Engine, step: EngineStep) -> list[Key]:
         """Who is ready and not decided. Forks that waited for their logits are made first."""
         for key in step.ready if self._forks else ():
-            waiting = self._forks.pop(key, None)
-            if waiting is not None:
-                for one, _ in waiting:
-                    self._behind.pop((one.request, one.seq), None)
-                for one, mask in waiting:
-                    self._take(self._requests[one.request], one, mask)
+            self._make_forks(key)
         return [key for key in step.ready if key in self._awaited]
 
+    def _make_forks(self, key: Key) -> None:
+        """Takes in what waited for the logits of a sequence, which are there or never will be."""
+        waiting = self._forks.pop(key, [])
+        for one, _ in waiting:
+            for seq in (one.seq, *one.children):
+                self._behind.pop((one.request, seq), None)
+        for one, mask in waiting:
+            self._take(self._requests[one.request], one, mask)
+
     def _take(self, steered: Steered, one: StepResult, mask: np.ndarray | None) -> None:
-        key = (one.request, one.seq)
+        engine, key = steered.engine, (one.request, one.seq)
         before = self._behind.get(key)
         if before is not None:
             self._forks[before].append((one, mask))
-            return
-        try:
-            if one.then == "fork" and not steered.engine.ready(*key):
-                self._wait_for_logits(steered, one)
-            else:
-                self._apply(steered, one, mask)
-        except RequestError as error:
-            # The sequence has ended meanwhile: what its controller wants of it is void.
-            log.debug("a decision for %s came too late: %s", key, error)
+            self._behind.update(((one.request, child), before) for child in one.children)
+        elif not engine.alive(*key):
+            self._too_late(steered, one)
+        elif not self._changed(steered, one):
             self._awaited.discard(key)
+        elif one.then == "fork" and not engine.ready(*key):
+            # Its forks would each compute what it still has to compute.
+            self._forks[key] = [(one, mask)]
+            self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
+        else:
+            try:
+                self._apply(engine, one, mask)
+            except RequestError as error:
+                engine.end(*key, "error", error.message, error.code)
 
-    def _wait_for_logits(self, steered: Steered, one: StepResult) -> None:
-        """A fork before its prompt is computed: its forks would each compute it again."""
+    def _too_late(self, steered: Steered, one: StepResult) -> None:
+        """A decision for a sequence that has ended, or that was never made: it is void."""
         key = (one.request, one.seq)
-        if one.backtrack or one.ff_tokens:
-            steered.engine.splice(*key, one.backtrack, one.ff_tokens)
-            one.backtrack, one.ff_tokens = 0, []
-        self._forks[key] = [(one, None)]
-        for seq in (one.seq, *one.children):
-            self._behind[one.request, seq] = key
+        log.debug("a decision for %s came too late: %s", key, one.then)
+        self._awaited.discard(key)
+        if one.then == "sample":
+            # Its controller takes it to be with the model; it may have been busy when it was told.
+            ended = StepSequence(one.request, one.seq, [], "error")
+            self._tell(steered.engine, steered.worker, [ended])
 
-    def _apply(self, steered: Steered, one: StepResult, mask: np.ndarray | None) -> None:
-        """Does to a sequence what its controller decided."""
+    def _changed(self, steered: Steered, one: StepResult) -> bool:
+        """Wakes a sequence, drops and appends; whether it goes on after what was appended."""
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
         self._note(steered, one)
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
+        # All this happens once, where a fork waits after it.
+        one.backtrack, one.ff_tokens, one.logs, one.storage = 0, [], "", []
+        return engine.alive(*key)
+
+    def _apply(self, engine: Engine, one: StepResult, mask: np.ndarray | None) -> None:
+        """Does to a sequence what its controller decided."""
+        key = (one.request, one.seq)
         match one.then:
             case "sample":
-                self._awaited.discard(key)
-                engine.release(*key)
                 engine.set_mask(*key, mask)
+                engine.release(*key)
+                self._awaited.discard(key)
             case "fork":
                 children = engine.fork(*key, len(one.children), one.children)
                 self._awaited.update((one.request, child) for child in children)
@@ -236,6 +261,31 @@ class Steering:
 
     # --- messages -------------------------------------------------------------------------------
 
+    def _told_of(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
+        """What a controller worker is told of an output; None where it need not know.
+
+        Where a sequence ends otherwise than by its controller, this one has the last word: its end
+        is kept until that has come.
+        """
+        reason, token = output.finish_reason, output.token
+        # One that was fast-forwarded has no probability, and is known to its controller.
+        drawn = [token] if token is not None and output.logprob is not None else []
+        if reason is None:
+            if not drawn:
+                return None
+            self._awaited.add((output.request, output.seq))
+        else:
+            self._make_forks((output.request, output.seq))
+            if output.seq in steered.gone or not (token is not None or steered.worker):
+                return None
+            if token is not None:
+                if reason == "length" and drawn and token in steered.eos:
+                    # Without a controller it would have ended with this token just so.
+                    reason = "stop"
+                self._awaited.add((output.request, output.seq))
+                steered.ends[output.seq] = output._replace(finish_reason=reason)
+        return StepSequence(output.request, output.seq, drawn, reason)
+
     def _tell(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
         step = Step(sequences=sequences)
         file = self._files.get((worker, engine.mask_words))
@@ -260,7 +310,8 @@ class Steering:
         if one.row is not None:
             file = self._files[steered.worker, steered.engine.mask_words]
             assert file is not None
-            return file.rows[one.row]
+            row: np.ndarray = file.rows[one.row]
+            return row
         if one.attachment is not None:
             return np.frombuffer(attachments[one.attachment], dtype=np.uint32)
         return None

@@ -287,7 +287,9 @@ class GpuWorker:
         stream = self._streams.get(request)
         engine = self._models.get(stream.model) if stream is not None else None
         if stream is not None and engine is not None:
-            self._send(self._steering.ends_of(request) + engine.abort(request, cancel.reason))
+            aborted = engine.abort(request, cancel.reason)
+            ends = self._steering.ends_of(request)
+            self._send([*ends, *self._steering.noted(request, aborted)])
 
     def _lost(self, lost: Lost) -> None:
         """Requests that have no controller any more end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import site
 import sysconfig
 import time
@@ -11,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ....protocol import errors
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
 
-_OURS = str(Path(__file__).parent)
+_OURS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(errors.__file__).parent)
+)
 _NOT_THE_AUTHORS = tuple(
     {sysconfig.get_path("stdlib"), *map(str, site.getsitepackages()), "<frozen"}
 )
@@ -39,15 +44,14 @@ class Calls:
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """Around one call; any exception becomes a ControllerError that names the author's line.
-
-        The whole traceback goes to the sequence's log.
+        """Around one call; any exception becomes a ControllerError of one line that names the
+        author's. The traceback of the author's own lines goes to the sequence's log.
         """
         start = time.thread_time()
         try:
             yield
         except (Exception, SystemExit) as error:
-            trace = "".join(traceback.format_exception(error))
+            trace = author_trace(error)
             self._host.log.write(f"{call} of {self._name} failed:\n{trace}".encode())
             raise self._failure(error) from error
         finally:
@@ -57,8 +61,8 @@ class Calls:
         where = author_line(error.__traceback__)
         at = f", at {where}" if where else ""
         if isinstance(error, ControllerError):
-            return ControllerError(error.code, f"{self._name}: {error.message}{at}")
-        kind, text = type(error).__name__, str(error)
+            return ControllerError(error.code, f"{self._name}: {one_line(error.message)}{at}")
+        kind, text = type(error).__name__, one_line(str(error))
         told = f"{kind}: {text}" if text else kind
         return ControllerError(Code.CONTROLLER_FAILED, f"{self._name} raised {told}{at}")
 
@@ -86,10 +90,38 @@ class Calls:
 
 def author_line(trace: TracebackType | None) -> str:
     """The innermost line of a traceback that is the author's: neither ours nor a library's."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_AUTHORS)]
+    frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""
-    frame = own[-1] if own else frames[-1]
-    place = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return f"{place}: {frame.line}" if frame.line else place
+    frame = frames[-1]
+    return place(frame.filename, frame.lineno or 0, frame.name)
+
+
+def author_trace(error: BaseException) -> str:
+    """The traceback of an exception, and of those that led to it, with the author's lines only."""
+    told = traceback.TracebackException.from_exception(error)
+    parts = [told]
+    while parts:
+        part = parts.pop()
+        part.stack = traceback.StackSummary.from_list(_authors(part.stack))
+        parts += [cause for cause in (part.__cause__, part.__context__) if cause is not None]
+    return "".join(told.format())
+
+
+def place(filename: str, line: int, function: str) -> str:
+    """A line of code, for people: its file, its number, its function and its text."""
+    text = linecache.getline(filename, line).strip()
+    where = f"{Path(filename).name}:{line} in {function}"
+    return f"{where}: {text}" if text else where
+
+
+def one_line(text: str) -> str:
+    """Text with its lines one after another."""
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _authors(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames that are the author's; where none is, those that are not ours."""
+    others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in others if not frame.filename.startswith(_NOT_THE_AUTHORS)]
+    return own or others

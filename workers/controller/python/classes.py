@@ -8,6 +8,7 @@ class Upper(Controller):
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 from collections.abc import Sequence
 from typing import Self
@@ -88,6 +89,13 @@ class Controller:
         return b"".join(map(self.host.vocabulary.token, tokens)).decode("utf-8", "replace")
 
 
+CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
+"""The four calls, and how many arguments each gets beside the object."""
+ALIKE = 0.87
+"""How like a call's name another one has to be to be taken for it, misspelt: ``midProcess`` is,
+``my_process`` is not."""
+
+
 class PythonProgram:
     """A class of controllers; raises RequestError where it cannot be one."""
 
@@ -105,6 +113,7 @@ class PythonProgram:
                 f"{self.name} is made without arguments, and its __init__ wants some: {error}; "
                 "what the user gives is self.arg",
             ) from None
+        self._check_calls(kind)
         self._kind = kind
 
     def start(self, host: Host) -> interface.Controller:
@@ -115,6 +124,40 @@ class PythonProgram:
             controller.host = host
             controller.__init__()  # type: ignore[misc]
         return ClassController(self.name, controller, calls)
+
+    def _check_calls(self, kind: type[Controller]) -> None:
+        """Refuses what would never be called, and what cannot be called as it will be."""
+        own = {
+            name: value
+            for base in reversed(kind.__mro__)
+            if not issubclass(Controller, base)
+            for name, value in vars(base).items()
+            if inspect.isfunction(value)
+        }
+        for name in own.keys() - vars(Controller).keys():
+            missing = [c for c in CALLS if getattr(kind, c) is getattr(Controller, c)]
+            alike = difflib.get_close_matches(name.lower(), missing, 1, ALIKE)
+            if alike and not name.startswith("_"):
+                raise RequestError(
+                    Code.UNKNOWN_CONTROLLER,
+                    f"{self.name} has a method {name} and no {alike[0]}: is that misspelt? "
+                    f"Nothing calls {name}; right would be {alike[0]}, or a name that is less "
+                    "like it",
+                )
+        for call, count in CALLS.items():
+            if call not in own:
+                continue
+            signature = inspect.signature(own[call])
+            try:
+                signature.bind(*(None,) * (1 + count))
+            except TypeError as error:
+                right = inspect.signature(getattr(Controller, call))
+                names = ", ".join(right.parameters)
+                raise RequestError(
+                    Code.UNKNOWN_CONTROLLER,
+                    f"{self.name}.{call}{signature} cannot be called: {error}; right would be "
+                    f"{call}({names})",
+                ) from None
 
 
 class ClassController:

@@ -103,8 +103,7 @@ class Grammar:
             raise self._failed()
 
     def _failed(self) -> ControllerError:
-        reason = self._matcher.get_error().split("\n<state>")[0]
-        return ControllerError(Code.CONTROLLER_FAILED, f"llguidance: {reason}")
+        return _failure(self._matcher.get_error().split("\n<state>")[0])
 
 
 def regex(pattern: str) -> str:
@@ -132,6 +131,18 @@ def json_schema(schema: str) -> str:
 def lark(grammar: str) -> str:
     """The grammar of a text in Lark's syntax, as llguidance reads it."""
     return LLMatcher.grammar_from_lark(grammar)
+
+
+def _failure(reason: str) -> ControllerError:
+    """llguidance's reason in one line, without its excerpts of the grammar, which are indented.
+
+    All of it is the error's cause, for the log.
+    """
+    lines = [line for line in reason.splitlines() if line and not line[0].isspace()]
+    told = " ".join(line.removeprefix("error: ") for line in lines)
+    error = ControllerError(Code.CONTROLLER_FAILED, f"llguidance: {told}")
+    error.__cause__ = ValueError(reason.strip())
+    return error
 
 
 class _Tokens:
@@ -171,9 +182,7 @@ class _Compiled:
             tokenizer = self._tokenizer(vocabulary)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ControllerError(
-                Code.CONTROLLER_FAILED, f"llguidance: {matcher.get_error().strip()}"
-            )
+            raise _failure(matcher.get_error())
         with self._lock:
             self._matchers[name] = matcher
             if len(self._matchers) > GRAMMARS_KEPT:

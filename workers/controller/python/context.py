@@ -6,11 +6,13 @@ import json
 import types
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host, Stored, Variables, Written
 from . import constraints
 from .arguments import parsed
+from .asks import Ask, asks
 from .constraints import Allowed, Constraint, Grammar
 from .requests import Append, Fork, Generate, Request, Stop, WaitFor
 from .text_variables import Vars, text_of
@@ -36,14 +38,19 @@ class Context:
     def __init__(self, host: Host, transcript: Transcript) -> None:
         self._host = host
         self._transcript = transcript
+        self.unawaited: list[Ask[Any]] = []
+        """What the script asked and does not await yet."""
         self.vars = Vars(_RecordedVariables(host.variables, transcript))
         """The variables of the request: ``ctx.vars["name"]``, ``get``, ``set``, ``append``."""
 
     # --- waiting --------------------------------------------------------------------------------
 
+    @asks
     async def fixed(self, text: str | bytes, following: Label | None = None) -> None:
         """Appends text; with ``following``, what comes after that label is dropped before."""
-        after = None if following is None else following.position
+        after = None
+        if following is not None:
+            after = _position("fixed(following=label)", following)
 
         def make(question: Question) -> Request:
             length = len(self._transcript.tokens)
@@ -60,6 +67,7 @@ class Context:
             raise _wrong(f"fixed(text) with {text!r}; right would be text or bytes")
         await self._ask(make, "fixed", text=text, following=following)
 
+    @asks
     async def gen(
         self,
         *,
@@ -96,7 +104,7 @@ class Context:
             raise _wrong(f"gen(stop_at={stop_at!r}); right would be text that is not empty")
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise _wrong(f"gen(max_tokens={max_tokens!r}); right would be a number, at least 1")
-        options = None if choice is None else tuple(choice)
+        options = None if choice is None else _options(choice)
         given: dict[str, object] = {
             "regex": regex,
             "choice": options,
@@ -122,6 +130,7 @@ class Context:
         assert isinstance(text, bytes)
         return text.decode("utf-8", "replace")
 
+    @asks
     async def fork(self, count: int) -> int:
         """Becomes ``count`` sequences, each with this script from here on; returns which one this
         is, 0 to count - 1. The first is the one that was there."""
@@ -133,6 +142,7 @@ class Context:
         assert isinstance(index, int)
         return index
 
+    @asks
     async def wait_var(self, name: str) -> str:
         """Sits out until the request has this variable, and returns its text."""
         read = self._host.variables.get
@@ -142,6 +152,7 @@ class Context:
         assert isinstance(stored, Stored)
         return text_of(name, stored)
 
+    @asks
     async def stop(self) -> None:
         """Ends the sequence; does not return."""
         await self._ask(Stop, "stop")
@@ -180,11 +191,11 @@ class Context:
 
     def tokens_since(self, label: Label) -> list[int]:
         """The tokens after a label."""
-        return self._transcript.tokens[label.position :]
+        return self._transcript.tokens[_position("tokens_since(label)", label) :]
 
     def text_since(self, label: Label) -> str:
         """The text after a label; bytes that are no UTF-8 are replaced."""
-        tokens = self._transcript.tokens[label.position :]
+        tokens = self._transcript.tokens[_position("text_since(label)", label) :]
         return b"".join(map(self._host.vocabulary.token, tokens)).decode("utf-8", "replace")
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
@@ -219,7 +230,7 @@ class Context:
         match kinds:
             case {"regex": str(pattern)}:
                 grammar = constraints.regex(pattern)
-            case {"choice": tuple(options)} if options and all(type(o) is str for o in options):
+            case {"choice": tuple(options)}:
                 grammar = constraints.choice(options)
             case {"json_schema": str(schema)}:
                 try:
@@ -241,7 +252,7 @@ class Context:
             return Grammar(self._host.vocabulary, grammar)
         except ControllerError as error:
             name, value = next(iter(kinds.items()))
-            raise _wrong(f"gen({name}={value!r}): {error.message}") from None
+            raise _wrong(f"gen({name}={value!r}): {error.message}") from error.__cause__
 
 
 class _RecordedVariables:
@@ -294,6 +305,22 @@ def _read(transcript: Transcript, question: Question, live: Callable[[], object]
         raise
     transcript.add(question, answer)
     return answer
+
+
+def _position(what: str, label: object) -> int:
+    if not isinstance(label, Label):
+        raise _wrong(f"{what} with {label!r}; right would be what ctx.label() gave")
+    return label.position
+
+
+def _options(choice: object) -> tuple[str, ...]:
+    right = "a list of at least one text"
+    if isinstance(choice, str | bytes) or not isinstance(choice, Iterable):
+        raise _wrong(f"gen(choice={choice!r}); right would be {right}, as in [{str(choice)!r}]")
+    options = tuple(choice)
+    if not options or not all(isinstance(option, str) for option in options):
+        raise _wrong(f"gen(choice={list(options)!r}); right would be {right}")
+    return options
 
 
 def _wrong(message: str) -> ControllerError:

@@ -16,6 +16,7 @@ from ....protocol.errors import Code, ControllerError, RequestError
 from .. import interface
 from ..host import Host
 from ..interface import GO_ON, Answer, Then
+from .asks import check_awaited
 from .calls import Calls
 from .context import Context
 from .requests import Request, Stop
@@ -38,12 +39,15 @@ class ScriptProgram:
                 f"{self.name} is no coroutine function: {function!r}; right would be "
                 "async def main(ctx)",
             )
+        signature = inspect.signature(function)
         try:
-            inspect.signature(function).bind(None)
+            signature.bind(None)
         except TypeError as error:
+            written = f"async def {getattr(function, '__name__', 'main')}"
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"{self.name} is called with one argument, the context: {error}",
+                f"{self.name} is called with one argument, the context, and is "
+                f"{written}{signature}: {error}; right would be {written}(ctx)",
             ) from None
         self._function: Script = function
 
@@ -61,7 +65,8 @@ class ScriptController:
         self._host = host
         self._transcript = transcript
         self._calls = Calls(name, host)
-        self._coroutine = function(Context(host, transcript))
+        self._context = Context(host, transcript)
+        self._coroutine = function(self._context)
         self._request: Request | None = None
         """None before init_prompt."""
         self._detour = _Detour()
@@ -139,18 +144,23 @@ class ScriptController:
     def _resume(self) -> None:
         """Runs the script up to its next request."""
         transcript = self._transcript
+        request: object = None
+        end: StopIteration | None = None
         try:
-            request: object = self._coroutine.send(None)
-        except StopIteration as end:
+            request = self._coroutine.send(None)
+        except StopIteration as stopped:
+            end = stopped
+        finally:
+            if transcript.failure is not None:
+                raise transcript.failure
+            check_awaited(self._context.unawaited)
+        if end is not None:
             if transcript.replaying:
-                raise transcript.unlike("its end") from None
+                raise transcript.unlike("its end")
             if end.value is not None:
                 self._host.log.write(f"{end.value}\n".encode())
             self._request = Stop(Question("end"))
             return
-        finally:
-            if transcript.failure is not None:
-                raise transcript.failure
         if not isinstance(request, Request):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,

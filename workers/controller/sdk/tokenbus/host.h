@@ -76,8 +76,12 @@ static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
 // pre_process: become so many sequences, this one included. All go on with the same memory, this
-// one's, and each finds its place in fork_group of mid_process by its tb_seq_id.
+// one's, and each finds its place in fork_group of mid_process by its tb_seq_id. 1 changes nothing;
+// 0 fails.
 static inline tb_answer tb_fork(uint32_t in_all) {
+    if (!in_all)
+        tb_fail("tb_fork(0): the number counts this sequence too; right would be 2 or more for a "
+                "fork, or tb_stop() for the end");
     return (tb_answer){.then = TB_FORK, .forks = in_all};
 }
 

@@ -7,8 +7,8 @@
 TB_IMPORT("log") void tb_host_log(const void *text, uint32_t n);
 TB_IMPORT("fail") void tb_host_fail(const void *text, uint32_t n);
 
-// Appends text by a format: %d %i %u %x %c %s %%, with l and ll, a width, 0 before it, and for %s a
-// precision (%.*s). No floating point.
+// Appends text by a format: %d %i %u %x %c %s %%, with l, ll and z, a width, 0 before it, and for %s
+// a precision (%.*s). Fails at any other: there is no floating point (%f), no %p and no %-8s.
 static inline void tb_format_list(tb_bytes *out, const char *format, va_list list) {
     for (const char *at = format; *at;) {
         if (*at != '%') {
@@ -53,10 +53,14 @@ static inline void tb_format_list(tb_bytes *out, const char *format, va_list lis
             while (value /= base);
             n = (uint32_t)(digits + sizeof digits - digit);
             text = digit;
-        } else {
-            digits[0] = kind == 'c' ? (char)va_arg(list, int) : kind;
+        } else if (kind == 'c' || kind == '%') {
+            digits[0] = kind == 'c' ? (char)va_arg(list, int) : '%';
             text = digits;
             n = 1;
+        } else {
+            tb_fail("the format \"%s\" has a %%%c; right would be %%d %%i %%u %%x %%c %%s or %%%%, "
+                    "with a width or a precision where it is due",
+                    format, kind);
         }
         const char *pad = zeros && kind != 's' && kind != 'c' ? "0" : " ";
         if (minus && *pad == '0') tb_bytes_append(out, "-", 1);
@@ -87,9 +91,10 @@ __attribute__((format(printf, 1, 2))) static inline void tb_log(const char *form
 }
 
 static inline void tb_fail(const char *format, ...) {
-    static bool failing;
-    if (!failing) {  // else there is no memory even for the text
-        failing = true;
+    // The second time is the failure of the text itself: its format is wrong, or there is no memory
+    // for it; and where there is none for saying so, that is said.
+    static uint32_t times;
+    if (times++ < 2) {
         tb_bytes text = {0};
         va_list list;
         va_start(list, format);

@@ -1,0 +1,104 @@
+"""A controller that does what its argument says; served to the tests of the whole path.
+
+The argument is ``{"do": [...], "tells": true}``. ``do`` lists what to do, one after another; after
+the last everything is sampled. ``tells``: it logs what post_process is told.
+
+["append", tokens]            ["splice", drop, tokens]       ["sample", tokens or null]
+["fork", [list, list, ...]]   ["suspend"]                    ["wait", variable]
+["stop"]                      ["fail", text]                 ["sleep", seconds]
+["log", text]                 ["set", variable, text]        ["eos_stops"]
+
+A fork goes on with the list at its place in the fork group.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tokenbus.workers.controller.python import (
+    Controller,
+    Decision,
+    append,
+    fork,
+    go_on,
+    sample,
+    splice,
+    stop,
+    suspend,
+)
+
+
+class Scripted(Controller):
+    """See above."""
+
+    def __init__(self) -> None:
+        arg = self.arg if isinstance(self.arg, dict) else {}
+        self.todo: list[list] = list(arg.get("do", ()))
+        self.tells: bool = arg.get("tells", False)
+        self.places: list[list] = []
+        self.eos_stops = False
+
+    def pre_process(self) -> Decision:
+        while self.todo and self._quietly(self.todo[0]):
+            self.todo.pop(0)
+        kind, *args = self.todo[0] if self.todo else ["sample", None]
+        if kind == "wait":
+            if self.vars.get(args[0]) is None:
+                return suspend()
+            self.todo.pop(0)
+            return self.pre_process()
+        if kind not in ("append", "fork", "suspend", "stop"):
+            return go_on()
+        self.todo.pop(0)
+        if kind == "fork":
+            self.places = args[0]
+            return fork(len(self.places))
+        return {"append": append, "suspend": suspend, "stop": stop}[kind](*args)
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        if self.places:
+            self.todo = list(self.places[fork_group.index(self.seq)])
+            self.places = []
+        while self.todo and self._quietly(self.todo[0]):
+            self.todo.pop(0)
+        if not self.todo or self.todo[0][0] not in ("sample", "splice", "stop"):
+            return sample()
+        kind, *args = self.todo.pop(0)
+        return {"sample": sample, "splice": splice, "stop": stop}[kind](*args)
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision:
+        if self.tells:
+            self.log(tokens, backtrack)
+        return stop() if self.eos_stops and self.host.vocabulary.eos in tokens else go_on()
+
+    def _quietly(self, what: list) -> bool:
+        """Does what needs no answer; whether it was such a thing."""
+        kind, *args = what
+        if kind == "log":
+            self.log(args[0], end="")
+        elif kind == "set":
+            self.vars.set(*args)
+        elif kind == "sleep":
+            time.sleep(args[0])
+        elif kind == "fail":
+            raise ValueError(args[0])
+        elif kind == "eos_stops":
+            self.eos_stops = True
+        else:
+            return False
+        return True
+
+
+class Slow(Controller):
+    """Sleeps for a while before each token."""
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        time.sleep(0.05)
+        return sample()
+
+
+class Unwilling(Controller):
+    """Cannot be made."""
+
+    def init_prompt(self, prompt: list[int]) -> None:
+        raise ValueError("not today")

@@ -1,0 +1,207 @@
+"""The GPU worker's step without its sockets: a test plays the controller worker by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.header import decode_header
+from tokenbus.protocol.machine import machine_id
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.protocol.worker_messages import (
+    Result,
+    Start,
+    Step,
+    StepResult,
+    StepSequence,
+    Vocabulary,
+)
+from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.loader import LoadedModel
+from tokenbus.workers.gpu.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.steering import Steering
+
+from .test_steering import Told
+
+WORKER = 7
+"""The number of the controller worker."""
+Answers = Callable[[StepSequence], Iterable[StepResult]]
+"""What a controller says of a sequence that it is told of; the first time with no tokens."""
+
+
+class CountingEngine(Engine):
+    """Counts the tokens that go through the model."""
+
+    forwarded = 0
+
+    def _run(self, batch: Batch) -> list[tuple[list[Chunk], object]]:  # type: ignore[override]
+        self.forwarded += batch.num_tokens
+        return super()._run(batch)  # type: ignore[return-value]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Steps this small are not worth a second thread, and wait for it on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def counting(loaded: LoadedModel) -> CountingEngine:
+    return CountingEngine(loaded, EngineConfig(kv_cache_bytes=32 * 2**20))
+
+
+class Bench:
+    """An engine and its steering, one step at a time, as ``GpuWorker`` goes through them."""
+
+    def __init__(self, engine: Engine, host: str | None = None) -> None:
+        """``host``: the machine of the controller worker; this one where none is given."""
+        self.engine = engine
+        self.steering = Steering(self._posted)
+        self.starts: list[tuple[int, Start]] = []
+        self.steps: list[Step] = []
+        self.news: list[StepSequence] = []
+        """What the controller worker was told and has not been asked about yet."""
+        self.heard: dict[int, list[TokenOutput]] = {}
+        """By request: what its client gets."""
+        self.live: dict[int, int] = {}
+        self.waited = 0
+        """How often a step waited for who is late."""
+        self._host = machine_id() if host is None else host
+        self._inbox: deque[tuple[bool, Result, list[bytes]]] = deque()
+        """With each: whether it comes while the next step waits, or after it where none does."""
+
+    # --- the client -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        request: int,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        controller: bool = True,
+        ignore_eos: bool = True,
+        text: bool = False,
+    ) -> None:
+        """A request comes, as ``GpuWorker`` takes it in."""
+        loaded = self.engine.loaded
+        self.engine.add(request, prompt, sampling, text=text)
+        self.live[request] = 1
+        self.heard[request] = []
+        if controller:
+            vocabulary = Vocabulary(
+                fingerprint="f", size=loaded.vocab_size, eos=sorted(loaded.eos_token_ids)
+            )
+            start = Start(
+                controller="c",
+                prompt=prompt,
+                max_tokens=sampling.max_tokens,
+                model="m",
+                vocabulary=vocabulary,
+                ignore_eos=ignore_eos,
+            )
+            self.steering.start(request, self.engine, start)
+
+    def told(self, request: int) -> Told:
+        """What the client knows."""
+        told = Told()
+        told.take(self.heard[request])
+        return told
+
+    def tokens(self, request: int, seq: int = 0) -> list[int]:
+        return self.told(request).tokens[seq]
+
+    # --- the controller worker ------------------------------------------------------------------
+
+    def say(
+        self, *results: StepResult, masks: Iterable[np.ndarray] = (), while_waiting: bool = False
+    ) -> None:
+        """Decisions are on their way: here at the next step, or only when it waits for them."""
+        if results:
+            message = Result(sequences=list(results), host=self._host)
+            self._inbox.append((while_waiting, message, [m.tobytes() for m in masks]))
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """What ``GpuWorker._step`` does."""
+        engine = self.engine
+        self._deliver(late=not engine.has_work)
+        if not engine.has_work:
+            return
+        step = engine.begin()
+        self.steering.decide(engine, step, 0.0, self._receive)
+        self._hear(self.steering.sampled(engine, engine.finish(step)))
+        self._inbox = deque((False, *message) for _, *message in self._inbox)
+
+    def run(self, answers: Answers, steps: int = 2000) -> None:
+        """Until every stream is over; whatever a controller is told of is answered at once."""
+        for request, _ in self.starts:
+            self.say(*answers(StepSequence(request, 0, [])))
+        self.starts.clear()
+        for _ in range(steps):
+            news, self.news = self.news, []
+            for told in news:
+                self.say(*answers(told))
+            if not any(self.live.values()):
+                return
+            self.step()
+        raise AssertionError(f"not over after {steps} steps: {self.live}")
+
+    @property
+    def pages(self) -> float:
+        """Pages that somebody holds."""
+        return self.engine.stats()["kv_pages_used"]
+
+    def check_nothing_is_left(self) -> None:
+        """Every request is over: nobody is waited for, and no page is held."""
+        steering = self.steering
+        assert not steering.active
+        assert not steering._awaited
+        assert not steering._forks
+        assert not steering._behind
+        assert not self.engine.has_requests
+        assert self.pages == 0
+
+    def _receive(self, wait_s: float) -> None:
+        self.waited += wait_s > 0
+        self._deliver(late=wait_s > 0)
+
+    def _deliver(self, late: bool) -> None:
+        while self._inbox and (late or not self._inbox[0][0]):
+            _, result, attachments = self._inbox.popleft()
+            self._hear(self.steering.on_result(WORKER, result, attachments))
+
+    def _hear(self, outputs: list[TokenOutput]) -> None:
+        for o in outputs:
+            self.heard[o.request].append(o)
+            self.live[o.request] += (o.parent is not None) - (o.finish_reason is not None)
+            if self.live[o.request] == 0:
+                self.steering.forget(o.request)
+
+    def _posted(self, frames: list[bytes]) -> None:
+        word, header, body = frames
+        if word == b"START":
+            self.starts.append((decode_header(header).request, decode_as(Start, body)))
+            return
+        assert word == b"STEP"
+        assert decode_header(header).address == WORKER
+        step: Step = decode_as(Step, body)
+        assert step.sequences
+        self.steps.append(step)
+        self.news += step.sequences
+
+
+def sample(told: StepSequence, seq: int | None = None, **more: object) -> StepResult:
+    """The decision to sample."""
+    return StepResult(told.request, told.seq if seq is None else seq, "sample", **more)  # type: ignore[arg-type]
+
+
+def freely(told: StepSequence) -> list[StepResult]:
+    """A controller that lets everything be sampled."""
+    return [sample(told)] if told.ended is None else [StepResult(told.request, told.seq, "stop")]

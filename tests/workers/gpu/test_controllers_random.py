@@ -1,0 +1,273 @@
+"""Random controllers, on time and late, against what each sequence's tokens must be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.protocol.worker_messages import StepResult, StepSequence
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import wrap_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .steered import Bench, one_thread
+from .test_steering import Told, only
+
+VOCAB = 64
+MAX_FORKS = 8
+TIE = 1e-4
+Key = tuple[int, int]
+
+
+def model() -> Any:
+    """A tiny model, always the same."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@dataclass
+class Expected:
+    """A sequence as its controller knows it."""
+
+    prompt: list[int]
+    longest: int
+    tokens: list[int] = field(default_factory=list)
+    asked: tuple[list[int], set[int] | None] | None = None
+    """It is to be sampled: after which tokens, and from which."""
+    owes: bool = True
+    """It is the controller's turn."""
+    suspended: bool = False
+    over: bool = False
+    """The controller has said its last, or knows that there is no more to say."""
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= self.longest
+
+    def splice(self, drop: int, tokens: list[int]) -> None:
+        del self.tokens[len(self.tokens) - drop :]
+        self.tokens = (self.tokens + tokens)[: self.longest] if tokens else self.tokens
+
+
+class Play:
+    """Some requests, steered at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        page = 16 * 2 * 8 * 4
+        config = EngineConfig(
+            kv_cache_bytes=rng.choice([30, 400]) * page,
+            max_running=rng.choice([3, 64]),
+            max_step_tokens=48,
+            max_forks=MAX_FORKS,
+        )
+        self.rng = rng
+        self.bench = Bench(Engine(wrap_model("tiny", model()), config), rng.choice([None, "far"]))
+        self.sequences: dict[Key, Expected] = {}
+        self.parents: dict[Key, int] = {}
+        self.drawn: list[tuple[list[int], set[int] | None, int]] = []
+        """Prefix, what was allowed, what was sampled."""
+        self.masks: list[np.ndarray] = []
+        self.next: dict[int, int] = {}
+        """By request: the number of its next fork."""
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add(self, request: int) -> None:
+        rng = self.rng
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
+        longest = rng.randrange(1, 30)
+        sampling = Sampling(max_tokens=longest, ignore_eos=True)
+        self.bench.add(request, prompt, sampling)
+        self.sequences[request, 0] = Expected(prompt, longest)
+        self.next[request] = 1
+        free = request + 100
+        self.bench.add(free, prompt, sampling, controller=False)
+
+    def drop(self, request: int) -> None:
+        """The client leaves."""
+        self.bench.engine.abort(request)
+        self.bench.steering.forget(request)
+        self.bench.live[request] = 0
+        for key in [key for key in self.sequences if key[0] == request]:
+            del self.sequences[key]
+
+    # --- the controllers ------------------------------------------------------------------------
+
+    def hear(self, told: StepSequence) -> None:
+        one = self.sequences.get((told.request, told.seq))
+        if one is None or one.over:
+            return
+        for token in told.tokens:
+            assert one.asked is not None, "it was sampled without being asked"
+            self.drawn.append(([*one.prompt, *one.asked[0]], one.asked[1], token))
+            assert one.tokens == one.asked[0]
+            one.tokens.append(token)
+            one.asked = None
+        assert not told.tokens or (told.ended is not None) == one.full
+        one.owes = True
+
+    def decide(self, key: Key, quietly: bool) -> list[StepResult]:
+        """What a controller says when it is its turn; ``quietly``: it lets sample."""
+        one, rng = self.sequences[key], self.rng
+        one.owes = False
+        if one.full:
+            one.over = True
+            return [StepResult(*key, "stop")]
+        then = rng.choice(["sample"] * 12 + ["fork", "suspend", "stop", "error"])
+        if quietly:
+            then = "sample"
+        result = StepResult(*key, then)  # type: ignore[arg-type]
+        if rng.random() < 0.25 and then != "error":
+            drop = rng.randrange(min(4, len(one.tokens)) + 1)
+            append = [rng.randrange(VOCAB) for _ in range(rng.randrange(6))]
+            if drop or append:
+                one.splice(drop, append)
+                result.backtrack, result.ff_tokens = drop, append
+        if then == "fork":
+            return self._forked(key, result)
+        one.suspended = then == "suspend" and not one.full
+        one.over = then in ("stop", "error")
+        if then == "sample" and not one.full:
+            one.asked = list(one.tokens), self._mask(result)
+        return [result]
+
+    def _forked(self, key: Key, result: StepResult) -> list[StepResult]:
+        one, request = self.sequences[key], key[0]
+        first, count = self.next[request], self.rng.randrange(1, 4)
+        if first + count > MAX_FORKS:
+            result.then = "sample"
+            one.asked = None if one.full else (list(one.tokens), None)
+            return [result]
+        result.children = list(range(first, first + count))
+        self.next[request] += count
+        results = [result]
+        if one.full:
+            # It ends with what it appended, and nothing comes of its forks.
+            children = [StepResult(request, child, "sample") for child in result.children]
+            return [result, StepResult(*key, "sample"), *children]
+        for child in result.children:
+            self.sequences[request, child] = Expected(one.prompt, one.longest, list(one.tokens))
+            self.parents[request, child] = key[1]
+        for seq in (key[1], *result.children):
+            results += self.decide((request, seq), False)
+        return results
+
+    def _mask(self, result: StepResult) -> set[int] | None:
+        if self.rng.random() < 0.5:
+            return None
+        tokens = set(self.rng.sample(range(VOCAB), self.rng.randrange(1, 9)))
+        self.masks.append(only(VOCAB, *tokens))
+        result.attachment = len(self.masks) - 1
+        return tokens
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def step(self, quietly: bool = False) -> None:
+        rng, bench = self.rng, self.bench
+        turn = [key for key, one in self.sequences.items() if one.owes or one.suspended]
+        rng.shuffle(turn)
+        for key in turn:
+            one = self.sequences[key]
+            if quietly or rng.random() < (0.2 if one.suspended else 0.7):
+                one.suspended = False
+                self.masks = []
+                results = self.decide(key, quietly)
+                bench.say(*results, masks=self.masks, while_waiting=rng.random() < 0.3)
+        bench.starts.clear()
+        bench.step()
+        news, bench.news = bench.news, []
+        for told in news:
+            self.hear(told)
+
+    def check(self, reference: Reference) -> None:
+        """All that the clients know is what the controllers wanted, and the model."""
+        told: dict[int, Told] = {request: self.bench.told(request) for request in self.bench.live}
+        for key, one in self.sequences.items():
+            assert told[key[0]].tokens[key[1]] == one.tokens, key
+        heard = {
+            (o.request, o.seq): o.parent
+            for outputs in self.bench.heard.values()
+            for o in outputs
+            if o.parent is not None and (o.request, 0) in self.sequences
+        }
+        assert heard == {key: p for key, p in self.parents.items() if (key[0], 0) in self.sequences}
+        wholes = [[*one.prompt, *one.tokens] for one in self.sequences.values()]
+        reference.check(self.drawn, wholes)
+
+
+class Reference:
+    """The plain model."""
+
+    def __init__(self) -> None:
+        self._model = model()
+
+    @torch.inference_mode()
+    def check(
+        self, drawn: Iterable[tuple[list[int], set[int] | None, int]], wholes: list[list[int]]
+    ) -> None:
+        """Each token that was sampled is the likeliest of those that were allowed."""
+        known: dict[tuple[int, ...], torch.Tensor] = {}
+        for whole in wholes:
+            rows = self._model(torch.tensor([whole])).logits[0]
+            known.update((tuple(whole[: i + 1]), row) for i, row in enumerate(rows))
+        for prefix, allowed, token in drawn:
+            row = known.get(tuple(prefix))
+            if row is None:
+                row = self._model(torch.tensor([prefix])).logits[0, -1]
+            may = sorted(allowed) if allowed is not None else list(range(VOCAB))
+            assert token in may
+            assert row[token] >= row[may].max() - TIE
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Reference]:
+    with one_thread():
+        yield Reference()
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(rng=st.randoms(use_true_random=False))
+def test_any_controllers_get_what_they_want_and_leave_nothing(
+    reference: Reference, rng: random.Random
+) -> None:
+    play = Play(rng)
+    for request in range(1, 4):
+        play.add(request)
+    for number in range(60):
+        play.step()
+        if number == 20 and rng.random() < 0.3:
+            play.drop(rng.randrange(1, 4))
+    for _ in range(1000):
+        if not any(play.bench.live.values()):
+            break
+        play.step(quietly=True)
+    bench = play.bench
+    assert not any(bench.live.values()), "a sequence hangs"
+    play.check(reference)
+    bench.check_nothing_is_left()
