@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import textwrap
+import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -16,8 +21,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.errors import Code, RequestError
-from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.protocol.worker_messages import StepResult, Variable
 from tokenbus.workers.controller.host import Host, allowed
 from tokenbus.workers.controller.interface import Program, Then
 from tokenbus.workers.controller.limits import Limits
@@ -41,7 +47,7 @@ from tokenbus.workers.controller.python import (
 from tokenbus.workers.controller.python.constraints import Grammar, regex
 from tokenbus.workers.controller.python.script import Script
 from tokenbus.workers.controller.session import Play, Session
-from tokenbus.workers.controller.variables import SequenceVariables
+from tokenbus.workers.controller.variables import SequenceVariables, VariableCalls
 from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
 from tokenbus.workers.state.variables import VariableStorage
 
@@ -59,6 +65,18 @@ def vocabulary() -> TokenizerVocabulary:
 
 def tokens_of(text: str) -> list[int]:
     return vocabulary().tokenize(text.encode())
+
+
+def variable_calls() -> VariableCalls:
+    """A worker's way to the variables, with a state worker's storage at its end."""
+    storage = VariableStorage()
+
+    def post(frames: list[bytes]) -> None:
+        answer = storage.apply(decode_as(Variable, frames[2], "msgpack"))
+        calls.on_answer(encode_body(answer, "msgpack"))
+
+    calls = VariableCalls(post)
+    return calls
 
 
 class Run:
@@ -86,8 +104,8 @@ class Run:
         self.sampled = 0
         self.sent_back = 0
         """Tokens that the model has to drop."""
-        storage = VariableStorage()
-        self._session = Session(1, 1, limits or Limits(), arg, max_tokens, False, storage.apply)
+        ask = variable_calls().ask
+        self._session = Session(1, 1, limits or Limits(), arg, max_tokens, False, ask)
         self._play(self._session.begin(program, vocabulary(), tokens_of(prompt)))
 
     def text(self, seq: int = 0) -> str:
@@ -396,7 +414,43 @@ def test_an_exception_is_told_with_its_line_and_logged_with_its_trace() -> None:
     assert "test_python_controllers.py:" in run.errors[0]
     assert "in mid_process: return sample({1 // len(fork_group[1:])})" in run.errors[0]
     assert "\n" not in run.errors[0]
-    assert "Traceback (most recent call last)" in run.logs[0]
+    assert run.logs[0].startswith("mid_process of ")
+    trace = run.logs[0].splitlines()[1:]
+    assert trace[0] == "Traceback (most recent call last):"
+    assert [line for line in trace if line.startswith("  File ")] == [
+        f'  File "{__file__}", line {Failing.mid_process.__code__.co_firstlineno + 1}, '
+        "in mid_process"
+    ]
+    assert trace[-1] == "ZeroDivisionError: integer division or modulo by zero"
+
+
+def test_what_led_to_an_exception_is_in_the_log_too() -> None:
+    class Twice(Controller):
+        def pre_process(self) -> Decision:
+            try:
+                return json.loads("{")  # type: ignore[no-any-return]
+            except ValueError as error:
+                raise RuntimeError("one line\n  and another") from error
+
+    run = play_class(Twice)
+    assert "RuntimeError: one line and another, at " in run.errors[0]
+    assert "direct cause" in run.logs[0]
+    files = re.findall(r'File "([^"]*)"', run.logs[0])
+    assert files == [__file__, __file__], "neither ours nor those of the standard library"
+
+
+@pytest.mark.parametrize(("name", "value"), [("x" * 257, "y"), ("x", "y" * 2**20 + "y")])
+def test_a_variable_that_is_too_long_is_told_with_the_authors_line(name: str, value: str) -> None:
+    class Sets(Controller):
+        def pre_process(self) -> Decision:
+            self.vars[name] = value
+            return stop()
+
+    async def main(ctx: Context) -> None:
+        ctx.vars[name] = value
+
+    assert "in pre_process: self.vars[name] = value" in play_class(Sets).errors[0]
+    assert "in main: ctx.vars[name] = value" in play_script(main).errors[0]
 
 
 def test_the_line_told_is_the_authors_where_a_library_raised() -> None:
@@ -528,6 +582,22 @@ def test_a_label_that_was_taken_back_is_an_error() -> None:
     run = play_script(main)
     assert "has been taken back to 1" in run.errors[0]
     assert 'in main: await ctx.fixed("y", following=late)' in run.errors[0]
+
+
+def test_what_is_no_label_is_refused() -> None:
+    async def fixed(ctx: Context) -> None:
+        await ctx.fixed("x", following=99)  # type: ignore[arg-type]
+
+    async def text_since(ctx: Context) -> None:
+        ctx.text_since("start")  # type: ignore[arg-type]
+
+    assert (
+        "fixed(following=label) with 99; right would be what ctx.label() gave, at "
+        in (play_script(fixed).errors[0])
+    )
+    error = play_script(text_since).errors[0]
+    assert "text_since(label) with 'start'; right would be what ctx.label() gave" in error
+    assert 'in text_since: ctx.text_since("start")' in error
 
 
 def test_a_text_stops_in_the_middle_of_a_token() -> None:
@@ -670,7 +740,12 @@ WRONG_GENS = [
     ({"json_schema": "{"}, "gen(json_schema=…): "),
     ({"regex": "a", "lark": "b"}, "gen(regex, lark): only one of these at a time"),
     ({"regex": 3}, "gen(regex=3): not text"),
-    ({"choice": []}, "gen(choice=()): not text"),
+    ({"regex": "[0-9"}, 'invalid regex "[0-9" (in regex): regex parse error: unclosed character'),
+    ({"choice": []}, "gen(choice=[]); right would be a list of at least one text"),
+    ({"choice": ["a", 3]}, "gen(choice=['a', 3]); right would be a list of at least one text"),
+    ({"choice": "yes"}, "gen(choice='yes'); right would be a list of at least one text, as in"),
+    ({"choice": b"yes"}, "gen(choice=b'yes'); right would be a list of at least one text"),
+    ({"choice": 5}, "gen(choice=5); right would be a list of at least one text"),
     ({"allow": [4096]}, "token 4096; the vocabulary is 0 to 4095"),
     ({"allow": []}, "right would be some of 4096 tokens"),
     ({"stop_at": ""}, "right would be text that is not empty"),
@@ -685,7 +760,18 @@ def test_a_wrong_gen_fails_at_the_call(arguments: dict[str, object], message: st
 
     error = play_script(main).errors[0]
     assert message in error
+    assert "\n" not in error
     assert "in main: await ctx.gen(**arguments)" in error
+
+
+def test_all_that_llguidance_says_is_in_the_log() -> None:
+    async def main(ctx: Context) -> None:
+        await ctx.gen(lark="start: ((\nx")
+
+    run = play_script(main)
+    assert "llguidance: 1(10): Expected token ')', found" in run.errors[0]
+    assert "   1 | start: ((" in run.logs[0]
+    assert "   1 | start: ((" not in run.errors[0]
 
 
 def test_a_script_may_catch_what_was_wrong_and_go_on_in_its_forks_too() -> None:
@@ -976,6 +1062,67 @@ def test_a_script_awaits_only_what_its_context_gives() -> None:
     )
 
 
+def test_an_ask_that_is_not_awaited_before_the_next_one_is_an_error() -> None:
+    async def main(ctx: Context) -> None:
+        await ctx.fixed("a")
+        ctx.fixed("hello")  # type: ignore[unused-coroutine]
+        await ctx.gen(max_tokens=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = play_script(main)
+    assert (
+        "main: ctx.fixed(…) was not awaited and does nothing by itself; right would be "
+        "await ctx.fixed(…), at test_python_controllers.py:"
+    ) in run.errors[0]
+    assert 'in main: ctx.fixed("hello")' in run.errors[0]
+    assert run.sampled == 0
+
+
+def test_an_ask_that_is_not_awaited_at_the_end_is_an_error() -> None:
+    async def main(ctx: Context) -> object:
+        await ctx.fixed("a")
+        return ctx.stop()
+
+    error = play_script(main).errors[0]
+    assert "right would be await ctx.stop(…), at" in error
+    assert "in main: return ctx.stop()" in error
+
+
+def test_an_ask_that_is_not_awaited_explains_what_its_use_raises() -> None:
+    async def main(ctx: Context) -> None:
+        number = ctx.gen(regex="[0-9]")
+        int(number)  # type: ignore[call-overload]
+
+    run = play_script(main)
+    assert "await ctx.gen(…), at" in run.errors[0]
+    assert 'in main: number = ctx.gen(regex="[0-9]")' in run.errors[0]
+    assert "TypeError: int() argument must be" in run.logs[0]
+
+
+def test_an_ask_may_be_awaited_later_but_only_once() -> None:
+    async def main(ctx: Context) -> None:
+        asked = ctx.fixed("a")
+        ctx.log("made")
+        await asked
+        await asked
+
+    run = play_script(main)
+    assert run.logs[0].startswith("made\n")
+    assert "cannot reuse already awaited coroutine" in run.errors[0]
+
+
+def test_what_is_awaited_of_others_is_an_error_even_where_it_is_none() -> None:
+    class Other:
+        def __await__(self):  # type: ignore[no-untyped-def]
+            yield None
+
+    async def main(ctx: Context) -> None:
+        await Other()
+
+    assert "the script awaits None" in play_script(main).errors[0]
+
+
 # --- by name --------------------------------------------------------------------------------------
 
 
@@ -995,11 +1142,39 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             def __init__(self, x):
                 pass
 
+        class Misspelt(Controller):
+            def mid_proces(self, fork_group):
+                pass
+
+        class Camel(Plain):
+            def initPrompt(self, prompt):
+                pass
+
+        class Few(Controller):
+            def mid_process(self):
+                pass
+
+        class Helped(Controller):
+            def my_process(self):
+                pass
+
+            def _mid_process(self):
+                pass
+
+            def post_process(self, tokens, *others):
+                pass
+
+            def post_processing(self):
+                pass
+
         class Other:
             pass
 
         async def main(ctx):
             await ctx.fixed("x")
+
+        async def two(ctx, arg):
+            pass
 
         async def bare():
             pass
@@ -1020,7 +1195,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("module")
 def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
-    for attribute, name in (("Upper", "upper"), ("Plain", None), ("main", None), ("program", None)):
+    for attribute, name in (
+        ("Upper", "upper"),
+        ("Plain", None),
+        ("main", None),
+        ("program", None),
+        ("Helped", None),
+    ):
         spec = f"operators_own:{attribute}"
         registered, program = load_program(spec)
         assert registered == (name or spec)
@@ -1039,7 +1220,17 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
         ("operators_own:Missing", "module operators_own has no Missing"),
         ("operators_own:Other", "does not extend tokenbus.workers.controller.python.Controller"),
         ("operators_own:sync", "is no controller; a script is an async def"),
-        ("operators_own:bare", "is called with one argument, the context"),
+        (
+            "operators_own:bare",
+            "is called with one argument, the context, and is async def bare():",
+        ),
+        (
+            "operators_own:two",
+            "missing a required argument: 'arg'; right would be async def two(ctx)",
+        ),
+        ("operators_own:Misspelt", "has a method mid_proces and no mid_process: is that misspelt?"),
+        ("operators_own:Camel", "has a method initPrompt and no init_prompt: is that misspelt?"),
+        ("operators_own:Few", "Few.mid_process(self) cannot be called: too many positional"),
         ("operators_own:Wants", "is made without arguments, and its __init__ wants some"),
         ("operators_own:__name__", "is no controller; right would be a subclass of Controller"),
     ],
@@ -1047,3 +1238,23 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
 def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: str, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         load_program(spec)
+
+
+@pytest.mark.usefixtures("module")
+def test_serving_says_what_is_served_and_how_to_try_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenbus.workers.controller"]
+    worker = subprocess.Popen(
+        [*command, "operators_own:Upper", "operators_own:main"],
+        env=os.environ | {"TOKENBUS_RUN_DIR": str(tmp_path / "run")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stderr is not None
+        first = worker.stderr.readline()
+        assert (
+            "serves upper, operators_own:main; try: tokenbus controller run upper --prompt" in first
+        )
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate(timeout=30)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import struct
 
 import pytest
+import wasmtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import Then
+from tokenbus.workers.controller.native import NativeProgram
 
 from .guests import compile_guest
-from .played import BYTES, EOS, WORDS, Run, Steered, program, says
+from .played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
 
 # --- layers ---------------------------------------------------------------------------------------
 
@@ -369,6 +371,34 @@ def test_formats_the_prompt_and_the_argument_arrive() -> None:
     assert Steered(TEXT, WORDS, "arg!").begin([9] * 1023).split("\n")[1] == "1023 9 9 arg! 4"
 
 
+ONE_FORMAT = r"""
+#include "tokenbus.h"
+#pragma clang diagnostic ignored "-Wformat-nonliteral"
+#pragma clang diagnostic ignored "-Wformat-security"
+
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)arg_len;
+    if (n) tb_fail(arg, 1.5);
+    tb_log(arg, 1.5);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [("half: %f", "f"), ("%5.2f", "f"), ("%p", "p"), ("%-8d", "-"), ("%X", "X"), ("%hu", "h")],
+)
+def test_a_format_that_there_is_not_is_refused_by_name(given: str, kind: str) -> None:
+    for prompt in ([], [1]):
+        with pytest.raises(ControllerError) as told:
+            Steered(ONE_FORMAT, BYTES, given).begin(prompt)
+        assert f'the format "{given}" has a %{kind}; right would be %d %i %u' in told.value.message
+
+
+def test_a_percent_at_the_end_is_one() -> None:
+    assert Steered(ONE_FORMAT, BYTES, "100%").begin() == "100%"
+
+
 VARIABLES = r"""
 #include "tokenbus.h"
 
@@ -425,6 +455,39 @@ def test_an_answer_that_does_not_fit_its_call_is_refused_by_name() -> None:
     sequence = Steered(WRONG, BYTES)
     with pytest.raises(ControllerError, match=r"tb_mid_process answers .*, not tb_go_on"):
         sequence.controller.mid_process((0,), memoryview(bytearray(64)))
+
+
+def test_a_fork_into_none_is_refused_and_one_into_one_is_none() -> None:
+    source = '#include "tokenbus.h"\ntb_answer tb_pre_process(void) {{ return tb_fork({}); }}\n'
+    run = Run(program(source.format(0)), WORDS, says("hi"))
+    assert (
+        "tb_fork(0): the number counts this sequence too; right would be 2 or more"
+        in (run.ended[0])
+    )
+    run = Run(program(source.format(1)), WORDS, says("hi"))
+    assert (run.text(), run.ended) == ("hi", {0: "stop"})
+
+
+RECURS = r"""
+#include "tokenbus.h"
+static uint32_t deep(uint32_t n) {
+    volatile uint32_t own[16];
+    own[n % 16] = n;
+    return n ? deep(n - 1) + own[n % 16] : 0;
+}
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)n, (void)arg, (void)arg_len;
+    tb_log("%u", deep(2000));
+}
+"""
+
+
+def test_a_stack_that_is_used_up_is_told_with_the_functions_and_may_be_made_larger() -> None:
+    with pytest.raises(ControllerError, match="outside its memory, in deep < deep < deep"):
+        Steered(RECURS, BYTES).begin()
+    wasm = compile_guest(RECURS, "-Wl,-z,stack-size=1048576")
+    run = Run(NativeProgram(engine, wasmtime.Module(engine, wasm)), WORDS, says("hi"))
+    assert run.logs[0] == "2001000"
 
 
 def test_a_module_that_defines_nothing_allows_everything() -> None:

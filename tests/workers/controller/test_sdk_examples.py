@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import Then
 from tokenbus.workers.controller.native import NativeProgram
 
-from .guests import ROOT, SDK
+from .guests import ROOT, SDK, compile_guest
 from .played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
 
 EXAMPLES = sorted((SDK / "examples").glob("*.c"))
@@ -217,23 +218,28 @@ def test_choice_refuses_what_is_no_list_of_strings(arg: str) -> None:
 GUIDE = (ROOT / "docs/controllers.md").read_text()
 
 
+def c_of_the_guide(word: str) -> str:
+    """The C in the guide that has a word."""
+    blocks = [part.split("```")[0] for part in GUIDE.split("```c\n")[1:]]
+    [source] = [block for block in blocks if word in block]
+    return source
+
+
 def test_the_first_controller_of_the_guide_does_what_it_says(tmp_path: Path) -> None:
-    source = GUIDE.split("```c\n")[1].split("```")[0]
+    source = c_of_the_guide("shout_initial")
     line = next(line for line in GUIDE.splitlines() if line.startswith("python -m ziglang"))
     (tmp_path / "shout.c").write_text(source)
     words = [str(SDK) if word == "SDK" else word for word in shlex.split(line)]
     subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, check=True)
     made = wasmtime.Module(engine, (tmp_path / "shout.wasm").read_bytes())
-    run = Run(NativeProgram(engine, made), WORDS, says("AB!c!D! and more"), "hello")
-    assert run.text().count("!") == 3
-    assert run.text().endswith("!")
-    assert not any(c.islower() for c in run.text())
+    run = Run(NativeProgram(engine, made), WORDS, says("HELLO YOU There"), "hello")
+    assert re.fullmatch("HELLO YOU [A-Z]{2,5}!", run.text())
     assert '2 tokens of prompt, argument "hello" of 5 bytes, first token 1' in run.logs[0]
     assert run.ended == {0: "stop"}
 
 
 def test_the_string_recognizer_of_the_guide_writes_sums() -> None:
-    source = GUIDE.split("```c\n")[2].split("```")[0]
+    source = c_of_the_guide("sum_initial")
     source = f"""
     #include "tokenbus.h"
     #pragma clang diagnostic ignored "-Wunused-parameter"
@@ -244,3 +250,21 @@ def test_the_string_recognizer_of_the_guide_writes_sums() -> None:
     """
     run = Run(program(source), WORDS, says("one + eleven + one"))
     assert (run.text(), run.ended) == ("one + eleven + one", {0: "stop"})
+
+
+def test_the_forks_of_the_guide_talk_through_a_variable() -> None:
+    wasm = compile_guest(c_of_the_guide("tb_suspend"), "-Wno-unused-parameter")
+    program = NativeProgram(engine, wasmtime.Module(engine, wasm))
+    run = Run(program, WORDS, says("never", "meow and more"))
+    assert (run.text(0), run.text(1)) == ("It said:meow", "meow")
+    assert run.logs == {0: "", 1: "version 1\n"}
+    assert run.ended == {0: "stop", 1: "stop"}
+    assert Run(program, WORDS, says("never", "me")).text(0) == "It said:me"
+
+
+def test_the_signatures_of_the_guide_are_those_of_the_headers() -> None:
+    typed = r"`((?:const )?\w+ \*?(tb_\w+)\((?:void|bool|const|uint|tb_)[^`]*\))`"
+    declared = dict(re.findall(typed, GUIDE))
+    assert len(declared) > 40
+    again = "".join(f"{line};\n" for line in declared)  # another type than the header's: an error
+    compile_guest(f'#include "tokenbus.h"\n{again}')
