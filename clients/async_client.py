@@ -174,7 +174,7 @@ class AsyncStream:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences as far as they have come."""
+        """The sequences as far as they were read: with the entry of the loop, and none after it."""
         return self._collected.listed()
 
     @property
@@ -235,7 +235,6 @@ class AsyncStream:
         for event in events:
             match event:
                 case Token():
-                    self._collected.add(event)
                     self._entries.append(event)
                 case System():
                     if self._on_system is not None:
@@ -244,7 +243,7 @@ class AsyncStream:
                     self._answer = event
                 case Ended(error):
                     self._over = True
-                    self._error = error or self._collected.failure()
+                    self._error = error
         self._arrived.set()
 
 
@@ -264,10 +263,13 @@ class AsyncEntries:
             stream._arrived.clear()
             await stream._arrived.wait()
         if stream._entries:
-            return stream._entries.popleft()
+            entry = stream._entries.popleft()
+            stream._collected.add(entry)
+            return entry
         self._done = True
-        if stream._error is not None:
-            raise stream._error.with_traceback(None)
+        error = stream._error or stream._collected.failure()
+        if error is not None:
+            raise error.with_traceback(None)
         raise StopAsyncIteration
 
     def __del__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import weakref
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -142,7 +143,7 @@ class Stream:
     """The tokens of one request, as they come.
 
     Iterate it for the ``Token`` entries; leaving the loop, by ``break`` or by an error, cancels
-    the request. ``text`` and ``wait`` read it to its end. ``sequences`` is what has come so far.
+    the request. ``text`` and ``wait`` read it to its end. ``sequences`` is what was read so far.
     Reading it to the end raises TokenbusError where the stream failed.
     """
 
@@ -154,6 +155,8 @@ class Stream:
         self._inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         call.take = self._inbox.put
         self._collected = Sequences()
+        self._entries: deque[Token] = deque()
+        """Those that have come and were not read yet."""
         self._answer: Msg | None = None
         self._over = True
         self._error: TokenbusError | None = None
@@ -162,7 +165,7 @@ class Stream:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences as far as they were read."""
+        """The sequences as far as they were read: with the entry of the loop, and none after it."""
         return self._collected.listed()
 
     @property
@@ -212,15 +215,13 @@ class Stream:
     def __repr__(self) -> str:
         return f"<Stream {self._call.number}: {describe(self._over, self.sequences)}>"
 
-    def _take(self) -> list[Token]:
-        """The next entries, waiting for them; none where the stream is over."""
-        entries: list[Token] = []
-        while not entries and not self._over:
+    def _next(self) -> Token | None:
+        """The next entry, waiting for it; None where the stream is over."""
+        while not self._entries and not self._over:
             for event in self._inbox.get():
                 match event:
                     case Token():
-                        self._collected.add(event)
-                        entries.append(event)
+                        self._entries.append(event)
                     case System():
                         if self._on_system is not None:
                             self._on_system(event)
@@ -228,8 +229,16 @@ class Stream:
                         self._answer = event
                     case Ended(error):
                         self._over = True
-                        self._error = error or self._collected.failure()
-        return entries
+                        self._error = error
+        if not self._entries:
+            return None
+        entry = self._entries.popleft()
+        self._collected.add(entry)
+        return entry
+
+    def _failure(self) -> TokenbusError | None:
+        """Why the stream failed, when all of it was read."""
+        return self._error or self._collected.failure()
 
 
 class Entries:
@@ -237,23 +246,21 @@ class Entries:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._ready: list[Token] = []
         self._done = False
 
     def __iter__(self) -> Entries:
         return self
 
     def __next__(self) -> Token:
-        if not self._ready:
-            try:
-                self._ready = self._stream._take()[::-1]
-            except BaseException:
-                self._stream.close()
-                raise
-        if self._ready:
-            return self._ready.pop()
+        try:
+            entry = self._stream._next()
+        except BaseException:
+            self._stream.close()
+            raise
+        if entry is not None:
+            return entry
         self._done = True
-        error = self._stream._error
+        error = self._stream._failure()
         if error is not None:
             raise error.with_traceback(None)
         raise StopIteration

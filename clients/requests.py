@@ -84,16 +84,22 @@ class GenerateOptions(RequestOptions, total=False):
     controller: str
     """What steers the output: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
-    """What it is given; a dict or a list goes to it as JSON."""
+    """What it is given: a text as it is, a list or a dict as JSON. Only with ``controller``."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
-    """The call of a GENERATE.
+    """The call of a GENERATE; raises RequestError where the client can tell that it is wrong.
 
     A sampled one gets its seed here, so that another try brings the same tokens.
     """
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
+    if given.get("controller_arg") is not None and not given.get("controller"):
+        raise RequestError(
+            Code.INVALID_FIELD,
+            "controller_arg is given, and no controller to give it to; name one: controller=",
+            path="$.controller_arg",
+        )
     given.setdefault("text", isinstance(prompt, str))
     if given.get("temperature") and given.get("seed") is None:
         given["seed"] = secrets.randbits(63)

@@ -149,7 +149,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     module: Name
-    """Its id, or another tag of it."""
+    """Its id, of which 8 characters or more will do, or another tag of it."""
     tags: list[Name]
 
 
@@ -170,7 +170,7 @@ class Delete(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     module: Name
-    """A module's id, or a tag."""
+    """A module's id, of which 8 characters or more will do, or a tag."""
 
 
 class Ping(Struct, kw_only=True, omit_defaults=True):

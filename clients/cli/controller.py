@@ -5,32 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...protocol.errors import Code, TokenbusError, error_for
 from ...protocol.messages import StoredModule
 from ...protocol.settings import Settings, environment
-from .. import Client, Sequence, Stream
-from .exits import OK, WRONG_USAGE, report
-from .generate import begin
-from .notices import Notices
-from .options import add_connection, add_request, client_for, parameter
-from .own_system import own_system, somebody_answers
+from .controller_run import DEFAULT_PROMPT, try_controller
+from .exits import OK, WRONG_USAGE
+from .module_files import FileFault, read_module
+from .options import add_connection, add_parameters, add_request, client_for
 
-SUFFIXES = (".wasm", ".c")
-"""How the names of files end; anything else that is no file's name is a tag, an id, a built-in."""
-DEFAULT_PROMPT = "\n"
-"""There must be one: a model continues something."""
-C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
+SHORT_ID = 12
+"""Characters of an id in a sentence; 8 are enough for it to be accepted."""
 
 
 def add_command(commands: Any) -> None:
@@ -49,13 +39,17 @@ def add_command(commands: Any) -> None:
 def _add_upload(actions: Any) -> None:
     parser = actions.add_parser("upload", allow_abbrev=False, help="store a module")
     parser.add_argument("file", type=Path, metavar="FILE", help="Wasm, or C to be compiled first")
-    parser.add_argument("--tag", metavar="T", help="a name for it")
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="T", help="a name for it; repeatable"
+    )
     _finish(parser, _upload)
 
 
 def _add_tag(actions: Any) -> None:
     parser = actions.add_parser("tag", allow_abbrev=False, help="give a module names")
-    parser.add_argument("module", metavar="MODULE", help="its id, or a tag of it")
+    parser.add_argument(
+        "module", metavar="MODULE", help="its id, 8 characters of it at least, or a tag"
+    )
     parser.add_argument("tags", nargs="+", metavar="TAG", help="names no other module any more")
     _finish(parser, _tag)
 
@@ -67,7 +61,7 @@ def _add_list(actions: Any) -> None:
 
 def _add_delete(actions: Any) -> None:
     parser = actions.add_parser("delete", allow_abbrev=False, help="drop a tag, or a module")
-    parser.add_argument("name", metavar="NAME", help="a tag, or a module's id")
+    parser.add_argument("name", metavar="NAME", help="a tag, or a module's id, as for tag")
     _finish(parser, _delete)
 
 
@@ -83,16 +77,18 @@ def _add_run(actions: Any) -> None:
         allow_abbrev=False,
         help="try one",
         description="Generates under a controller. Where no system runs, it starts one on the "
-        "embedded model, for this run only.",
+        "embedded model, for this run only. A name that ends with .wasm, .c or .py, or has a / in "
+        "it, is a file's; any other one is a tag, an id, a built-in or a MODULE:NAME that is "
+        "served. A file's module leaves the store after the run, unless it was there before.",
     )
-    parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or what was uploaded")
+    parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or what the system has")
     parser.add_argument("--arg", metavar="A", help="what the controller is given")
     parser.add_argument(
         "--prompt", metavar="P", default=DEFAULT_PROMPT, help="what it continues (a new line)"
     )
-    parser.add_argument("--max-tokens", metavar="N", help="tokens at most (64)")
     add_request(parser)
-    parser.set_defaults(run=_reporting(_run))
+    add_parameters(parser, ("max_tokens", "temperature", "top_p", "seed"))
+    parser.set_defaults(run=_reporting(try_controller))
 
 
 def _add_serve(actions: Any) -> None:
@@ -107,10 +103,6 @@ def _add_serve(actions: Any) -> None:
     parser.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="the system's folder")
     parser.add_argument("--back", metavar="ADDRESS", help="its address for workers")
     parser.set_defaults(run=_reporting(_serve))
-
-
-class FileFault(Exception):
-    """A file cannot be read, or cannot be compiled."""
 
 
 def _reporting(command: Any) -> Any:
@@ -133,7 +125,10 @@ def _reporting(command: Any) -> Any:
 def _upload(args: argparse.Namespace, settings: Settings) -> int:
     wasm = read_module(args.file)
     with client_for(settings) as client:
-        return _show(client.upload_controller(wasm, args.tag), args.json)
+        stored = client.upload_controller(wasm, *args.tag[:1])
+        if args.tag[1:]:
+            stored = client.tag_controller(stored.module, *args.tag[1:])
+        return _show(stored, args.json)
 
 
 def _tag(args: argparse.Namespace, settings: Settings) -> int:
@@ -143,7 +138,17 @@ def _tag(args: argparse.Namespace, settings: Settings) -> int:
 
 def _delete(args: argparse.Namespace, settings: Settings) -> int:
     with client_for(settings) as client:
-        return _show(client.delete_controller(args.name), args.json)
+        dropped = client.delete_controller(args.name)
+    if args.json:
+        return _show(dropped, True)
+    module = f"the module {dropped.module[:SHORT_ID]}"
+    if dropped.tags == [args.name]:
+        print(f"dropped the tag {args.name}; {module} stays")
+        return OK
+    several = "tags" if len(dropped.tags) > 1 else "tag"
+    tags = f" and its {several} {', '.join(dropped.tags)}" if dropped.tags else ""
+    print(f"dropped {module}{tags}")
+    return OK
 
 
 def _list(args: argparse.Namespace, settings: Settings) -> int:
@@ -173,38 +178,6 @@ def _show(module: StoredModule, as_json: bool) -> int:
     return OK
 
 
-# --- modules in files -----------------------------------------------------------------------------
-
-
-def read_module(file: Path) -> bytes:
-    """The Wasm in a file, or made of the C in it; raises FileFault."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise FileFault(f"cannot read {file}: {error.strerror}") from None
-    return _compiled(file) if file.suffix == ".c" else content
-
-
-def _compiled(source: Path) -> bytes:
-    """The module of one C file, against the SDK of this installation."""
-    if importlib.util.find_spec("ziglang") is None:
-        raise FileFault(
-            f"{source} is C, and there is no compiler: pip install ziglang, or compile it to Wasm"
-        )
-    workers = importlib.util.find_spec("tokenbus.workers")
-    places = workers.submodule_search_locations if workers is not None else None
-    include = [f"-I{place}/controller/sdk" for place in places or []]
-    with tempfile.TemporaryDirectory(prefix="tokenbus-c-") as folder:
-        out = Path(folder) / "out.wasm"
-        command = [sys.executable, "-m", "ziglang", "cc", *C_FLAGS.split(), *include]
-        done = subprocess.run(
-            [*command, str(source), "-o", str(out)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise FileFault(f"{source} does not compile:\n{done.stderr.rstrip()}")
-        return out.read_bytes()
-
-
 # --- a worker of one's own ------------------------------------------------------------------------
 
 
@@ -213,118 +186,14 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("this needs what controllers need: pip install 'tokenbus[controller]'")
     command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
+    back = settings.back_endpoint
+    socket = back.removeprefix("ipc://")
+    if socket != back and not socket.startswith("@") and not Path(socket).exists():
+        where = f"--back {back}" if settings.back else f"--run-dir {settings.run_folder}"
+        print(
+            f"tokenbus: waiting for a broker at {back}; is a system running with {where}?",
+            file=sys.stderr,
+            flush=True,
+        )
     sys.stdout.flush()
     os.execve(sys.executable, command, os.environ | environment(settings))
-
-
-# --- a run ----------------------------------------------------------------------------------------
-
-
-def _run(args: argparse.Namespace, settings: Settings) -> int:
-    file = Path(args.program)
-    is_file = file.suffix in SUFFIXES or "/" in args.program or file.is_file()
-    wasm = read_module(file) if is_file else None
-    options: dict[str, Any] = {"controller": args.program}
-    if args.arg is not None:
-        options["controller_arg"] = args.arg
-    if args.max_tokens is not None:
-        options["max_tokens"] = parameter("max_tokens", args.max_tokens)
-    if args.timeout is not None:
-        options["timeout_s"] = args.timeout
-    with _system(args, settings) as client, Notices() as notices:
-        if wasm is not None:
-            options["controller"] = client.upload_controller(wasm).module
-        stream = begin(client, args.prompt, args.request_model, options, notices)
-        shown = _AsJson(stream) if args.json else _AsText(stream, notices)
-        try:
-            shown.follow()
-        except TokenbusError as error:
-            shown.end()
-            return report(error, client.front)
-        shown.end()
-        return _exit_code(stream.sequences, client.front)
-
-
-@contextmanager
-def _system(args: argparse.Namespace, settings: Settings) -> Iterator[Client]:
-    """A client of the system that runs, or of one that is started where none was named and runs."""
-    named = args.front is not None or settings.front != Settings().front
-    if named or somebody_answers(settings.front):
-        with client_for(settings) as client:
-            yield client
-        return
-    with own_system(settings, args.request_model or "embedded") as client:
-        yield client
-
-
-def _exit_code(sequences: list[Sequence], front: str) -> int:
-    """That of the first failure, where every sequence failed."""
-    failed = [s for s in sequences if s.finish_reason == "error"]
-    for s in failed:
-        error = error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}")
-        code = report(error, front)
-    return code if failed and len(failed) == len(sequences) else OK
-
-
-class _AsJson:
-    """One JSON object when all is over, also where it ended with an error."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def follow(self) -> None:
-        self._stream.wait()
-
-    def end(self) -> None:
-        sequences = [
-            {
-                "seq": s.seq,
-                "parent": s.parent,
-                "text": s.text,
-                "tokens": s.tokens,
-                "logs": s.logs,
-                "storage": s.storage,
-                "finish_reason": s.finish_reason,
-                "error": s.error,
-            }
-            for s in self._stream.sequences
-        ]
-        print(msgspec.json.encode({"sequences": sequences}).decode(), flush=True)
-
-
-class _AsText:
-    """The text of a single sequence as it comes; several ones, and logs, when all is over.
-
-    What was printed cannot be taken back: after a backtrack the text begins again on a new line.
-    """
-
-    def __init__(self, stream: Stream, notices: Notices) -> None:
-        self._stream = stream
-        self._notices = notices
-        self._printed = False
-
-    def follow(self) -> None:
-        for token in self._stream:
-            self._notices.clear()
-            sequences = self._stream.sequences
-            if len(sequences) > 1:
-                continue
-            if token.backtrack and self._printed:
-                count = "a token" if token.backtrack == 1 else f"{token.backtrack} tokens"
-                print(f"\n--- {count} taken back", flush=True)
-                print(sequences[0].text, end="", flush=True)
-            elif token.text:
-                print(token.text, end="", flush=True)
-                self._printed = True
-
-    def end(self) -> None:
-        if self._printed:
-            print()
-        sequences = self._stream.sequences
-        for s in sequences:
-            if len(sequences) > 1:
-                of = f", fork of {s.parent}" if s.parent is not None else ""
-                print(f"--- sequence {s.seq}{of} ({s.finish_reason or 'not over'})\n{s.text}")
-            if s.logs:
-                print(f"--- log of {s.seq}\n{s.logs.rstrip()}")
-        sys.stdout.flush()

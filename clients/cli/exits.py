@@ -25,6 +25,11 @@ INTERRUPTED = 130
 """Ctrl-C."""
 
 
+def one_line(text: str) -> str:
+    """A text of several lines, as those of a parser that points at a place, as one."""
+    return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
 def report(error: TokenbusError, front: str) -> int:
     """Prints one line about ``error`` on stderr; the exit code that belongs to it."""
     hint = ""
@@ -34,7 +39,7 @@ def report(error: TokenbusError, front: str) -> int:
             if front == "tcp://127.0.0.1:5555"
             else "; is that the --front of a running system?"
         )
-    print(f"tokenbus: {error}{hint}", file=sys.stderr)
+    print(f"tokenbus: {one_line(str(error))}{hint}", file=sys.stderr)
     if isinstance(error, UnavailableError):
         return UNAVAILABLE
     if isinstance(error, RequestTimeoutError):

@@ -6,24 +6,13 @@ import argparse
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
-from ...protocol.messages import Token
 from ...protocol.settings import Settings
 from .. import Client, Stream
 from .exits import FAILED, OK
 from .notices import Notices
-from .options import add_request, client_for, given_text, parameter
-
-FLAGS = {
-    "max_tokens": "tokens at most (64)",
-    "temperature": "0 is greedy (default)",
-    "top_p": "keep the smallest set of this probability",
-    "top_k": "keep this many tokens",
-    "min_p": "keep tokens this probable beside the best one",
-    "seed": "the same seed gives the same tokens",
-    "n": "sequences to sample (1)",
-}
+from .options import add_parameters, add_request, client_for, given_text, parameters
+from .texts import Texts, exit_code, print_completed
 
 
 def add_command(commands: Any) -> None:
@@ -36,35 +25,17 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("prompt", nargs="*", help="text")
     add_request(parser)
-    for name, what in FLAGS.items():
-        parser.add_argument("--" + name.replace("_", "-"), dest=f"p_{name}", metavar="X", help=what)
+    add_parameters(parser)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop there; repeatable")
-    parser.add_argument(
-        "--set",
-        dest="parameters",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other parameter of GENERATE, as --set repetition_penalty=1.2",
-    )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Streams one generation."""
-    options: dict[str, Any] = {
-        name: parameter(name, text)
-        for name in FLAGS
-        if (text := getattr(args, f"p_{name}")) is not None
-    }
-    for item in args.parameters:
-        name, _, text = item.partition("=")
-        options[name.strip()] = parameter(name.strip(), text)
+    options = parameters(args)
     if args.stop:
         options["stop"] = args.stop
-    if args.timeout is not None:
-        options["timeout_s"] = args.timeout
     prompt = given_text(args.prompt)
     with client_for(settings) as client, Notices() as notices:
         stream = begin(client, prompt, args.request_model, options, notices)
@@ -73,8 +44,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if args.echo:
             print(prompt, end="", flush=True)
         if options.get("n", 1) > 1:
-            return _print_sequences(stream, notices)
-        return print_stream(stream, notices)
+            print_completed(stream, notices)
+            return FAILED if all(s.finish_reason == "error" for s in stream.sequences) else OK
+        texts = Texts(stream, notices)
+        try:
+            texts.follow()
+        finally:
+            texts.end()
+        return exit_code(stream.sequences, client.front)
 
 
 def begin(
@@ -85,41 +62,17 @@ def begin(
     return client.generate(prompt, **(given | options))
 
 
-def print_stream(stream: Stream, notices: Notices) -> int:
-    """Prints the text of one sequence as it comes."""
-    said = False
-    try:
-        for token in stream:
-            notices.clear()
-            said = True
-            print(_text(token), end="", flush=True)
-    finally:
-        if said:
-            print(flush=True)
-    return OK
-
-
-def _print_sequences(stream: Stream, notices: Notices) -> int:
-    """Prints several sequences, each when it is complete."""
-    for token in stream:
-        notices.clear()
-        if token.finish_reason is not None:
-            text = next(s.text for s in stream.sequences if s.seq == token.seq)
-            print(
-                f"--- sequence {token.seq} ({token.error or token.finish_reason})\n{text}",
-                flush=True,
-            )
-    return FAILED if all(s.finish_reason == "error" for s in stream.sequences) else OK
-
-
 def _print_json(stream: Stream) -> int:
     sequences = [
         {
             "seq": s.seq,
+            "parent": s.parent,
             "text": s.text,
             "tokens": s.tokens,
             "logprobs": s.logprobs,
             "top_logprobs": s.top_logprobs,
+            "logs": s.logs,
+            "storage": s.storage,
             "finish_reason": s.finish_reason,
             "error": s.error,
         }
@@ -127,7 +80,3 @@ def _print_json(stream: Stream) -> int:
     ]
     print(msgspec.json.encode({"sequences": sequences}).decode())
     return OK
-
-
-def _text(token: Token) -> str:
-    return "" if token.text is UNSET else token.text

@@ -20,6 +20,7 @@ from .exits import OK, report
 from .generate import begin
 from .notices import Notices
 from .options import PARAMETERS, add_connection, client_for, parameter
+from .texts import LiveText
 
 PROMPT = ">>>> "
 _PARAMETER = re.compile(r"(?:^|\s)([a-z_]+)=(\"(?:[^\"\\]|\\.)*\"|\[[^\]]*\]|\{[^}]*\}|\S+)\s*$")
@@ -100,12 +101,13 @@ def _answer(
             stream = begin(client, prompt, args.request_model, options, notices)
             if not args.trace:
                 console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+            live = LiveText()
             for token in stream:
                 notices.clear()
                 if args.trace:
                     print(PROMPT + encode_body(token, "json").decode(), flush=True)
-                elif token.text and token.seq == 0:
-                    print(token.text, end="", flush=True)
+                elif token.seq == 0:
+                    live.show(token, stream.sequences[0])
     except TokenbusError as error:
         print()
         return report(error, settings.front)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -22,6 +25,16 @@ PARAMETERS = {
     if field.name not in ("stream_id", "prompt")
 }
 """What may be said of a generation, by name."""
+FLAGS = {
+    "max_tokens": "tokens at most (64)",
+    "temperature": "0 is greedy (default)",
+    "top_p": "keep the smallest set of this probability",
+    "top_k": "keep this many tokens",
+    "min_p": "keep tokens this probable beside the best one",
+    "seed": "the same seed gives the same tokens",
+    "n": "sequences to sample (1)",
+}
+"""Those that have a flag of their own, and its help."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +47,45 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add_connection(parser)
     # Not dest=model: that setting is the model of the workers.
     parser.add_argument("--model", dest="request_model", metavar="M", default="", help="its name")
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after S seconds")
+    parser.add_argument(
+        "--timeout", type=_number("timeout_s"), metavar="S", help="give up after S seconds"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FLAGS)) -> None:
+    """The flags of a generation: those of ``FLAGS`` that are named, and ``--set`` for the rest."""
+    for name in names:
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=f"p_{name}",
+            type=_number(name),
+            metavar="X",
+            help=FLAGS[name],
+        )
+    parser.add_argument(
+        "--set",
+        dest="parameters",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other parameter of GENERATE, as --set repetition_penalty=1.2",
+    )
+
+
+def parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of ``add_parameters`` and ``add_request`` say, as options of ``generate``.
+
+    Raises RequestError for a wrong ``--set``.
+    """
+    given = {name: getattr(args, f"p_{name}", None) for name in FLAGS}
+    options = {name: value for name, value in given.items() if value is not None}
+    for item in args.parameters:
+        name, _, text = item.partition("=")
+        options[name.strip()] = parameter(name.strip(), text)
+    if args.timeout is not None:
+        options["timeout_s"] = args.timeout
+    return options
 
 
 def client_for(settings: Settings) -> Client:
@@ -59,13 +109,40 @@ def parameter(name: str, text: str) -> Any:
             Code.INVALID_FIELD, f"there is no parameter {name!r}; known are: {known}"
         )
     try:
+        return _value(name, text)
+    except msgspec.ValidationError as error:
+        what = str(error).split(" - at ")[0].replace("`", "")
+        raise RequestError(Code.INVALID_FIELD, f"{name}={text}: {what}") from None
+
+
+def _value(name: str, text: str) -> Any:
+    try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
         value = text
     if name == "stop" and not isinstance(value, list):
         value = [value]
     try:
-        return msgspec.convert(value, field.type, strict=False)
-    except msgspec.ValidationError as error:
-        what = str(error).split(" - at ")[0].replace("`", "")
-        raise RequestError(Code.INVALID_FIELD, f"{name}={text}: {what}") from None
+        return msgspec.convert(value, PARAMETERS[name].type, strict=False)
+    except msgspec.ValidationError:
+        # A name may look like a number, as the beginning of a module's id.
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(text, PARAMETERS[name].type, strict=False)
+        raise
+
+
+def _number(name: str) -> Callable[[str], Any]:
+    """What argparse makes of the text of a number's flag; it names the flag itself."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = _value(name, text)
+        except msgspec.ValidationError as error:
+            wanted = str(error).split(",")[0].split(" - at ")[0].replace("`", "")
+            what = wanted.replace(" | null", "").replace("Expected ", "expected ")
+            raise argparse.ArgumentTypeError(f"{what}, not {text!r}") from None
+        if value is None or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"expected a number, not {text!r}")
+        return value
+
+    return parse

@@ -71,8 +71,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     )
     supervisor = Supervisor(own)
     ready = False
-    before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
-    try:
+    with interrupted():
         watcher = Watcher(supervisor, own)
         try:
             with _progress(f"no system runs; starting one on {model} for this run"):
@@ -87,6 +86,14 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
             watcher.close()
             _end(supervisor, gently=ready)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, so that what was begun is ended."""
+    before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        yield
     finally:
         for number, handler in before:
             signal.signal(number, handler)

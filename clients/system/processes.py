@@ -39,6 +39,19 @@ def started_by(run_dir: RunDir) -> list[int]:
     return sorted(found)
 
 
+def in_session(leader: int) -> list[int]:
+    """Ids of the live processes in the session that process ``leader`` began; needs ``/proc``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in ("Z", "X") and int(fields[3]) == leader:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
 def send(pids: list[int], number: signal.Signals) -> None:
     """Sends a signal to each of these that is still there."""
     for pid in pids:

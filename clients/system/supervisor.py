@@ -22,7 +22,7 @@ from supervisor.xmlrpc import SupervisorTransport
 
 from ...protocol.settings import Settings, environment
 from .faults import SystemFault
-from .processes import alive, send, started_by
+from .processes import alive, in_session, send, started_by
 from .run_dir import RunDir
 
 T = TypeVar("T")
@@ -179,9 +179,11 @@ class Supervisor:
 
     def kill(self) -> None:
         """Ends supervisord and all that it started at once."""
-        if self._child is not None:
+        if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
+            # Those that it has just forked are no program yet, so that no other mark is on them.
+            send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenbus.clients.cli.exits import report
 from tokenbus.clients.cli.interactive import split_parameters
+from tokenbus.clients.cli.options import parameter
 from tokenbus.protocol.errors import RequestError
 
 from ..processes import Bus, clean_environment, free_port, until
@@ -112,6 +114,20 @@ def test_the_interactive_client_can_trace_entries_as_lmtp_s_does(bus: Bus) -> No
     assert {"token", "stream_id", "logprob", "finish_reason", "top_logprobs"} <= set(entry)
 
 
+def test_a_name_that_looks_like_a_number_stays_a_name() -> None:
+    assert parameter("controller", "12345678") == "12345678"
+    assert parameter("controller", "1234e999") == "1234e999"
+    assert parameter("controller_arg", "5") == "5"
+    assert parameter("controller_arg", '{"n": 5}') == {"n": 5}
+
+
+def test_an_error_of_several_lines_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RequestError("invalid_field", "no such\n  regex:\n\n  (a\n  ^\nunclosed")
+    assert report(error, "tcp://127.0.0.1:5555") == 4
+    said = "tokenbus: no such | regex: | (a | ^ | unclosed [invalid_field]\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("line", "prompt", "options"),
     [
@@ -142,7 +158,15 @@ def test_parameters_are_split_from_a_line(
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["generate", "x", "--max-tokens", "-1"], 4, "max_tokens=-1"),
+        (["generate", "x", "--max-tokens", "-1"], 2, "--max-tokens: expected int >= 1, not '-1'"),
+        (["generate", "x", "--max-tokens", "abc"], 2, "--max-tokens: expected int, not 'abc'"),
+        (["generate", "x", "--top-p", "2"], 2, "--top-p: expected float <= 1.0, not '2'"),
+        (["generate", "x", "--seed", "null"], 2, "--seed: expected a number, not 'null'"),
+        (["generate", "x", "--timeout", "x"], 2, "--timeout: expected float, not 'x'"),
+        (["generate", "x", "--timeout", "-1"], 2, "--timeout: expected float > 0.0, not '-1'"),
+        (["generate", "x", "--timeout", "inf"], 2, "--timeout: expected a number, not 'inf'"),
+        (["score", "x", "y", "--timeout", "0"], 2, "--timeout"),
+        (["generate", "x", "--set", "controller_arg=a"], 4, "controller_arg is given"),
         (["generate", "x", "--model", "gpt-9"], 4, "gpt-9"),
         (["generate", "x", "--set", "colour=red"], 4, "'colour'"),
         (["generate", "x", "--front", "tcp:/nowhere"], 2, "tcp:/nowhere"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.clients import AsyncClient, Client, ControllerError, RequestError, StoredModule
 from tokenbus.clients.calls import Ended
+from tokenbus.clients.cli.module_files import FileFault, read_module
 from tokenbus.clients.cli.own_system import somebody_answers
 from tokenbus.clients.requests import stored_module, upload_call
 from tokenbus.clients.results import Sequences
@@ -223,6 +225,14 @@ FORKS = guest(
 )
 
 
+SPLICES = guest(
+    # In round 4 the 3 tokens are dropped, and two others are appended, in one message.
+    mid="""(if (i32.eq (global.get $round) (i32.const 4)) (then
+      (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
+      (i32.store (i32.const 1064) (i32.const 3)) (return (i32.const 4))))"""
+)
+
+
 @pytest.fixture(scope="module")
 def steered() -> Iterator[Bus]:
     """A broker and a worker of each role."""
@@ -316,6 +326,50 @@ def test_a_controller_that_fails_is_an_error_with_its_own_words(client: Client) 
     assert (len(sequence.tokens), sequence.code) == (2, "controller_failed")
 
 
+def test_a_loop_sees_the_sequence_as_it_is_with_its_entry(client: Client) -> None:
+    name = client.upload_controller(SPLICES).module
+    stream = client.generate(PROMPT, controller=name, max_tokens=8, ignore_eos=True)
+    texts: list[str] = []
+    for entry in stream:
+        [sequence] = stream.sequences
+        texts = [*texts[: len(texts) - entry.backtrack], entry.text or ""]
+        assert sequence.texts == texts
+        assert len(sequence.tokens) == entry.pos + 1
+    client.delete_controller(name)
+
+
+def test_the_loop_of_the_guide_prints_what_holds(
+    client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "clients.md"
+    [code] = re.findall(
+        r"(?s)```python\n(for token in stream:\n    again.*?)```", guide.read_text()
+    )
+    assert len(code.splitlines()) == 3
+    name = client.upload_controller(SPLICES).module
+    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text
+    stream = client.generate(PROMPT, controller=name, max_tokens=8, ignore_eos=True)
+    exec(code, {"stream": stream})
+    assert capsys.readouterr().out == f"{free}\n{stream.text}"
+    client.delete_controller(name)
+
+
+async def test_an_asynchronous_loop_sees_the_same(steered: Bus) -> None:
+    async with AsyncClient(steered.front) as client:
+        name = (await client.upload_controller(SPLICES)).module
+        stream = client.generate(PROMPT, controller=name, max_tokens=8, ignore_eos=True)
+        async for entry in stream:
+            assert len(stream.sequences[0].tokens) == entry.pos + 1
+        await client.delete_controller(name)
+
+
+def test_an_argument_without_a_controller_is_an_error(client: Client) -> None:
+    for argument in ("text", {}, []):
+        with pytest.raises(RequestError, match="no controller to give it to") as caught:
+            client.generate(PROMPT, controller_arg=argument)
+        assert caught.value.path == "$.controller_arg"
+
+
 def test_forks_are_a_tree_and_may_go_back_beyond_their_beginning(client: Client) -> None:
     name = client.upload_controller(FORKS).module
     free = client.generate(PROMPT, max_tokens=8, ignore_eos=True)
@@ -366,18 +420,145 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
         }  # fmt: skip
         assert sequence["logs"] == "round\n" * 4
         assert (sequence["finish_reason"], len(sequence["tokens"])) == ("length", 4)
-    shown = tokenbus(steered, "run", "cli", "--prompt", PROMPT, "--max-tokens", "4").stdout
-    assert shown == f"{sequence['text']}\n--- log of 0\n" + "round\n" * 4
-    assert tokenbus(steered, "delete", "more").returncode == 0
-    assert tokenbus(steered, "delete", module).returncode == 0
+    shown = tokenbus(steered, "run", module[:8], "--prompt", PROMPT, "--max-tokens", "4")
+    assert shown.stdout == f"{sequence['text']}\n"
+    assert shown.stderr == "--- log of 0\n" + "round\n" * 4
+    done = tokenbus(steered, "delete", "more")
+    assert done.stdout == f"dropped the tag more; the module {module[:12]} stays\n"
+    tokenbus(steered, "tag", "cli", "more")
+    done = tokenbus(steered, "delete", module[:20])
+    assert done.stdout == f"dropped the module {module[:12]} and its tags cli, more\n"
     assert tokenbus(steered, "run", "cli").returncode == 4
+
+
+def test_an_upload_may_get_several_tags(steered: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "tagged.wasm"
+    file.write_bytes(LOGS + b"\0\2\1y")
+    done = tokenbus(steered, "upload", str(file), "--tag", "race", "--tag", "race2", "--json")
+    stored = json.loads(done.stdout)
+    assert stored["tags"] == ["race", "race2"]
+    assert json.loads(tokenbus(steered, "delete", stored["module"], "--json").stdout) == stored
+
+
+def test_a_run_leaves_its_file_s_module_only_where_it_was_before(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "left.wasm"
+    file.write_bytes(LOGS + b"\0\2\1z")
+    before = client.controllers()
+
+    def run(*more: str) -> int:
+        return tokenbus(steered, "run", str(file), "--max-tokens", "2", *more).returncode
+
+    assert (run(), client.controllers()) == (0, before)
+    assert (run("--model", "gpt-9"), client.controllers()) == (4, before)
+    stored = client.upload_controller(file)
+    assert (run(), client.controllers()) == (0, [stored, *before])
+    client.delete_controller(stored.module)
+
+
+def start_long_run(bus: Bus, file: Path) -> subprocess.Popen[str]:
+    """A run that has begun and has not ended."""
+    process = subprocess.Popen(
+        [TOKENBUS, "controller", "run", str(file), "--max-tokens", "1000", "--set",
+         "ignore_eos=true", "--prompt", PROMPT],
+        env=clean_environment(front=bus.front),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    return process
+
+
+@pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_end_takes_its_module_along(
+    steered: Bus, client: Client, tmp_path: Path, wish: signal.Signals
+) -> None:
+    file = tmp_path / "told.wasm"
+    file.write_bytes(guest() + b"\0\2\1t")
+    before = client.controllers()
+    process = start_long_run(steered, file)
+    assert len(client.controllers()) == len(before) + 1
+    process.send_signal(wish)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip()) == (130, "")
+    assert client.controllers() == before
+
+
+def test_of_several_runs_of_a_file_the_last_one_drops_its_module(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "twice.wasm"
+    file.write_bytes(guest() + b"\0\2\1u")
+    before = client.controllers()
+    first, second = (start_long_run(steered, file) for _ in range(2))
+    [module] = [m for m in client.controllers() if m not in before]
+    assert len(module.tags) == 2
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=20)
+    [module] = [m for m in client.controllers() if m not in before]
+    assert len(module.tags) == 1
+    kept = client.tag_controller(module.module, "kept")
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=20)
+    [module] = [m for m in client.controllers() if m not in before]
+    assert (module.module, module.tags) == (kept.module, ["kept"])
+    client.delete_controller(module.module)
+
+
+def test_what_is_taken_back_is_marked_and_nothing_is_printed_twice(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "splices.wasm"
+    file.write_bytes(SPLICES)
+    client.upload_controller(file, "splices")
+    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text
+    text = client.generate(PROMPT, controller="splices", max_tokens=8, ignore_eos=True).text
+    shown = f"{free}\n--- 3 tokens taken back\n{text}\n"
+    more = ("--max-tokens", "8", "--set", "ignore_eos=true")
+    assert text[:2] == "ab"
+    run = tokenbus(steered, "run", str(file), "--prompt", PROMPT, *more)
+    assert (run.stdout, run.stderr) == (shown, "")
+    for words, typed in (
+        (["generate", PROMPT, *more, "--set", "controller=splices"], ""),
+        (["client"], f"{PROMPT} max_tokens=8 ignore_eos=true controller=splices\n"),
+    ):
+        done = subprocess.run(
+            [TOKENBUS, *words],
+            env=clean_environment(front=steered.front),
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.stdout.removeprefix(PROMPT), done.stderr) == (shown, "")
+    client.delete_controller("splices")
+
+
+def test_a_run_takes_the_sampling_flags_of_generate(steered: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "free.wasm"
+    file.write_bytes(guest())
+
+    def text(*more: str) -> str:
+        given = ("--prompt", PROMPT, "--max-tokens", "12", "--set", "ignore_eos=true")
+        run = tokenbus(steered, "run", str(file), *given, *more)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    hot = ("--temperature", "1.5", "--top-p", "0.95")
+    assert text(*hot, "--seed", "3") == text(*hot, "--seed", "3")
+    assert text(*hot, "--seed", "3") != text(*hot, "--seed", "4")
+    assert text("--set", "temperature=1.5", "--set", "seed=3") != text()
 
 
 def test_several_sequences_are_shown_one_after_the_other(steered: Bus, tmp_path: Path) -> None:
     file = tmp_path / "forks.wasm"
     file.write_bytes(FORKS)
     run = tokenbus(steered, "run", str(file), "--prompt", PROMPT, "--max-tokens", "6")
-    assert run.returncode == 0
+    assert (run.returncode, run.stderr) == (0, "")
     assert "--- sequence 0 (length)\n" in run.stdout
     assert "--- sequence 1, fork of 0 (length)\n" in run.stdout
 
@@ -402,7 +583,17 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         (["upload", "/nowhere/x.wasm"], 2, "No such file"),
         (["upload", "/etc/passwd"], 4, "not Wasm"),
         (["delete", "no-such-tag"], 4, "no-such-tag"),
-        (["run", "x", "--max-tokens", "0"], 4, "max_tokens=0"),
+        (["run", "x", "--max-tokens", "0"], 2, "--max-tokens: expected int >= 1, not '0'"),
+        (["run", "x", "--max-tokens", "abc"], 2, "--max-tokens: expected int, not 'abc'"),
+        (["run", "x", "--timeout", "-1"], 2, "--timeout: expected float > 0.0, not '-1'"),
+        (["run", "x", "--temperature", "nan"], 2, "--temperature: expected"),
+        (["run", "x", "--set", "colour=red"], 4, "'colour'"),
+        (["run", "x", "--set", "controller=y"], 4, "--set controller"),
+        (["run", "chioce"], 4, "built in: choice"),
+        (["run", "my:Class"], 4, "served by `tokenbus controller serve`, and none of that name"),
+        (["run", "my.py"], 2, "tokenbus controller serve my:NAME"),
+        (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
+        (["run", "./nowhere"], 2, "nowhere"),
         (["tag", "x"], 2, "TAG"),
         (["list", "--front", "tcp://127.0.0.1:9"], 3, "tcp://127.0.0.1:9"),
         ([], 2, "ACTION"),
@@ -435,6 +626,73 @@ def test_c_is_compiled_against_the_sdk_and_its_errors_are_the_compiler_s(
     run = tokenbus(steered, "run", str(bad))
     assert (run.returncode, run.stdout) == (2, "")
     assert "expected expression" in run.stderr
+
+
+def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path: Path) -> None:
+    (tmp_path / "named").write_bytes(LOGS)
+    (tmp_path / "named.wasm").write_bytes(LOGS)
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [TOKENBUS, "controller", "run", program, "--max-tokens", "2"],
+            env=clean_environment(front=steered.front),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert run("./named").returncode == run("named.wasm").returncode == 0
+    assert "no controller 'named'" in run("named").stderr
+
+
+def test_a_slip_in_the_name_of_a_call_in_c_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang")
+    file = tmp_path / "slip.c"
+    for wrong, says in (
+        ("tb_init_promt", "there is no call tb_init_promt; did you mean tb_init_prompt?"),
+        ("tb_xyz", "the calls are tb_init_prompt, tb_pre_process"),
+    ):
+        file.write_text(f'#include "tokenbus.h"\nvoid {wrong}(void) {{}}\n')
+        for _ in range(2):  # The second time the compiler has it all in its cache.
+            with pytest.raises(FileFault, match=re.escape(says)):
+                read_module(file)
+
+
+def test_warnings_of_c_that_compiles_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ziglang")
+    file = tmp_path / "warned.c"
+    file.write_text(
+        '#include "tokenbus.h"\n'
+        "int own(void) { return 1; }\n"
+        "tb_answer tb_pre_process(void) { int unused = own(); return tb_go_on(); }\n"
+    )
+    for _ in range(2):
+        assert read_module(file)[:4] == b"\0asm"
+        shown = capfd.readouterr().err
+        assert "unused variable 'unused'" in shown
+        assert "prototype" not in shown
+        assert "declare 'static'" not in shown
+        assert "generated" not in shown
+
+
+def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [TOKENBUS, "controller", "serve", "tokenbus_example:None", "--run-dir", str(tmp_path)],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, errors = process.communicate(timeout=60)
+    first, second = errors.splitlines()
+    assert first == (
+        f"tokenbus: waiting for a broker at ipc://{tmp_path}/back.sock; is a system running with "
+        f"--run-dir {tmp_path}?"
+    )
+    assert (process.returncode, "tokenbus_example" in second) == (2, True)
 
 
 # --- a system for one run -------------------------------------------------------------------------

@@ -40,8 +40,8 @@ MOST_TAGS = 10_000
 SHOWN = 20
 SHOWN_CHARACTERS = 400
 """Names that an error lists at most, and their length together."""
-COMPARED = 500
-COMPARED_CHARACTERS = 64
+COMPARED = 200
+COMPARED_CHARACTERS = 40
 """Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
 LEFT_AFTER_S = 3600.0
 """A file that was begun so long ago was left by a process that died."""

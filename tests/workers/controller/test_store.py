@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_tenant_sees_and_names_only_its_own(modules: ModuleStore) -> None:
             with pytest.raises(RequestError) as caught:
                 act(name)
             assert caught.value.code == "unknown_controller"
-            assert "there are other, " in caught.value.message
+            assert "tags: other" in caught.value.message
             assert stored.module not in caught.value.message.replace(repr(name), "")
 
 
@@ -137,11 +138,77 @@ def test_contents_of_two_tenants_are_kept_until_neither_has_them(
 
 def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) -> None:
     tags = [f"tag{i:02}" for i in range(store.SHOWN + 5)]
-    modules.put("anna", module())
-    modules.tag("anna", modules.list("anna")[0].module, tags)
-    with pytest.raises(RequestError, match=r"tag00, .*tag19 and 6 more") as caught:
-        modules.resolve("anna", "nothing")
+    first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
+    modules.tag("anna", first, tags)
+    says = r"^there is no controller 'x'; built in: choice; tags: tag00, .*, tag19 and 5 more; "
+    with pytest.raises(RequestError, match=says + "modules without tags: 2") as caught:
+        modules.resolve("anna", "x")
     assert (caught.value.code, caught.value.path) == ("unknown_controller", "$.controller")
+    with pytest.raises(RequestError, match="there is no module 'x'; tags: tag00") as caught:
+        modules.delete("anna", "x")
+    assert caught.value.path == "$.module"
+
+
+def test_an_unknown_name_is_answered_with_those_like_it_first(modules: ModuleStore) -> None:
+    name = modules.put("anna", module()).module
+    modules.tag("anna", name, ["aardvark", "best", "race"])
+    with pytest.raises(RequestError, match="tags: race, aardvark, best"):
+        modules.resolve("anna", "raec")
+
+
+def test_the_answer_to_an_unknown_name_is_short_whatever_tags_there_are(
+    modules: ModuleStore,
+) -> None:
+    name = modules.put("anna", module()).module
+    modules.tag("anna", name, [f"{i:04}" * 60 for i in range(2000)])
+    with pytest.raises(RequestError, match=" and 1999 more") as caught:
+        modules.resolve("anna", "0001" * 64)
+    assert len(caught.value.message) < 1000
+
+
+def test_the_name_of_a_python_controller_is_answered_with_how_to_serve_it(
+    modules: ModuleStore,
+) -> None:
+    says = "'my.mod:Name': Python controllers are served by `tokenbus controller serve`, and none"
+    with pytest.raises(RequestError, match=says):
+        modules.resolve("anna", "my.mod:Name")
+
+
+def test_an_id_may_be_named_by_its_first_8_characters(modules: ModuleStore) -> None:
+    one, two = (modules.put("anna", module(n)).module for n in (1, 2))
+    modules.tag("anna", one[:8], ["x"])
+    assert modules.resolve("anna", "x") == modules.resolve("anna", one[:63]) == one
+    for short in (one[:7], one[:8].upper(), one[1:20]):
+        with pytest.raises(RequestError, match="no controller"):
+            modules.resolve("anna", short)
+    with pytest.raises(RequestError, match="no controller"):
+        modules.resolve("ben", one[:8])
+    assert modules.delete("anna", two[:8]).module == two
+    other = modules.put("anna", module(3)).module
+    modules.tag("anna", other, [one[:8]])
+    assert modules.resolve("anna", one[:8]) == other, "a tag goes before the beginning of an id"
+
+
+def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_told(modules: ModuleStore) -> None:
+    one, two = alike()
+    ids = sorted(modules.put("anna", wasm).module for wasm in (one, two))
+    with pytest.raises(RequestError, match=f"2 modules .*{ids[0]}, {ids[1]}") as caught:
+        modules.resolve("anna", ids[0][:8])
+    assert caught.value.code == "invalid_field"
+    assert modules.delete("anna", ids[1]).module == ids[1]
+    assert modules.resolve("anna", ids[0][:8]) == ids[0]
+
+
+def alike() -> tuple[bytes, bytes]:
+    """Two modules whose hashes have the first 8 digits in common: of 2**16 or so there are two."""
+    seen: dict[str, bytes] = {}
+    start = module() + b"\0\5\1n"
+    for number in count():
+        wasm = start + number.to_bytes(3)  # In a custom section.
+        first = seen.setdefault(hashlib.sha256(wasm).hexdigest()[:8], wasm)
+        if first is not wasm:
+            return first, wasm
+    raise AssertionError
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -206,10 +273,10 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
 
 def slow_module(loops: int) -> bytes:
     """Small, and very long to compile: loops over many locals."""
-    count = 2000
-    body = bytearray(b"\x01" + encode_u32(count) + b"\x7f")
+    variables = 2000
+    body = bytearray(b"\x01" + encode_u32(variables) + b"\x7f")
     for i in range(loops):
-        a, b, c = (encode_u32(i * k % count) for k in (1, 7, 3))
+        a, b, c = (encode_u32(i * k % variables) for k in (1, 7, 3))
         body += b"\x03\x40\x20" + a + b"\x41\x01\x6a\x21" + b + b"\x20" + c + b"\x0d\x00\x0b"
     body += b"\x0b"
     wasm = module(more="(func)")

@@ -1,0 +1,120 @@
+"""``tokenbus controller run``: generates under a controller, from a file or from the store."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.errors import Code, RequestError, TokenbusError
+from ...protocol.settings import Settings
+from .. import Client, Stream
+from .exits import report
+from .generate import begin
+from .module_files import is_file, read_module
+from .notices import Notices
+from .options import client_for, parameters
+from .own_system import interrupted, own_system, somebody_answers
+from .texts import Texts, exit_code
+
+DEFAULT_PROMPT = "\n"
+"""There must be one: a model continues something."""
+
+_LEASE = re.compile(r"run-[0-9a-f]{16}")
+"""The tag by which a run holds the module of its file."""
+
+
+def try_controller(args: argparse.Namespace, settings: Settings) -> int:
+    """Runs one; the exit code. Raises FileFault where its file is at fault."""
+    options = parameters(args)
+    for name in ("controller", "controller_arg"):
+        if name in options:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"--set {name}: run takes the controller as its argument, and --arg for it",
+            )
+    wasm = read_module(Path(args.program)) if is_file(args.program) else None
+    options["controller"] = args.program
+    if args.arg is not None:
+        options["controller_arg"] = args.arg
+    with ExitStack() as stack:
+        named = args.front is not None or settings.front != Settings().front
+        if named or somebody_answers(settings.front):
+            client = stack.enter_context(client_for(settings))
+            if wasm is not None:
+                options["controller"] = stack.enter_context(_lent(client, wasm))
+        else:
+            own = own_system(settings, args.request_model or "embedded")
+            client = stack.enter_context(own)
+            if wasm is not None:
+                options["controller"] = client.upload_controller(wasm).module
+        notices = stack.enter_context(Notices())
+        stream = begin(client, args.prompt, args.request_model, options, notices)
+        shown = _Json(stream) if args.json else Texts(stream, notices)
+        try:
+            shown.follow()
+        except TokenbusError as error:
+            shown.end()
+            return report(error, client.front)
+        shown.end()
+        return exit_code(stream.sequences, client.front)
+
+
+@contextmanager
+def _lent(client: Client, wasm: bytes) -> Iterator[str]:
+    """The id of a module that is stored meanwhile, and afterwards only if it was before.
+
+    A tag of this run's own holds it, so that of several runs of one file the last drops it, and one
+    that has got another tag meanwhile stays.
+    """
+    module = hashlib.sha256(wasm).hexdigest()
+    before = _tags(client, module)
+    if before is not None and (not before or not all(map(_LEASE.fullmatch, before))):
+        yield module
+        return
+    lease = f"run-{secrets.token_hex(8)}"
+    with interrupted():
+        try:
+            yield client.upload_controller(wasm, lease).module
+        finally:
+            with suppress(TokenbusError):
+                client.delete_controller(module if _tags(client, module) == [lease] else lease)
+
+
+def _tags(client: Client, module: str) -> list[str] | None:
+    """The tags of a module; None where it is not stored."""
+    return next((m.tags for m in client.controllers() if m.module == module), None)
+
+
+class _Json:
+    """One JSON object when all is over, also where it ended with an error."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def follow(self) -> None:
+        """Reads the stream to its end."""
+        self._stream.wait()
+
+    def end(self) -> None:
+        """Prints the object."""
+        sequences = [
+            {
+                "seq": s.seq,
+                "parent": s.parent,
+                "text": s.text,
+                "tokens": s.tokens,
+                "logs": s.logs,
+                "storage": s.storage,
+                "finish_reason": s.finish_reason,
+                "error": s.error,
+            }
+            for s in self._stream.sequences
+        ]
+        print(msgspec.json.encode({"sequences": sequences}).decode(), flush=True)
