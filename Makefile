@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
-PACKAGES := protocol broker workers clients
+PACKAGES := protocol broker workers clients grammars
 GUESTS := $(wildcard workers/controller/builtin/*.c workers/controller/sdk/*.h workers/controller/sdk/*/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 

@@ -85,10 +85,20 @@ class Bus:
             self._interrupted = True
             self._arrived.notify_all()
 
-    def post(self, frames: Frames) -> None:
-        """Hands a message over for sending, in order."""
+    def post(self, frames: Frames, wake: bool = True) -> None:
+        """Hands a message over for sending, in order; without ``wake``, with what comes next.
+
+        Waking the bus thread costs this one its turn, so that messages which belong together are
+        better handed over together.
+        """
         self._outbox.append(frames)
-        self._wake()
+        if wake:
+            self._wake()
+
+    def flush(self) -> None:
+        """Sends what was handed over without a wake."""
+        if self._outbox:
+            self._wake()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

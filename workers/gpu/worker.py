@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -83,7 +84,7 @@ class GpuWorker:
         self._bus = Bus(settings.back_endpoint, self._registration, self._load)
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
-        self._steering = Steering(self._bus.post)
+        self._steering = Steering(partial(self._bus.post, wake=False))
         self._draining_since: float | None = None
         self._stop_reason = ""
         self._failed: str | None = None
@@ -141,6 +142,7 @@ class GpuWorker:
                 self._on_message(message)
             except Exception:
                 log.exception("a %s message was dropped", message.type.decode("ascii", "replace"))
+        self._bus.flush()
 
     def _step(self) -> None:
         """One step of each model that has work, and one message with all its tokens.
@@ -168,6 +170,7 @@ class GpuWorker:
                 self._unsent += outputs
             else:
                 self._send(outputs)
+            self._bus.flush()
 
     # --- requests -------------------------------------------------------------------------------
 

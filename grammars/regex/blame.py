@@ -1,0 +1,130 @@
+"""Which part of a pattern made it too large.
+
+Parts are compiled alone, for a short time, from the whole down: a part that is itself too large is
+gone into; where only several items of a sequence together are, the shortest run of them is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .bounds import Budget, Exhausted, shown
+from .minimize import minimise
+from .positions import positions_of, spelled_out
+from .subsets import determinise
+from .tree import Chars, Choice, Repeat, Sequence, Tree
+from .utf8 import to_bytes
+
+_TRIAL_SHARE = 0.15
+"""Of the seconds: for one part."""
+_TRIED = 20
+"""Items of one part, the longest first."""
+_MANY_RANGES = 50
+"""Of one set: what a category of Unicode has, and hardly a class that was written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A part, and what it takes alone, in words."""
+
+    part: Tree
+    what: str
+
+    def said(self, pattern: str) -> str:
+        """The part's text and place, and how large it is."""
+        part = self.part
+        text = shown(pattern[part.start : part.end])
+        said = f"the part {text} at {part.start} to {part.end} alone {self.what}"
+        if _widest(part) > _MANY_RANGES:
+            said += "; it has Unicode's categories, which (?a) keeps to ASCII"
+        return said
+
+
+def grown(
+    tree: Tree, max_states: int, seconds: float, known: Exhausted | None = None
+) -> Grown | None:
+    """The smallest part found that by itself takes more than ``max_states``, or too long.
+
+    ``known`` is what the whole tree is known to take. None where the whole is fine alone, so that
+    it is the company of others that made it grow.
+    """
+    limit = Budget(max_states, seconds)
+
+    def trial(part: Tree) -> str | None:
+        limit.check()
+        budget = Budget(max_states, seconds * _TRIAL_SHARE)
+        try:
+            to_bytes(minimise(determinise(positions_of([part], budget), budget), budget), budget)
+        except Exhausted as over:
+            return over.what
+        return None
+
+    found: Grown | None = None
+    try:
+        what = known.what if known else trial(tree)
+        while what is not None:
+            found = Grown(tree, what)
+            inner = _first(tree, trial)
+            if inner is None:
+                return _shortest(tree, trial) or found if isinstance(tree, Sequence) else found
+            tree, what = inner.part, inner.what
+    except (Exhausted, RecursionError):
+        pass
+    return found
+
+
+Trial = Callable[[Tree], str | None]
+
+
+def _widest(tree: Tree) -> int:
+    if isinstance(tree, Chars):
+        return len(tree.chars)
+    return max(map(_widest, _items(tree)), default=0)
+
+
+def _first(tree: Tree, trial: Trial) -> Grown | None:
+    """The longest item of a tree that is too large by itself."""
+    items = () if isinstance(tree, Chars) else _items(tree)
+    for part in sorted(items, key=spelled_out, reverse=True)[:_TRIED]:
+        if isinstance(part, Chars):
+            break
+        what = trial(part)
+        if what is not None:
+            return Grown(part, what)
+    return None
+
+
+def _items(tree: Sequence | Choice | Repeat) -> tuple[Tree, ...]:
+    return (tree.item,) if isinstance(tree, Repeat) else tree.items
+
+
+def _shortest(tree: Sequence, trial: Trial) -> Grown | None:
+    """The shortest run of items that is still too large: its end is bisected, then its start."""
+    items = tree.items
+
+    def run(first: int, end: int) -> Sequence:
+        return Sequence(items[first].start, items[end - 1].end, items[first:end])
+
+    low, high = 1, len(items)
+    while low < high:
+        middle = (low + high) // 2
+        if trial(run(0, middle)) is None:
+            low = middle + 1
+        else:
+            high = middle
+    end = high
+    low, high = 0, end - 1
+    found = None
+    while low < high:
+        middle = (low + high + 1) // 2
+        what = trial(run(middle, end))
+        if what is None:
+            high = middle - 1
+        else:
+            low = middle
+            found = Grown(run(middle, end), what)
+    if found is None and end < len(items):
+        what = trial(run(0, end))
+        return Grown(run(0, end), what) if what else None
+    return found

@@ -1,0 +1,151 @@
+"""Patterns and lexers to tables, within a bound on states and on time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .blame import grown
+from .bounds import LONGEST_PATTERN, Budget, Exhausted, RegexError
+from .dfa import Dfa, LexerDfa, lexer_table, table
+from .minimize import minimise
+from .positions import positions_of, spelled_out
+from .subsets import determinise
+from .syntax import too_deep
+from .tree import Choice, Tree, literal_tree, tree_of
+from .utf8 import ByteAutomaton, to_bytes
+
+_BLAME_SHARE = 0.2
+"""Of the seconds: kept to find out which part grew."""
+
+
+@dataclass(frozen=True)
+class Lexeme:
+    """What a lexer tells apart: a regular expression, or a text taken as it is."""
+
+    name: str
+    pattern: str
+    literal: bool
+
+
+def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float = 5.0) -> Dfa:
+    """The smallest automaton over bytes that accepts the UTF-8 of what the pattern matches whole.
+
+    ``max_states`` bounds the states of every step on the way, ``max_seconds`` the CPU seconds of
+    this thread. Raises RegexError for a pattern that is wrong, has a refused construct, matches
+    nothing, or grows beyond the bounds; then it names the part that grew.
+    """
+    budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
+    tree: Tree | None = None
+    try:
+        tree = tree_of(pattern, budget)
+        return table(_automaton([tree], budget))
+    except Exhausted as over:
+        part = tree and grown(tree, max_states, max_seconds * _BLAME_SHARE, over)
+        why = f": {part.said(pattern)}" if part else ""
+        raise RegexError(
+            f"the pattern {over.what}{why}", pattern, part.part.start if part else None
+        ) from None
+    except RecursionError:
+        raise too_deep(pattern) from None
+
+
+def compile_choice(
+    texts: Sequence[str], *, max_states: int = 100_000, max_seconds: float = 5.0
+) -> Dfa:
+    """The automaton of some texts, each taken as it is: a match is any one of them, whole.
+
+    Raises RegexError where there is no text, or where they take more than the bounds.
+    """
+    if not texts:
+        raise RegexError("the language is empty: there is no text to choose from", "")
+    length = sum(map(len, texts))
+    if length > LONGEST_PATTERN:
+        raise RegexError(
+            f"the texts have {length:,} characters; at most {LONGEST_PATTERN:,} are taken", texts[0]
+        )
+    budget = Budget(max_states, max_seconds)
+    trees = [literal_tree(text) for text in dict.fromkeys(texts)]
+    try:
+        return table(_automaton([Choice(0, length, tuple(trees))], budget))
+    except Exhausted as over:
+        raise RegexError(f"the choice of {len(texts):,} texts {over.what}", texts[0]) from None
+
+
+def compile_lexer(
+    lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
+) -> LexerDfa:
+    """One automaton for all lexemes, the smallest that tells apart which of them match a text.
+
+    A lexeme that takes the empty text makes the start accept; whether that is wrong is for the
+    grammar to say. Bounds and errors as of ``compile_regex``; the error's pattern is that of the
+    lexeme at fault, and its message names it.
+    """
+    budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
+    length = sum(len(lexeme.pattern) for lexeme in lexemes)
+    if not lexemes or length > LONGEST_PATTERN:
+        raise RegexError(
+            f"a lexer has 1 or more lexemes of at most {LONGEST_PATTERN:,} characters together, "
+            f"not {len(lexemes):,} of {length:,}",
+            "",
+        )
+    trees: list[Tree] = []
+    try:
+        trees.extend(_lexeme_tree(lexeme, budget) for lexeme in lexemes)
+        automaton = _automaton(trees, budget)
+    except Exhausted as over:
+        raise _blamed(lexemes, trees, over, max_states, max_seconds * _BLAME_SHARE) from None
+    except RecursionError:
+        raise too_deep(max((one.pattern for one in lexemes), key=len)) from None
+    order = sorted(range(len(lexemes)), key=lambda number: not lexemes[number].literal)
+    return lexer_table(automaton, order)
+
+
+def _lexeme_tree(lexeme: Lexeme, budget: Budget) -> Tree:
+    try:
+        if lexeme.literal:
+            return literal_tree(lexeme.pattern)
+        return tree_of(lexeme.pattern, budget)
+    except RegexError as error:
+        message = f"lexeme {lexeme.name}: {error.message}"
+        raise RegexError(message, error.pattern, error.position) from None
+
+
+def _blamed(
+    lexemes: Sequence[Lexeme], trees: list[Tree], over: Exhausted, max_states: int, seconds: float
+) -> RegexError:
+    """The error of a lexer that grew: the lexeme and its part, where one alone is too large."""
+    end = Budget(max_states, seconds)
+    if len(trees) < len(lexemes):
+        lexeme = lexemes[len(trees)]
+        return RegexError(f"lexeme {lexeme.name} {over.what} with those before it", lexeme.pattern)
+    order = sorted(range(len(trees)), key=lambda number: spelled_out(trees[number]), reverse=True)
+    for number in order:
+        lexeme = lexemes[number]
+        part = grown(trees[number], max_states, seconds / 2)
+        if part:
+            said = part.said(lexeme.pattern)
+            return RegexError(
+                f"the lexer {over.what}: lexeme {lexeme.name}: {said}",
+                lexeme.pattern,
+                part.part.start,
+            )
+        try:
+            end.check()
+        except Exhausted:
+            break
+    largest = ", ".join(lexemes[number].name for number in order[:3])
+    return RegexError(
+        f"the lexer {over.what}: its {len(lexemes):,} lexemes together, the longest of them "
+        f"{largest}",
+        lexemes[order[0]].pattern,
+    )
+
+
+def _automaton(trees: Sequence[Tree], budget: Budget) -> ByteAutomaton:
+    """All steps from trees to bytes."""
+    positions = positions_of(trees, budget)
+    smallest = minimise(determinise(positions, budget), budget)
+    automaton = to_bytes(smallest, budget)
+    budget.check()
+    return automaton

@@ -1,0 +1,300 @@
+"""The table of an automaton over bytes, and its binary form.
+
+State 0 is dead: all its transitions lead to itself and it accepts nothing. Every other state can
+go on to a match, so a byte is allowed exactly where its step is not 0.
+
+The binary form is little-endian, without gaps; ``Dfa.from_bytes`` checks all of it:
+
+    header       "TBDF", u16 version 1, u16 kind (0 a Dfa, 1 a LexerDfa), u32 states, u32 classes,
+                 u32 start, u32 lexemes (0 of a Dfa)
+    classes      256 bytes
+    accepting    1 byte for each state
+    transitions  u32 for each state and class
+    and of a LexerDfa
+    accepted     i32 for each state
+    accepts_all  for each state ceil(lexemes / 8) bytes, bit i of byte b is lexeme 8 b + i
+    reachable    as accepts_all
+    and of both
+    check        u32, the CRC-32 of all that is before
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from .utf8 import ByteAutomaton, Runs
+
+_MAGIC = b"TBDF"
+_VERSION = 1
+_HEADER = struct.Struct("<4sHHIIII")
+_WORD = "I" if array("I").itemsize == 4 else "L"
+
+
+@dataclass(frozen=True)
+class Dfa:
+    """A deterministic automaton over bytes.
+
+    ``classes[b]`` is the class of byte b, below ``num_classes``; ``transitions[s * num_classes +
+    classes[b]]`` the state after byte b in state s, as u32; ``accepting[s]`` is 1 where a match may
+    end. The smallest automaton of its language, and the same table whatever pattern gave it.
+    """
+
+    classes: bytes
+    num_classes: int
+    transitions: array[int]
+    start: int
+    accepting: bytes
+
+    @property
+    def num_states(self) -> int:
+        """How many states there are, the dead one included."""
+        return len(self.accepting)
+
+    def step(self, state: int, byte: int) -> int:
+        """The state after one more byte, 0 where no match begins like this."""
+        return self.transitions[state * self.num_classes + self.classes[byte]]
+
+    def walk(self, data: bytes, state: int | None = None) -> int:
+        """The state after some bytes, from the start or another state."""
+        at = self.start if state is None else state
+        for byte in data:
+            at = self.transitions[at * self.num_classes + self.classes[byte]]
+        return at
+
+    def accepts(self, data: bytes) -> bool:
+        """Whether these bytes, whole, are a match."""
+        return bool(self.accepting[self.walk(data)])
+
+    def is_live(self, state: int) -> bool:
+        """Whether some bytes (or none) lead from a state to a match."""
+        return state != 0
+
+    def to_bytes(self) -> bytes:
+        """The binary form."""
+        return _checked(self._header(0, 0) + self._tables())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The automaton of a binary form. Raises ValueError, by name, for anything but one."""
+        return cls(**_Reading(data, cls is not Dfa).fields())
+
+    def _header(self, kind: int, lexemes: int) -> bytes:
+        return _HEADER.pack(
+            *(_MAGIC, _VERSION, kind),
+            *(self.num_states, self.num_classes, self.start, lexemes),
+        )
+
+    def _tables(self) -> bytes:
+        return self.classes + self.accepting + _little(self.transitions)
+
+
+@dataclass(frozen=True)
+class LexerDfa(Dfa):
+    """One automaton for all lexemes of a lexer.
+
+    ``accepted[s]`` is the lexeme that a match ending in s is: of those that match the same text, a
+    literal before a regular expression, else the earlier one; -1 where none ends. The bit sets have
+    bit i for lexeme i: ``accepts_all[s]`` has every lexeme that matches, the preferred one among
+    them; ``reachable[s]`` every lexeme that ``accepted`` gives in s or after more bytes.
+    """
+
+    num_lexemes: int
+    accepted: array[int]
+    accepts_all: list[int]
+    reachable: list[int]
+
+    def reaching(self, marks: Sequence[int]) -> list[int]:
+        """For each state the union of the bit sets ``marks[t]`` of all t reachable from it.
+
+        ``reaching(accepts_all)`` gives the lexemes that can match, preferred or not.
+        """
+        return _reaching(self.transitions, self.num_classes, marks)
+
+    def to_bytes(self) -> bytes:
+        """The binary form."""
+        size = -(-self.num_lexemes // 8)
+        return _checked(
+            self._header(1, self.num_lexemes)
+            + self._tables()
+            + _little(self.accepted)
+            + b"".join(bits.to_bytes(size, "little") for bits in self.accepts_all)
+            + b"".join(bits.to_bytes(size, "little") for bits in self.reachable)
+        )
+
+
+def table(automaton: ByteAutomaton) -> Dfa:
+    """The table of an automaton: bytes that no state tells apart are one class."""
+    classes, num_classes, transitions = _table(automaton.rows)
+    accepting = bytes(bool(accepted) for accepted in automaton.accepts)
+    return Dfa(classes, num_classes, transitions, 1, accepting)
+
+
+def lexer_table(automaton: ByteAutomaton, preference: Sequence[int]) -> LexerDfa:
+    """The table of a lexer. ``preference`` has all lexemes, the most preferred first."""
+    classes, num_classes, transitions = _table(automaton.rows)
+    chosen = {0: -1}
+    for bits in set(automaton.accepts) - {0}:
+        chosen[bits] = next(lexeme for lexeme in preference if bits >> lexeme & 1)
+    accepted = array("i", [chosen[bits] for bits in automaton.accepts])
+    marks = [1 << lexeme if lexeme >= 0 else 0 for lexeme in accepted]
+    return LexerDfa(
+        classes=classes,
+        num_classes=num_classes,
+        transitions=transitions,
+        start=1,
+        accepting=bytes(lexeme >= 0 for lexeme in accepted),
+        num_lexemes=len(preference),
+        accepted=accepted,
+        accepts_all=automaton.accepts,
+        reachable=_reaching(transitions, num_classes, marks),
+    )
+
+
+def _table(rows: list[Runs]) -> tuple[bytes, int, array[int]]:
+    cuts = {0, 256}
+    for row in rows:
+        for low, high, _ in row:
+            cuts.add(low)
+            cuts.add(high + 1)
+    points = sorted(cuts)
+    column = {point: number for number, point in enumerate(points)}
+    width = len(points) - 1
+    wide = array(_WORD, bytes(4 * width * len(rows)))
+    base = 0
+    for row in rows:
+        for low, high, to in row:
+            first, end = base + column[low], base + column[high + 1]
+            if end - first == 1:
+                wide[first] = to
+            else:
+                wide[first:end] = array(_WORD, (to,)) * (end - first)
+        base += width
+    numbers: dict[bytes, int] = {}
+    classes = bytearray(256)
+    kept: list[array[int]] = []
+    for number in range(width):
+        targets = wide[number::width]
+        label = numbers.setdefault(targets.tobytes(), len(kept))
+        if label == len(kept):
+            kept.append(targets)
+        for byte in range(points[number], points[number + 1]):
+            classes[byte] = label
+    transitions = array(_WORD, bytes(4 * len(kept) * len(rows)))
+    for label, targets in enumerate(kept):
+        transitions[label :: len(kept)] = targets
+    return bytes(classes), len(kept), transitions
+
+
+def _reaching(transitions: array[int], width: int, marks: Sequence[int]) -> list[int]:
+    sources: list[set[int]] = [set() for _ in marks]
+    for at, target in enumerate(transitions):
+        if target:
+            sources[target].add(at // width)
+    reached = list(marks)
+    # States are numbered from the start on, so that most follow their sources.
+    pending = [state for state, bits in enumerate(marks) if bits]
+    while pending:
+        state = pending.pop()
+        bits = reached[state]
+        for source in sources[state]:
+            if bits & ~reached[source]:
+                reached[source] |= bits
+                pending.append(source)
+    return reached
+
+
+def _little(words: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        words = words[:]
+        words.byteswap()
+    return words.tobytes()
+
+
+def _checked(data: bytes) -> bytes:
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+class _Reading:
+    """Reads a binary form from its start to its end."""
+
+    def __init__(self, data: bytes, lexer: bool) -> None:
+        if len(data) < _HEADER.size + 4:
+            raise ValueError(f"an automaton of {len(data)} bytes is cut off")
+        magic, version, kind, states, classes, start, lexemes = _HEADER.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise ValueError(f"not an automaton of version {_VERSION}: it starts {data[:6]!r}")
+        if kind != lexer:
+            wanted = "a lexer" if lexer else "a plain automaton"
+            raise ValueError(f"the automaton is of kind {kind}, not {wanted}")
+        size = -(-lexemes // 8)
+        length = _HEADER.size + 256 + states + 4 * states * classes + 4
+        length += states * (4 + 2 * size) if lexer else 0
+        if len(data) != length:
+            raise ValueError(f"an automaton of {states} states has {length} bytes, not {len(data)}")
+        if zlib.crc32(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
+            raise ValueError("the automaton's check sum is wrong: it was changed or cut")
+        if not (1 <= start < states and 1 <= classes <= 256 and (lexer or lexemes == 0)):
+            raise ValueError(
+                f"no automaton starts in {start} of {states} states, {classes} classes"
+            )
+        self.data = data
+        self.at = _HEADER.size
+        self.lexer = lexer
+        self.states, self.width, self.start, self.lexemes = states, classes, start, lexemes
+
+    def fields(self) -> dict[str, Any]:
+        """The arguments of a Dfa or a LexerDfa."""
+        states, width = self.states, self.width
+        classes = self.take(256)
+        accepting = self.take(states)
+        transitions = self.words(_WORD, states * width)
+        if max(classes) >= width or max(transitions) >= states or max(accepting) > 1:
+            raise ValueError("the automaton leads out of its own table")
+        if any(transitions[:width]) or accepting[0]:
+            raise ValueError("state 0 of the automaton is not dead")
+        fields = {
+            "classes": classes,
+            "num_classes": width,
+            "transitions": transitions,
+            "start": self.start,
+            "accepting": accepting,
+        }
+        if self.lexer:
+            accepted = self.words("i", states)
+            if any(
+                (lexeme >= 0) != bool(yes) for lexeme, yes in zip(accepted, accepting, strict=True)
+            ):
+                raise ValueError("the lexer accepts without a lexeme, or the other way round")
+            fields |= {
+                "num_lexemes": self.lexemes,
+                "accepted": accepted,
+                "accepts_all": self.bits(),
+                "reachable": self.bits(),
+            }
+            if max(accepted) >= self.lexemes:
+                raise ValueError(f"the lexer accepts a lexeme beyond its {self.lexemes}")
+        return fields
+
+    def take(self, size: int) -> bytes:
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def words(self, code: str, count: int) -> array[int]:
+        found = array(code)
+        found.frombytes(self.take(4 * count))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
+
+    def bits(self) -> list[int]:
+        size = -(-self.lexemes // 8)
+        sets = [int.from_bytes(self.take(size), "little") for _ in range(self.states)]
+        if any(bits >> self.lexemes for bits in sets):
+            raise ValueError(f"the lexer names a lexeme beyond its {self.lexemes}")
+        return sets

@@ -1,0 +1,147 @@
+"""Glushkov's automaton: the positions of a pattern, and which may follow which.
+
+A position is one place of the pattern that reads a character; a repetition with counts is spelled
+out to that many copies. The state after a position is the set of positions that may read the next
+character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
+
+The end of tree i is the position ~i, which reads nothing: a state that holds it accepts i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from .bounds import Budget
+from .charsets import CharSet
+from .tree import Chars, Choice, Repeat, Sequence, Tree
+
+Open = tuple[bool, list[frozenset[int]], list[int]]
+"""Of a part: whether it takes the empty text, what may read its first character (the union of
+these sets), and the positions that may have read its last."""
+
+
+@dataclass(slots=True)
+class Positions:
+    """``charset[p]`` numbers the set that p reads; ``follow[p]`` are sets whose union follows p."""
+
+    charsets: list[CharSet] = field(default_factory=list)
+    charset: list[int] = field(default_factory=list)
+    follow: list[list[frozenset[int]]] = field(default_factory=list)
+    first: frozenset[int] = frozenset()
+
+
+def positions_of(trees: Many[Tree], budget: Budget) -> Positions:
+    """The positions of a choice of trees. Raises Exhausted when they are too many."""
+    return _Builder(budget).choice(trees)
+
+
+def spelled_out(tree: Tree) -> int:
+    """How many positions a tree has."""
+    match tree:
+        case Chars():
+            return 1
+        case Repeat():
+            return spelled_out(tree.item) * _copies(tree)
+    return sum(map(spelled_out, tree.items))
+
+
+def _copies(tree: Repeat) -> int:
+    return max(tree.least, 1) if tree.most is None else tree.most
+
+
+class _Builder:
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.made = Positions()
+        self.numbers: dict[CharSet, int] = {}
+        self.links = 0
+
+    def choice(self, trees: Many[Tree]) -> Positions:
+        self.budget.positions(sum(map(spelled_out, trees)))
+        start: list[frozenset[int]] = []
+        for number, tree in enumerate(trees):
+            empty, first, last = self.part(tree)
+            end = frozenset((~number,))
+            self.link(last, [end])
+            start += first
+            if empty:
+                start.append(end)
+        self.made.first = frozenset().union(*start)
+        return self.made
+
+    def link(self, last: list[int], first: list[frozenset[int]]) -> None:
+        self.links += len(last) * len(first)
+        self.budget.entries(self.links)
+        follow = self.made.follow
+        for position in last:
+            self.budget.tick()
+            follow[position] += first
+
+    def part(self, tree: Tree) -> Open:
+        self.budget.tick()
+        match tree:
+            case Chars():
+                return self.chars(tree)
+            case Sequence():
+                return self.sequence(tree)
+            case Choice():
+                parts = [self.part(item) for item in tree.items]
+                return (
+                    any(empty for empty, _, _ in parts),
+                    _joined([one for _, first, _ in parts for one in first]),
+                    [one for _, _, last in parts for one in last],
+                )
+            case Repeat():
+                return self.repeat(tree)
+
+    def chars(self, tree: Chars) -> Open:
+        if not tree.chars:
+            return False, [], []
+        position = len(self.made.charset)
+        number = self.numbers.setdefault(tree.chars, len(self.numbers))
+        if number == len(self.made.charsets):
+            self.made.charsets.append(tree.chars)
+        self.made.charset.append(number)
+        self.made.follow.append([])
+        return False, [frozenset((position,))], [position]
+
+    def sequence(self, tree: Sequence) -> Open:
+        empty = True
+        first: list[frozenset[int]] = []
+        last: list[int] = []
+        for item in tree.items:
+            one_empty, one_first, one_last = self.part(item)
+            self.link(last, one_first)
+            if empty:
+                first += one_first
+            if one_empty:
+                last += one_last
+            else:
+                empty = False
+                last = one_last
+        return empty, _joined(first), last
+
+    def repeat(self, tree: Repeat) -> Open:
+        copies = _copies(tree)
+        if copies == 0:
+            return True, [], []
+        empty, first, last = self.part(tree.item)
+        # What takes the empty text may be left out, so a copy that is begun reads something.
+        least = 0 if empty else tree.least
+        ends = list(last) if least <= 1 else []
+        for copy in range(2, copies + 1):
+            _, next_first, next_last = self.part(tree.item)
+            self.link(last, next_first)
+            last = next_last
+            if copy >= least:
+                ends += last
+            if copy == copies and tree.most is None:
+                self.link(last, next_first)
+        if copies == 1 and tree.most is None:
+            self.link(last, first)
+        return least == 0, first, ends
+
+
+def _joined(sets: list[frozenset[int]]) -> list[frozenset[int]]:
+    return sets if len(sets) < 2 else [frozenset().union(*sets)]

@@ -1,0 +1,102 @@
+"""The subset construction, over classes of characters.
+
+Two characters that every set of the pattern treats alike are one class, so that Unicode costs no
+more than ASCII here. The states are sets of positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .bounds import Budget
+from .charsets import CharSet
+from .positions import Positions
+
+Segments = list[tuple[int, int, int]]
+"""Ranges of characters in order, each with its class."""
+
+
+@dataclass(slots=True)
+class Automaton:
+    """A deterministic automaton over classes of characters.
+
+    ``rows[s]`` maps a class to the next state, without the classes that end it; ``accepts[s]`` is
+    the bit set of the trees that accept in s; the start is state 0.
+    """
+
+    segments: Segments
+    rows: list[dict[int, int]]
+    accepts: list[int]
+
+
+def character_classes(charsets: list[CharSet]) -> tuple[Segments, list[list[int]]]:
+    """The ranges of characters that some set holds, each with its class, and each set's classes."""
+    changes: dict[int, int] = {}
+    for number, chars in enumerate(charsets):
+        bit = 1 << number
+        for low, high in chars:
+            changes[low] = changes.get(low, 0) ^ bit
+            changes[high + 1] = changes.get(high + 1, 0) ^ bit
+    segments: Segments = []
+    classes: dict[int, int] = {}
+    active = 0
+    begun = 0
+    for point in sorted(changes):
+        if active:
+            segments.append((begun, point - 1, classes.setdefault(active, len(classes))))
+        active ^= changes[point]
+        begun = point
+    members: list[list[int]] = [[] for _ in charsets]
+    for holders, number in classes.items():
+        while holders:
+            low_bit = holders & -holders
+            members[low_bit.bit_length() - 1].append(number)
+            holders ^= low_bit
+    return segments, members
+
+
+def determinise(positions: Positions, budget: Budget) -> Automaton:
+    """The deterministic automaton of some positions. Raises Exhausted when it grows too large."""
+    segments, members = character_classes(positions.charsets)
+    classes = [members[number] for number in positions.charset]
+    follow = positions.follow
+    states: dict[frozenset[int], int] = {positions.first: 0}
+    pending = [positions.first]
+    nexts: dict[tuple[int, ...], int] = {}
+    rows: list[dict[int, int]] = []
+    accepts: list[int] = []
+    entries = len(positions.first)
+    # The list grows while it is read.
+    for state in pending:
+        budget.check()
+        read: dict[int, list[int]] = {}
+        accepted = 0
+        for position in sorted(state):
+            if position < 0:
+                accepted |= 1 << ~position
+                continue
+            for number in classes[position]:
+                if number in read:
+                    read[number].append(position)
+                else:
+                    read[number] = [position]
+        row: dict[int, int] = {}
+        for number, at in read.items():
+            key = tuple(at)
+            target = nexts.get(key)
+            if target is None:
+                budget.tick()
+                after = frozenset().union(*[one for position in at for one in follow[position]])
+                target = states.get(after)
+                if target is None:
+                    target = states[after] = len(pending)
+                    pending.append(after)
+                    entries += len(after)
+                    budget.states(len(pending))
+                entries += len(key)
+                budget.entries(entries)
+                nexts[key] = target
+            row[number] = target
+        rows.append(row)
+        accepts.append(accepted)
+    return Automaton(segments, rows, accepts)

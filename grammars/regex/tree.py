@@ -1,0 +1,249 @@
+"""The tree of a pattern: characters, sequences, choices and repetitions, and nothing else.
+
+What a language does not tell apart is gone: groups and their names, greed, anchors at the ends.
+What no automaton over the text alone can do, or what would change the language silently, is
+refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from re import _constants as op  # type: ignore[attr-defined]
+from typing import Any
+
+from . import charsets
+from .bounds import Budget, RegexError, shown
+from .charsets import CharSet
+from .syntax import parse, place, too_deep
+
+# As plain numbers: those of re are an enumeration, and slow.
+_ASCII = int(re.ASCII)
+_DOTALL = int(re.DOTALL)
+_IGNORECASE = int(re.IGNORECASE)
+_VERBOSE = int(re.VERBOSE)
+_TYPES = int(re.ASCII | re.LOCALE | re.UNICODE)
+_STARTS = (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
+_ENDS = (op.AT_END, op.AT_END_STRING)
+_CATEGORIES = {
+    op.CATEGORY_DIGIT: "d",
+    op.CATEGORY_NOT_DIGIT: "D",
+    op.CATEGORY_SPACE: "s",
+    op.CATEGORY_NOT_SPACE: "S",
+    op.CATEGORY_WORD: "w",
+    op.CATEGORY_NOT_WORD: "W",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of a set."""
+
+    start: int
+    end: int
+    chars: CharSet
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One item after the other; without items, the empty text."""
+
+    start: int
+    end: int
+    items: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Any one of the items."""
+
+    start: int
+    end: int
+    items: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """An item ``least`` to ``most`` times; None is without end."""
+
+    start: int
+    end: int
+    item: Tree
+    least: int
+    most: int | None
+
+
+Tree = Chars | Sequence | Choice | Repeat
+"""``start`` and ``end`` of each are its span of the pattern's text."""
+
+
+def tree_of(pattern: str, budget: Budget) -> Tree:
+    """The tree of a pattern.
+
+    Raises RegexError for a pattern that is wrong, that has a refused construct, or that matches no
+    text at all; Exhausted when the time is over.
+    """
+    parsed, flags = parse(pattern, budget)
+    try:
+        tree = _Reader(pattern, budget).sequence(parsed, flags, 0, (True, True))
+        nothing = void(tree)
+    except RecursionError:
+        raise too_deep(pattern) from None
+    if nothing is not None:
+        raise RegexError(
+            f"the language is empty: no text matches {shown(pattern[nothing.start : nothing.end])}",
+            pattern,
+            nothing.start,
+        )
+    return tree
+
+
+def literal_tree(text: str) -> Tree:
+    """The tree of a text that is taken as it is. Raises RegexError for a lone surrogate."""
+    for at, char in enumerate(text):
+        if "\ud800" <= char <= "\udfff":
+            raise RegexError(
+                f"U+{ord(char):04X} is a surrogate, which UTF-8 cannot spell", text, at
+            )
+    items = tuple(Chars(at, at + 1, ((ord(char), ord(char)),)) for at, char in enumerate(text))
+    return Sequence(0, len(text), items)
+
+
+def void(tree: Tree) -> Tree | None:
+    """The part because of which a tree matches no text, or None where it matches some."""
+    match tree:
+        case Chars():
+            return None if tree.chars else tree
+        case Sequence():
+            return next((part for item in tree.items if (part := void(item))), None)
+        case Choice():
+            parts = [void(item) for item in tree.items]
+            return None if None in parts else tree
+        case Repeat():
+            return void(tree.item) if tree.least else None
+
+
+class _Reader:
+    """Reads the parser's nodes; ``ends`` says whether a node is at the pattern's start and end."""
+
+    def __init__(self, pattern: str, budget: Budget) -> None:
+        self.pattern = pattern
+        self.budget = budget
+        self.literals: dict[tuple[int, int], CharSet] = {}
+
+    def sequence(self, nodes: Any, flags: int, start: int, ends: tuple[bool, bool]) -> Tree:
+        anchors = [operator is op.AT for operator, _ in nodes]
+        first = anchors.index(False) if False in anchors else len(anchors)
+        last = len(anchors) - 1 - anchors[::-1].index(False) if False in anchors else -1
+        items = []
+        for at, node in enumerate(nodes):
+            inside = (ends[0] and at <= first, ends[1] and at >= last)
+            item = self.node(node, flags, start, inside)
+            if item is not None:
+                items.append(item)
+                start = item.end
+        if len(items) == 1:
+            return items[0]
+        if not items:
+            return Sequence(start, start, ())
+        return Sequence(items[0].start, items[-1].end, tuple(items))
+
+    def node(self, node: Any, flags: int, before: int, ends: tuple[bool, bool]) -> Tree | None:
+        self.budget.tick()
+        operator, argument = node
+        start, end = place(self.pattern, node.span, bool(flags & _VERBOSE))
+        if start >= end:
+            start = min(before, end)
+        match operator:
+            case op.LITERAL:
+                chars = self.literals.get((argument, flags))
+                if chars is None:
+                    chars = self.literals[argument, flags] = self.chars(operator, argument, flags)
+                return Chars(start, end, chars)
+            case op.NOT_LITERAL | op.IN | op.ANY:
+                return Chars(start, end, self.chars(operator, argument, flags))
+            case op.SUBPATTERN:
+                _, added, dropped, inner = argument
+                if added & _TYPES:
+                    flags &= ~_TYPES
+                return self.within(
+                    self.sequence(inner, (flags | added) & ~dropped, start + 1, ends), start, end
+                )
+            case op.BRANCH:
+                branches = [self.sequence(one, flags, start, ends) for one in argument[1]]
+                return Choice(start, end, tuple(branches))
+            case op.MAX_REPEAT | op.MIN_REPEAT:
+                least, most, inner = argument
+                if most > 1:
+                    ends = (False, False)
+                item = self.sequence(inner, flags, start, ends)
+                return Repeat(start, end, item, least, None if most is op.MAXREPEAT else most)
+            case op.AT if argument in _STARTS and ends[0]:
+                return None
+            case op.AT if argument in _ENDS and ends[1]:
+                return None
+        raise RegexError(_refused(operator, argument, self.pattern[start:end]), self.pattern, start)
+
+    def within(self, tree: Tree, start: int, end: int) -> Tree:
+        """A group's tree with the span of the group."""
+        match tree:
+            case Chars():
+                return Chars(start, end, tree.chars)
+            case Sequence():
+                return Sequence(start, end, tree.items)
+            case Choice():
+                return Choice(start, end, tree.items)
+            case Repeat():
+                return Sequence(start, end, (tree,))
+
+    def chars(self, operator: Any, argument: Any, flags: int) -> CharSet:
+        """The characters of a node that matches one: what ``re`` takes for it under the flags."""
+        ascii_only = bool(flags & _ASCII)
+        if operator is op.ANY:
+            return charsets.ANY if flags & _DOTALL else charsets.NOT_NEWLINE
+        negated = operator is op.NOT_LITERAL
+        members: Many[tuple[Any, Any]] = argument
+        if operator is not op.IN:
+            members = [(op.LITERAL, argument)]
+        ranges: list[tuple[int, int]] = []
+        categories: list[tuple[int, int]] = []
+        for kind, value in members:
+            if kind is op.LITERAL:
+                ranges.append((value, value))
+            elif kind is op.RANGE:
+                ranges.append(value)
+            elif kind is op.CATEGORY:
+                categories.extend(charsets.category(_CATEGORIES[value], ascii_only))
+            else:
+                negated = True
+        chars = charsets.union(ranges)
+        if flags & _IGNORECASE:
+            chars = charsets.any_case(chars, ascii_only)
+        if categories:
+            chars = charsets.union([*chars, *categories])
+        return charsets.complement(chars) if negated else chars
+
+
+def _refused(operator: Any, argument: Any, text: str) -> str:
+    """Why a construct is not taken, and what to write instead."""
+    match operator:
+        case op.AT if argument in _STARTS:
+            return f"the anchor {text} is taken at the start of the pattern only"
+        case op.AT if argument in _ENDS:
+            return f"the anchor {text} is taken at the end of the pattern only"
+        case op.AT:
+            return f"the word boundary {text} is refused: spell out what may stand there"
+        case op.GROUPREF:
+            return f"the back-reference {text} is refused: what it matches is no regular language"
+        case op.GROUPREF_EXISTS:
+            return f"the conditional group {shown(text)} is refused: write out both cases"
+        case op.ASSERT | op.ASSERT_NOT | op.FAILURE:
+            behind = operator is not op.FAILURE and argument[0] < 0
+            side = "look-behind" if behind else "look-ahead"
+            return f"the {side} {shown(text)} is refused: spell out what may stand there"
+        case op.ATOMIC_GROUP:
+            return f"the atomic group {shown(text)} is refused: use (?:...)"
+        case op.POSSESSIVE_REPEAT:
+            return f"the possessive repetition {shown(text)} is refused: drop its last +"
+    return f"{shown(text)} is refused"

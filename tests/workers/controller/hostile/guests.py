@@ -1,0 +1,94 @@
+"""Guests of the native ABI in Wasm text: well-behaved, but for what a test puts into a call."""
+
+from __future__ import annotations
+
+import wasmtime
+
+MASK = 8192
+"""An address with 16 KiB of ones behind it: a mask that allows everything."""
+FREE = 32768
+"""An address from which on a guest's memory is zeros."""
+N, LIST, DROP, MASK_AT, COUNT, SEQ = 1056, 1060, 1064, 1068, 1036, 1044
+"""Addresses of words of the call block, which is at 1024. The inbox is at 2048."""
+LOOP = "(loop $ever (br $ever))"
+RECURSE = "(call $recurse)"
+
+_GUEST = """(module
+  (import "tokenbus" "log" (func $log (param i32 i32)))
+  (import "tokenbus" "fail" (func $fail (param i32 i32)))
+  (import "tokenbus" "seq_id" (func $seq_id (result i32)))
+  (import "tokenbus" "tokenize" (func $tokenize (param i32 i32 i32 i32) (result i32)))
+  (import "tokenbus" "trie_size" (func $trie_size (result i32)))
+  (import "tokenbus" "trie_read" (func $trie_read (param i32 i32 i32) (result i32)))
+  (import "tokenbus" "var_get" (func $var_get (param i32 i32 i32 i32 i32) (result i32)))
+  (import "tokenbus" "var_set" (func $var_set (param i32 i32 i32 i32 i32 i32) (result i32)))
+  (import "tokenbus" "var_append" (func $var_append (param i32 i32 i32 i32 i32 i32) (result i32)))
+  %(imports)s
+  (memory (export "memory") %(pages)d)
+  (global $round (mut i32) (i32.const 0))
+  (global $kept (mut i32) (i32.const 0))
+  (data (i32.const 1024) "\\01\\00\\00\\00\\00\\08\\00\\00\\00\\10\\00\\00")
+  (data (i32.const 1068) "\\00\\20\\00\\00")
+  (data (i32.const 512) "name")
+  (data (i32.const 520) "secret")
+  (data (i32.const 528) "\\ff\\fe\\80")
+  (data (i32.const 8192) "%(ones)s")
+  %(more)s
+  (func $recurse (local i64 i64 i64 i64) (call $recurse) (call $recurse))
+  (func (export "tokenbus_abi_v1") (result i32) (local $i i32) (local $j i32)
+    %(abi)s (i32.const 1024))
+  (func (export "tokenbus_grow") (param i32) (result i32) %(grow)s (i32.const 0))
+  (func (export "tokenbus_init_prompt") (result i32) (local $i i32) (local $j i32)
+    %(init)s (i32.const 1))
+  (func (export "tokenbus_pre_process") (result i32) (local $i i32) (local $j i32)
+    (global.set $round (i32.add (global.get $round) (i32.const 1)))
+    %(pre)s (i32.const 1))
+  (func (export "tokenbus_mid_process") (result i32) (local $i i32) (local $j i32)
+    %(mid)s (i32.const 1))
+  (func (export "tokenbus_post_process") (result i32) (local $i i32) (local $j i32)
+    %(post)s (i32.const 1)))"""
+
+
+def guest(
+    *,
+    abi: str = "",
+    grow: str = "",
+    init: str = "",
+    pre: str = "",
+    mid: str = "",
+    post: str = "",
+    imports: str = "",
+    more: str = "",
+    pages: int = 1,
+) -> bytes:
+    """A controller that samples under a mask of ones, with these instructions in its calls.
+
+    Each call has two i32 locals, ``$i`` and ``$j``; ``$round`` counts the calls of pre_process.
+    ``imports`` and ``more`` go where their names say.
+    """
+    calls = {"abi": abi, "grow": grow, "init": init, "pre": pre, "mid": mid, "post": post}
+    given = {"imports": imports, "more": more, "pages": pages, "ones": "\\ff" * 16384}
+    return bytes(wasmtime.wat2wasm(_GUEST % (calls | given)))
+
+
+def set_word(address: int, value: int) -> str:
+    """Stores a u32."""
+    return f"(i32.store (i32.const {address}) (i32.const {value}))"
+
+
+def call(name: str, *arguments: int) -> str:
+    """Calls an import; what it returns is left on the stack."""
+    return f"(call ${name} {' '.join(f'(i32.const {a})' for a in arguments)})"
+
+
+def times(count: int, body: str) -> str:
+    """Does ``body`` so many times; ``$i`` counts down from ``count``."""
+    return (
+        f"(local.set $i (i32.const {count})) (loop $again {body} "
+        "(br_if $again (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))"
+    )
+
+
+def until_refused(grow: str) -> str:
+    """Does ``grow`` (memory.grow, table.grow) until it gives -1."""
+    return f"(loop $more (br_if $more (i32.ne {grow} (i32.const -1))))"

@@ -1,0 +1,297 @@
+"""Processes that die, and clients that go, while streams are steered: nothing hangs or is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenbus.clients import Client, ControllerError, TokenbusError, UnavailableError
+from tokenbus.clients.client import Stream
+from tokenbus.protocol.messages import WorkerStatus
+from tokenbus.protocol.worker_messages import Variable
+from tokenbus.workers.controller import variables
+
+from ...processes import Bus, Process, until
+from .hostile.guests import FREE, call, guest, set_word
+
+PROMPT = "def add(a, b):"
+BOUND_S = 20.0
+"""Within so long everything is over, whatever was killed."""
+TOKENS = 200
+ROOT = Path(__file__).parents[3]
+
+CALM = guest()
+COUNTS = guest(
+    mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
+      (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
+      {call("log", FREE, 2)}"""
+)
+"""In each round it appends a byte to a variable, and logs the version that this made and the length
+that the variable has then."""
+FORKS = guest(
+    pre=f"""(if (i32.eq (global.get $round) (i32.const 1)) (then
+        {set_word(1056, 2)} (return (i32.const 3))))
+      (if (call $seq_id) (then (return (i32.const 2))))"""
+)
+"""Two sequences, of which one is suspended in its second round."""
+LARGE = guest(pages=512, init="(memory.fill (i32.const 65536) (i32.const 1) (i32.const 33488896))")
+"""One that has 32 MiB."""
+
+
+class System:
+    """A broker, a GPU worker, a state worker, and a client."""
+
+    def __init__(self, bus: Bus, client: Client) -> None:
+        self.bus, self.client = bus, client
+        self.start_state()
+        self.controllers: list[Process] = []
+        self.with_controllers(1)
+        for tag, wasm in (("calm", CALM), ("counts", COUNTS), ("forks", FORKS), ("large", LARGE)):
+            client.upload_controller(wasm, tag)
+        [self.reference] = self.stream().wait()
+
+    def with_controllers(self, count: int) -> None:
+        """Starts controller workers until there are so many."""
+        self.controllers = [c for c in self.controllers if c.alive]
+        while len(self.controllers) < count:
+            self.controllers.append(self.bus.start_other("controller"))
+        until(lambda: len(self.of("controller")) >= count, BOUND_S, f"{count} controller workers")
+
+    def start_state(self) -> None:
+        """Starts the state worker."""
+        self.state = self.bus.start_other("state")
+        until(
+            lambda: self.state.pid in [w.pid for w in self.of("state")], BOUND_S, "a state worker"
+        )
+
+    def of(self, role: str) -> list[WorkerStatus]:
+        """What the broker knows of the workers of a role."""
+        return [w for w in self.client.status().workers if w.role == role]
+
+    def stream(self, controller: str = "calm", **options: Any) -> Stream:
+        given = {"max_tokens": TOKENS, "ignore_eos": True, "text": False} | options
+        return self.client.generate(PROMPT, controller=controller, **given)
+
+    def streams(self, count: int, controller: str = "calm", **options: Any) -> list[Reader]:
+        """Streams, each of which has brought a token."""
+        readers = [Reader(self.stream(controller, **options)) for _ in range(count)]
+        for reader in readers:
+            assert reader.began.wait(BOUND_S), "a stream has not begun"
+        return readers
+
+    def wait_until_free(self) -> None:
+        """Waits until no worker has a request, and no controller worker a session."""
+
+        def free() -> bool:
+            workers = self.client.status().workers
+            controllers = [w for w in workers if w.role == "controller"]
+            idle = all(w.load.get("sessions") == 0 for w in controllers)
+            return idle and all(w.requests == 0 for w in workers if w.role != "state")
+
+        until(free, BOUND_S, "everything is free")
+        until(lambda: self.of("state")[0].load.get("requests") == 0, BOUND_S, "no variables")
+
+
+class Reader:
+    """Reads a stream to its end, on a thread of its own."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.error: TokenbusError | None = None
+        self.began = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> TokenbusError | None:
+        """Waits for its end, for a bounded time; its error."""
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive(), "a stream hangs"
+        return self.error
+
+    @property
+    def tokens(self) -> list[int]:
+        [sequence] = self.stream.sequences
+        return sequence.tokens
+
+    def _run(self) -> None:
+        try:
+            for _ in self.stream:
+                self.began.set()
+        except TokenbusError as error:
+            self.error = error
+        self.began.set()
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    quick = {"heartbeat_s": 0.2, "session_grace_s": 0.5}
+    with Bus(**quick) as bus:
+        bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            yield System(bus, client)
+
+
+# --- controller workers ---------------------------------------------------------------------------
+
+
+def test_streams_of_a_killed_controller_worker_end_or_are_completed_by_a_retry(
+    system: System,
+) -> None:
+    system.with_controllers(1)
+    once = system.streams(10, retry_s=0)
+    again = system.streams(10)
+    system.controllers[0].kill()
+    for reader in once:
+        error = reader.end()
+        assert type(error) is UnavailableError
+        assert error.code == "worker_lost"
+        assert "that ran this stream's controller is gone" in error.message
+        assert reader.tokens == system.reference.tokens[: len(reader.tokens)]
+    system.with_controllers(1)
+    for reader in again:
+        assert reader.end() is None
+        assert reader.tokens == system.reference.tokens
+    system.wait_until_free()
+
+
+def test_two_controller_workers_share_the_load_and_one_outlives_the_other(system: System) -> None:
+    system.with_controllers(2)
+    readers = system.streams(12, retry_s=0)
+    shares = {w.pid: w.requests for w in system.of("controller")}
+    assert sorted(shares.values()) == [6, 6]
+    killed = system.controllers[0]
+    killed.kill()
+    ended = [(reader.end(), reader) for reader in readers]
+    lost = [error for error, _ in ended if error is not None]
+    assert len(lost) == shares[killed.pid]
+    assert {error.code for error in lost} == {"worker_lost"}
+    for error, reader in ended:
+        if error is None:
+            assert reader.tokens == system.reference.tokens
+    system.wait_until_free()
+
+
+def test_a_killed_controller_worker_takes_no_suspended_stream_with_it_for_ever(
+    system: System,
+) -> None:
+    system.with_controllers(1)
+    [reader] = system.streams(1, "forks", retry_s=0, max_tokens=1500)
+    until(lambda: len(reader.stream.sequences) == 2, BOUND_S, "two sequences")
+    system.controllers[0].kill()
+    error = reader.end()
+    assert error is not None
+    assert error.code == "worker_lost"
+    system.with_controllers(1)
+    system.wait_until_free()
+
+
+# --- the state worker -----------------------------------------------------------------------------
+
+
+def test_a_killed_state_worker_loses_no_write_and_doubles_none(system: System) -> None:
+    system.with_controllers(1)
+    [reader] = system.streams(1, "counts", max_tokens=100)
+    until(lambda: len(reader.tokens) >= 20, BOUND_S, "20 tokens")
+    system.state.kill()
+    system.start_state()
+    assert reader.end() is None
+    [sequence] = reader.stream.sequences
+    assert sequence.tokens == system.reference.tokens[:100]
+    assert [ord(c) for c in sequence.logs] == [n for n in range(1, 101) for _ in range(2)]
+    assert len(sequence.storage) == 100
+    system.wait_until_free()
+
+
+def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "GIVE_UP_S", 1.0)
+    posted: list[list[bytes]] = []
+    with pytest.raises(ControllerError) as caught:
+        variables.VariableCalls(posted.append).ask(Variable(1, 0, 1, "get", "name"))
+    assert len(posted) == 2
+    assert caught.value.code == "controller_failed"
+    assert caught.value.message == (
+        "the state worker did not answer within 1 s, so there are no variables now"
+    )
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_stream_frees_its_controller_and_the_memory_of_it(system: System) -> None:
+    system.with_controllers(1)
+    pid = system.controllers[0].pid
+    before = resident(pid)
+    readers = system.streams(6, "large", max_tokens=1500)
+    assert resident(pid) > before + 180 * 2**20
+    for reader in readers:
+        reader.stream.close()
+    system.wait_until_free()
+    until(lambda: resident(pid) < before + 80 * 2**20, BOUND_S, "the memory is given back")
+
+
+def test_cancelling_frees_what_is_suspended_or_in_a_round(system: System) -> None:
+    system.with_controllers(1)
+    streams = [system.stream("forks", max_tokens=1500) for _ in range(4)]
+    for stream in streams:
+        next(iter(stream))
+    # Some of them while they begin.
+    streams += [system.stream("calm") for _ in range(8)]
+    for stream in streams:
+        stream.close()
+    system.wait_until_free()
+    assert system.stream().wait()[0].tokens == system.reference.tokens
+
+
+def test_a_client_that_disappears_frees_its_controllers(system: System) -> None:
+    system.with_controllers(1)
+    client = subprocess.Popen(
+        [sys.executable, "-m", "tests.workers.controller.hostile.beside", system.bus.front, "calm"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    assert len(client.stdout.read(80)) == 80
+    assert system.of("controller")[0].requests == 1
+    client.kill()
+    client.wait()
+    system.wait_until_free()
+
+
+# --- the GPU worker -------------------------------------------------------------------------------
+
+
+def test_a_killed_gpu_worker_frees_the_sessions_of_its_controllers(system: System) -> None:
+    system.with_controllers(2)
+    once = system.streams(6, retry_s=0)
+    again = system.streams(4)
+    suspended = system.streams(2, "forks", retry_s=0, max_tokens=1500)
+    [killed] = system.bus.workers
+    killed.kill()
+    system.bus.workers.clear()
+    for reader in (*once, *suspended):
+        error = reader.end()
+        assert type(error) is UnavailableError
+        assert error.code == "worker_lost"
+    until(
+        lambda: all(w.load.get("sessions") == 0 for w in system.of("controller")),
+        BOUND_S,
+        "the sessions are over",
+    )
+    system.bus.start_worker()
+    for reader in again:
+        assert reader.end() is None
+        assert reader.tokens == system.reference.tokens
+    system.wait_until_free()
+
+
+def resident(pid: int) -> int:
+    """The memory that a process has, in bytes."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

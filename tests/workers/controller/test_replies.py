@@ -1,0 +1,82 @@
+"""The order of things between an answer that is sent and the step that follows it at once."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import wasmtime
+from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.native import NativeProgram
+from tokenbus.workers.controller.replies import Reply
+from tokenbus.workers.controller.sandbox import make_engine
+from tokenbus.workers.controller.session import Play, Session
+from tokenbus.workers.controller.wasm_binary import with_exported_globals
+from tokenbus.workers.state.variables import VariableStorage
+
+from .hostile.guests import call, guest
+from .played import WORDS, vocabulary
+
+MORE = """(if (i32.eq (global.get $round) (i32.const 1)) (then
+  (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))"""
+WRITES = f"(drop {call('var_set', 512, 4, 512, 1, -1, 0)})"
+
+
+@cache
+def program(pre: str) -> NativeProgram:
+    engine = make_engine(Limits())
+    return NativeProgram(engine, wasmtime.Module(engine, with_exported_globals(guest(pre=pre))))
+
+
+def begun(pre: str = "") -> tuple[Session, list[StepResult]]:
+    session = Session(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
+    return session, session.begin(program(pre), vocabulary(WORDS), [1, 2])
+
+
+def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
+    session, results = begun()
+    found: list[bool] = []
+
+    def post(frames: list[bytes]) -> None:
+        # The GPU worker is as quick as can be: it has sampled before post returns.
+        found.append(session.step(0, [65], False, None) is not None)
+
+    Reply(1, 1, post, lambda *_: None, threading.Lock()).add(session, results)
+    assert found == [True]
+    session.close()
+    session.free()
+
+
+def test_a_sequence_that_is_woken_by_an_answer_is_played_after_it_was_sent() -> None:
+    # Sequence 1 suspends itself, 0 then writes a variable.
+    session, results = begun(MORE + f"(if (call $seq_id) (then (return (i32.const 2)))) {WRITES}")
+    done: list[str] = []
+
+    def post(frames: list[bytes]) -> None:
+        done.append("sent")
+
+    def woken(session: Session, plays: list[Play], failed: list[StepResult]) -> None:
+        assert not failed
+        done.extend(["woken"] * len(plays))
+
+    Reply(1, 1, post, woken, threading.Lock()).add(session, results)
+    steps = [session.step(seq, [65], False, None) for seq in (1, 0)]
+    for stepped in steps:
+        assert stepped is not None
+        Reply(1, 1, post, woken, threading.Lock()).add(session, stepped[1]())
+    assert done == ["sent", "sent", "sent", "woken"]
+    session.close()
+    session.free()
+
+
+def test_controllers_that_are_over_are_freed_after_the_answer_was_sent() -> None:
+    session, results = begun("(return (i32.const 0))")
+    left: list[int] = []
+
+    def post(frames: list[bytes]) -> None:
+        left.append(len(session._gone))
+
+    Reply(1, 1, post, lambda *_: None, threading.Lock()).add(session, results)
+    assert left == [1]
+    assert not session._gone
