@@ -30,6 +30,7 @@ from ..protocol.messages import (
     StatusRequest,
     StreamId,
     Welcome,
+    module_too_large,
 )
 from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings, Side, error_body
@@ -272,6 +273,8 @@ class Front:
         if self._closing is not None:
             raise self._closing
         buffers = [self._buffer_named(session, name, i) for i, name in enumerate(fields.buffers)]
+        if word == b"UPLOAD" and (large := module_too_large(sum(map(len, frames[2:])))) is not None:
+            raise large
         controller = (fields.controller or "") if word == b"GENERATE" else ""
         if controller:
             self._dispatcher.controller_worker(controller)
@@ -424,7 +427,7 @@ class Front:
         self._counters.refused += 1
         body = frames[1] if len(frames) > 1 else b""
         encoding = session.encoding if session is not None else encoding_of(body)
-        stream_id = _stream_id(body) if error.code != Code.TOO_LARGE else None
+        stream_id = _stream_id(body) if len(body) <= MAX_BODY_BYTES else None
         self._out.to_peer(peer, b"ERROR", error_body(error, stream_id, word), encoding)
 
     def forward(self, session_id: int, frames: tuple[bytes, ...], must: bool) -> None:

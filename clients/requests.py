@@ -24,6 +24,7 @@ from ..protocol.messages import (
     Tag,
     Tags,
     Upload,
+    module_too_large,
 )
 from .calls import Call
 
@@ -145,8 +146,11 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
 
 
 def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float) -> Call:
-    """The call of an UPLOAD; raises OSError where a file cannot be read."""
+    """The call of an UPLOAD; raises OSError where a file cannot be read, RequestError where it is
+    too large for a module."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
+    if (too_large := module_too_large(len(content))) is not None:
+        raise too_large
     return _store_call(b"UPLOAD", Upload(stream_id=0, tag=tag), timeout_s, (content,))
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from .errors import Code, RequestError
 from .sampling import Sampling, TokenId
 
 PROTOCOL_VERSION = 1
@@ -19,6 +20,8 @@ ENCODINGS = ("json", "msgpack")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """A larger body, or all attachments of a message together beyond four times this, is refused."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
+MAX_MODULE_BYTES = 16 * 1024 * 1024
+"""A larger controller module is refused where it is met first: by the client, then the broker."""
 MAX_FRAMES = 64
 """Frames of a client's message at most: the type, the body and the attachments."""
 
@@ -128,6 +131,17 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     """``STATUS``: workers, sessions and queues; answered by ``MSG {"status": …}``."""
 
     stream_id: StreamId
+
+
+def module_too_large(size: int) -> RequestError | None:
+    """What is wrong with a module of so many bytes, or None."""
+    if size <= MAX_MODULE_BYTES:
+        return None
+    return RequestError(
+        Code.TOO_LARGE,
+        f"the module has {size} bytes; {MAX_MODULE_BYTES} are the most",
+        path="$.data",
+    )
 
 
 class Upload(Struct, kw_only=True, omit_defaults=True):

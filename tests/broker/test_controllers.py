@@ -9,7 +9,7 @@ import pytest
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Header, decode_header, encode_header
-from tokenbus.protocol.messages import Token
+from tokenbus.protocol.messages import MAX_MODULE_BYTES, Token
 from tokenbus.protocol.worker_messages import (
     End,
     LiveRequest,
@@ -210,6 +210,15 @@ def test_uploads_go_to_workers_that_take_modules_and_carry_the_tenant(bench: Ben
     [out] = bench.broker.on_client(_peer("d"), frames, bench.now, "key of d")
     assert out.peer == _peer("any")
     assert list(out.frames[3:]) == [b"wasm", b"key of d"]
+
+
+def test_an_upload_that_is_too_large_goes_no_further(bench: Bench) -> None:
+    controller_worker(bench, "any")
+    frames = [b"UPLOAD", msgspec.json.encode({"stream_id": 1}), bytes(MAX_MODULE_BYTES + 1)]
+    [out] = bench.broker.on_client(_peer("c"), frames, bench.now)
+    body = msgspec.json.decode(out.frames[1])
+    assert (body["code"], body["path"], body["stream_id"]) == ("too_large", "$.data", 1)
+    assert "16777216" in body["message"]
 
 
 def test_a_state_worker_keeps_only_the_requests_that_still_live(bench: Bench) -> None:

@@ -19,7 +19,6 @@ class Limits:
     """Of each table."""
     tables: int = 4
     """Compilers make one."""
-    module_bytes: int = 16 * 1024 * 1024
     log_bytes: int = 64 * 1024
     """Kept of the log of one round, and 16 times that of a sequence's; what is beyond is counted
     and dropped."""

@@ -25,7 +25,7 @@ import wasmtime
 from msgspec import Struct
 
 from ...protocol.errors import Code, RequestError, ServiceError
-from ...protocol.messages import StoredModule
+from ...protocol.messages import StoredModule, module_too_large
 from .abis import examine
 from .compiled import CompiledModules, Loaded
 from .limits import Limits
@@ -121,12 +121,8 @@ class ModuleStore:
         """
         if tag is not None:
             _check_tag(tag)
-        if len(wasm) > self._limits.module_bytes:
-            raise RequestError(
-                Code.TOO_LARGE,
-                f"the module has {len(wasm)} bytes; {self._limits.module_bytes} are the most",
-                path="$.data",
-            )
+        if (too_large := module_too_large(len(wasm))) is not None:
+            raise too_large
         module = hashlib.sha256(wasm).hexdigest()
         found = examine(wasm, self._limits)
         _check_quota(self._read(tenant), module, len(wasm))
