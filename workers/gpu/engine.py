@@ -368,6 +368,18 @@ class Engine:
             )
         self._named(request, seq).mask = mask
 
+    def go_on(self, request: int, seq: int, mask: np.ndarray | None) -> bool:
+        """``set_mask`` and ``release`` at once, for the usual case: a sequence that is alive and
+        not suspended, and a mask of the right size. False, and nothing done, in any other."""
+        sequence = self._requests.get(request, {}).get(seq)
+        if sequence is None or (mask is not None and len(mask) != self.mask_words):
+            return False
+        if self._scheduler.suspended and sequence in self._scheduler.suspended:
+            return False
+        sequence.mask = mask
+        sequence.held = False
+        return True
+
     def end(
         self,
         request: int,

@@ -184,10 +184,12 @@ class Steering:
 
     def _take(self, steered: Steered, one: StepResult, mask: np.ndarray | None) -> None:
         engine, key = steered.engine, (one.request, one.seq)
-        before = self._behind.get(key)
+        before = self._behind.get(key) if self._behind else None
         if before is not None:
             self._forks[before].append((one, mask))
             self._behind.update(((one.request, child), before) for child in one.children)
+        elif _just_samples(one) and engine.go_on(*key, mask):
+            self._awaited.discard(key)
         elif not engine.alive(*key):
             self._too_late(steered, one)
         elif not self._changed(steered, one):
@@ -315,3 +317,8 @@ class Steering:
         if one.attachment is not None:
             return np.frombuffer(attachments[one.attachment], dtype=np.uint32)
         return None
+
+
+def _just_samples(one: StepResult) -> bool:
+    """Whether a decision is the usual one: nothing but a mask."""
+    return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)
