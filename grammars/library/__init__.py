@@ -1,0 +1,64 @@
+"""Grammars and regular expressions that come with Tokenbus, by name.
+
+``NAME.y`` is a grammar, ``NAME.rx`` a regular expression, ``NAME.md`` its page: what it takes, with
+samples that the tests run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+
+_BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = "▲"
+"""Stands in a rejected sample before the character that cannot follow."""
+
+
+def names(kind: str = "y") -> list[str]:
+    """The names of the grammars (``y``) or regular expressions (``rx``), in order."""
+    ends = f".{kind}"
+    found = (entry.name for entry in files(__name__).iterdir())
+    return sorted(name.removesuffix(ends) for name in found if name.endswith(ends))
+
+
+def grammar(name: str) -> str:
+    """The text of a grammar. Raises KeyError for a name that is none, with those that are."""
+    return _read(name, "y")
+
+
+def regex(name: str) -> str:
+    """A regular expression: its file's lines joined, without blanks at their ends and without lines
+    that begin with ``#``. Raises KeyError for a name that is none, with those that are."""
+    lines = (line.strip() for line in _read(name, "rx").splitlines())
+    return "".join(line for line in lines if not line.startswith("#"))
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a page. In a rejected one, ``MARK`` stands before the character that cannot
+    follow; without it the text only ends too early."""
+
+    accepted: tuple[str, ...]
+    rejected: tuple[str, ...]
+
+
+def samples(name: str) -> Samples:
+    """The samples of a grammar's or regular expression's page: the fenced blocks under its headings
+    Accepted and Rejected; each line of a block ``lines``, a block ``text`` as a whole."""
+    page = (files(__name__) / f"{name}.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    return Samples(_blocks(sections["Accepted"]), _blocks(sections["Rejected"]))
+
+
+def _blocks(section: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for kind, body in _BLOCK.findall(section):
+        found.extend(body.splitlines() if kind == "lines" else [body])
+    return tuple(found)
+
+
+def _read(name: str, kind: str) -> str:
+    if name not in names(kind):
+        raise KeyError(f"{name!r} is not in the library; there are {', '.join(names(kind))}")
+    return (files(__name__) / f"{name}.{kind}").read_text(encoding="utf-8")

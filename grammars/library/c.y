@@ -1,0 +1,537 @@
+// C11 after no preprocessor: directives are skipped like comments, macros are names and calls.
+//
+// No symbol table: a name may be a type where the lexemes around it leave no other reading, and
+// c.md says where that is not enough. The binary operators are one list: which binds tighter makes
+// no difference to which texts are right.
+
+%start file
+
+// A name in parentheses, and one before "*" where a declaration may stand, are rules of their own:
+// read on. After `( name )` a sign is an operator between two values, and a parenthesis a cast's
+// operand or a call's arguments.
+%nonassoc NAME
+%nonassoc ")" "++" "--" "&" "*" "+" "-"
+%nonassoc VALUE
+%nonassoc "("
+%nonassoc THEN
+%nonassoc "else"
+%%
+
+SKIP
+    : "/\/\*[^*]*\*+([^\/*][^*]*\*+)*\//"       // block comment
+    | "/\/\/[^\n]*/"                            // line comment
+    | "/\n[ \t\v\f\r]*#(.*\\\r?\n)*.*/"         // directive on a line of its own
+    | "/\n?[ \t\v\f\r]*/"                       // white space
+    | "/\\\r?\n/"                               // line joined to the next
+    ;
+
+IDENTIFIER: "/([A-Za-z_]|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})([A-Za-z_0-9]|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})*/" ;
+
+CONSTANT
+    : "/(0[0-7]*|[1-9][0-9]*|0[xX][0-9a-fA-F]+)([uU](l|L|ll|LL)?|(l|L|ll|LL)[uU]?)?/"
+    | "/([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?[fFlL]?/"
+    | "/[0-9]+[eE][+-]?[0-9]+[fFlL]?/"
+    | "/0[xX]([0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)[pP][+-]?[0-9]+[fFlL]?/"
+    | "/[LuU]?'([^'\\\n]|\\(['\x22?\\abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))+'/"
+    ;
+
+STRING: '/(L|u8?|U)?"([^"\\\n]|\\([\x27"?\\abfnrtv\n]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*"/' ;
+
+// Only a text's first lexeme is a directive of the grammar; SKIP takes the others.
+FIRST_DIRECTIVE: "/#(.*\\\r?\n)*.*/" ;
+
+file
+    : translation_unit
+    | FIRST_DIRECTIVE
+    | FIRST_DIRECTIVE translation_unit
+    ;
+
+translation_unit
+    : external_declaration
+    | translation_unit external_declaration
+    ;
+
+external_declaration
+    : specifiers declarator compound_statement
+    | specifiers ";"
+    | specifiers init_declarators ";"
+    | static_assert
+    ;
+
+// Specifiers. At most one typedef name, and none beside a type's own word.
+
+specifiers
+    : named_specifiers
+    | plain_specifiers
+    ;
+
+named_specifiers                    // begin with a typedef name
+    : IDENTIFIER
+    | named_specifiers specifier_word
+    ;
+
+plain_specifiers                    // begin with a keyword
+    : words IDENTIFIER
+    | typed_specifiers
+    | plain_specifiers_after_name
+    ;
+
+plain_specifiers_after_name
+    : words IDENTIFIER specifier_word
+    | plain_specifiers_after_name specifier_word
+    ;
+
+typed_specifiers
+    : type_specifier
+    | words type_specifier
+    | typed_specifiers type_specifier
+    | typed_specifiers specifier_word
+    ;
+
+words
+    : specifier_word
+    | words specifier_word
+    ;
+
+specifier_word
+    : STORAGE_WORD
+    | QUALIFIER
+    | "static"
+    | "_Alignas" "(" type_name ")"
+    | "_Alignas" "(" conditional ")"
+    ;
+
+STORAGE_WORD
+    : "typedef" | "extern" | "auto" | "register" | "_Thread_local" | "inline" | "_Noreturn"
+    ;
+
+QUALIFIER: "const" | "restrict" | "volatile" ;
+
+BASIC_TYPE
+    : "void" | "char" | "short" | "int" | "long" | "float" | "double" | "signed" | "unsigned"
+    | "_Bool" | "_Complex"
+    ;
+
+type_specifier
+    : BASIC_TYPE
+    | "_Atomic" "(" any_type_name ")"
+    | STRUCT_OR_UNION IDENTIFIER
+    | STRUCT_OR_UNION "{" fields "}"
+    | STRUCT_OR_UNION IDENTIFIER "{" fields "}"
+    | "enum" IDENTIFIER
+    | "enum" "{" enumerators "}"
+    | "enum" "{" enumerators "," "}"
+    | "enum" IDENTIFIER "{" enumerators "}"
+    | "enum" IDENTIFIER "{" enumerators "," "}"
+    ;
+
+STRUCT_OR_UNION: "struct" | "union" ;
+
+fields
+    : field
+    | fields field
+    ;
+
+field
+    : field_specifiers ";"
+    | field_specifiers field_declarators ";"
+    | static_assert
+    ;
+
+field_declarators
+    : field_declarator
+    | field_declarators "," field_declarator
+    ;
+
+field_declarator
+    : declarator
+    | declarator ":" conditional
+    | ":" conditional
+    ;
+
+enumerators
+    : enumerator
+    | enumerators "," enumerator
+    ;
+
+enumerator
+    : IDENTIFIER
+    | IDENTIFIER "=" conditional
+    ;
+
+// Types without storage words: of fields, casts and sizeof.
+
+field_specifiers
+    : IDENTIFIER
+    | IDENTIFIER qualifiers
+    | keyword_specifiers
+    ;
+
+keyword_specifiers                  // begin with a keyword
+    : qualifiers IDENTIFIER
+    | qualifiers IDENTIFIER qualifiers
+    | typed_field_specifiers
+    ;
+
+typed_field_specifiers
+    : type_specifier
+    | qualifiers type_specifier
+    | typed_field_specifiers type_specifier
+    | typed_field_specifiers qualifier
+    ;
+
+qualifiers
+    : qualifier
+    | qualifiers qualifier
+    ;
+
+qualifier
+    : QUALIFIER
+    | "_Alignas" "(" type_name ")"
+    | "_Alignas" "(" conditional ")"
+    ;
+
+type_name                           // begins with a keyword
+    : keyword_specifiers
+    | keyword_specifiers abstract_declarator
+    | IDENTIFIER qualifiers
+    | IDENTIFIER qualifiers abstract_declarator
+    ;
+
+any_type_name
+    : type_name
+    | IDENTIFIER
+    | IDENTIFIER abstract_declarator
+    ;
+
+// Declarators.
+
+init_declarators
+    : init_declarator
+    | init_declarators "," init_declarator
+    ;
+
+init_declarator
+    : declarator
+    | declarator "=" initializer
+    ;
+
+declarator
+    : direct_declarator
+    | pointer direct_declarator
+    ;
+
+direct_declarator
+    : IDENTIFIER
+    | "(" declarator ")"
+    | direct_declarator array
+    | direct_declarator "(" ")"
+    | direct_declarator "(" parameters ")"
+    ;
+
+pointer
+    : "*"
+    | "*" pointer_qualifiers
+    | "*" pointer
+    | "*" pointer_qualifiers pointer
+    ;
+
+pointer_qualifiers
+    : QUALIFIER
+    | pointer_qualifiers QUALIFIER
+    ;
+
+array
+    : "[" "]"
+    | "[" "*" "]"
+    | "[" assignment "]"
+    | "[" pointer_qualifiers "]"
+    | "[" pointer_qualifiers "*" "]"
+    | "[" pointer_qualifiers assignment "]"
+    | "[" "static" assignment "]"
+    | "[" "static" pointer_qualifiers assignment "]"
+    | "[" pointer_qualifiers "static" assignment "]"
+    ;
+
+parameters
+    : parameter_list
+    | parameter_list "," "..."
+    ;
+
+parameter_list
+    : parameter
+    | parameter_list "," parameter
+    ;
+
+parameter
+    : specifiers
+    | specifiers declarator
+    | specifiers abstract_declarator
+    ;
+
+abstract_declarator
+    : pointer
+    | direct_abstract_declarator
+    | pointer direct_abstract_declarator
+    ;
+
+direct_abstract_declarator          // no plain function: `(T)` there would be a declarator too
+    : "(" abstract_declarator ")"
+    | array
+    | direct_abstract_declarator array
+    | "(" abstract_declarator ")" "(" ")"
+    | "(" abstract_declarator ")" "(" parameters ")"
+    ;
+
+initializer
+    : assignment
+    | braces
+    ;
+
+braces
+    : "{" initializers "}"
+    | "{" initializers "," "}"
+    ;
+
+initializers
+    : initializer
+    | designators "=" initializer
+    | initializers "," initializer
+    | initializers "," designators "=" initializer
+    ;
+
+designators
+    : designator
+    | designators designator
+    ;
+
+designator
+    : "[" conditional "]"
+    | "." IDENTIFIER
+    ;
+
+static_assert: "_Static_assert" "(" conditional "," strings ")" ";" ;
+
+// Statements.
+
+statement
+    : compound_statement
+    | ";"
+    | expression ";"
+    | pointer_or_product ";"
+    | IDENTIFIER ":" statement
+    | "case" conditional ":" statement
+    | "default" ":" statement
+    | "if" "(" expression ")" statement %prec THEN
+    | "if" "(" expression ")" statement "else" statement
+    | "switch" "(" expression ")" statement
+    | "while" "(" expression ")" statement
+    | "do" statement "while" "(" expression ")" ";"
+    | "for" "(" first ";" optional ";" optional ")" statement
+    | "for" "(" declaration optional ";" optional ")" statement
+    | "goto" IDENTIFIER ";"
+    | "continue" ";"
+    | "break" ";"
+    | "return" optional ";"
+    ;
+
+first
+    : optional
+    | pointer_or_product
+    ;
+
+optional
+    : %empty
+    | expression
+    ;
+
+compound_statement
+    : "{" "}"
+    | "{" block_items "}"
+    ;
+
+block_items
+    : block_item
+    | block_items block_item
+    ;
+
+block_item
+    : declaration
+    | statement
+    ;
+
+declaration
+    : plain_specifiers ";"
+    | plain_specifiers init_declarators ";"
+    | IDENTIFIER named_declarators ";"
+    | IDENTIFIER words init_declarators ";"
+    | IDENTIFIER "*" pointer_qualifiers declarator_rest ";"
+    | static_assert
+    ;
+
+named_declarators                   // of `T name`: the first begins with its name
+    : named_declarator
+    | named_declarator "=" initializer
+    | named_declarators "," init_declarator
+    ;
+
+named_declarator
+    : IDENTIFIER
+    | named_declarator array
+    | named_declarator "(" ")"
+    | named_declarator "(" parameters ")"
+    ;
+
+declarator_rest                     // of `T *const name`
+    : init_declarator
+    | declarator_rest "," init_declarator
+    ;
+
+// `T * x ...` at the start of a statement is a declaration or a product: both are taken, and what
+// may follow is what either allows.
+pointer_or_product
+    : product_declarator
+    | IDENTIFIER "*" operation "?" expression ":" conditional
+    | pointer_or_product "," product_next
+    ;
+
+product_declarator
+    : IDENTIFIER "*" operation
+    | IDENTIFIER "*" operation "=" initializer
+    | IDENTIFIER "*" postfix "[" "]" "=" initializer
+    ;
+
+product_next
+    : assignment
+    | unary "=" braces
+    ;
+
+// Expressions.
+
+expression
+    : assignment
+    | expression "," assignment
+    ;
+
+assignment
+    : conditional
+    | unary "=" assignment
+    | unary ASSIGN assignment
+    ;
+
+ASSIGN: "*=" | "/=" | "%=" | "+=" | "-=" | "<<=" | ">>=" | "&=" | "^=" | "|=" ;
+
+conditional
+    : operation
+    | operation "?" expression ":" conditional
+    ;
+
+operation
+    : cast
+    | operation binary cast
+    ;
+
+binary: OPERATOR | "*" | "+" | "-" | "&" ;
+
+OPERATOR
+    : "/" | "%" | "<<" | ">>" | "<" | ">" | "<=" | ">=" | "==" | "!=" | "^" | "|" | "&&" | "||"
+    ;
+
+cast
+    : unary
+    | type_in_parentheses cast
+    | name_in_parentheses cast
+    ;
+
+type_in_parentheses                 // can be no expression
+    : "(" type_name ")"
+    | "(" IDENTIFIER "*" pointer_tail ")"
+    ;
+
+pointer_tail
+    : %empty
+    | "*" pointer_tail
+    | QUALIFIER pointer_tail
+    ;
+
+name_in_parentheses: "(" IDENTIFIER ")" ;
+
+unary
+    : postfix
+    | "++" unary
+    | "--" unary
+    | "&" cast
+    | "*" cast
+    | "+" cast
+    | "-" cast
+    | SIGN cast
+    | "sizeof" unary
+    | "sizeof" type_in_parentheses
+    | "_Alignof" "(" any_type_name ")"
+    ;
+
+SIGN: "~" | "!" ;
+
+postfix
+    : primary
+    | postfix "[" expression "]"
+    | postfix "(" ")"
+    | postfix "(" arguments ")"
+    | postfix "." IDENTIFIER
+    | postfix "->" IDENTIFIER
+    | postfix "++"
+    | postfix "--"
+    | name_in_parentheses "(" ")"
+    | type_in_parentheses braces
+    | name_in_parentheses braces
+    ;
+
+arguments
+    : assignment
+    | arguments "," assignment
+    ;
+
+primary
+    : IDENTIFIER %prec NAME
+    | CONSTANT
+    | strings
+    | "(" expression ")"
+    | product_in_parentheses ")"
+    | name_in_parentheses %prec VALUE
+    | "_Generic" "(" assignment "," associations ")"
+    | "va_arg" "(" assignment "," any_type_name ")"
+    | "offsetof" "(" any_type_name "," member ")"
+    ;
+
+// `( name * ...` is a cast to a pointer or a product; here the product.
+product_in_parentheses
+    : product
+    | product "?" expression ":" conditional
+    | product_in_parentheses "," assignment
+    ;
+
+product
+    : "(" IDENTIFIER "*" cast
+    | product binary cast
+    ;
+
+strings
+    : STRING
+    | strings STRING
+    ;
+
+associations
+    : association
+    | associations "," association
+    ;
+
+association
+    : any_type_name ":" assignment
+    | "default" ":" assignment
+    ;
+
+member
+    : IDENTIFIER
+    | member "." IDENTIFIER
+    | member "[" expression "]"
+    ;

@@ -1,0 +1,163 @@
+"""From the text of a grammar to its tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..regex import Lexeme, LexerDfa, RegexError, compile_lexer, compile_regex
+from .checks import check_grammar
+from .compiled import CompiledGrammar
+from .conflicts import Conflict, explain_conflicts
+from .errors import GrammarError
+from .grammar import SKIP, Grammar, GrammarLexeme, number_grammar
+from .lr1 import Items, build_automaton
+from .source import read_source
+from .tables import REDUCE, ParseTables, make_tables, set_bits
+
+MAX_STATES = 1 << 14
+MAX_PRODUCTIONS = 1 << 14
+MAX_TERMINALS = 4096
+MAX_LENGTH = 4096
+"""Symbols of one alternative."""
+EXAMPLE_SECONDS = 2.0
+"""Time for all examples of conflicts together, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A compiled grammar and what its author should know about it."""
+
+    grammar: CompiledGrammar
+    conflicts: tuple[Conflict, ...]
+    """What no precedence decided: a shift won over a reduction, and the earlier rule over the
+    later."""
+    warnings: tuple[str, ...]
+    """Lexemes that can never match, because others always win."""
+
+
+def compile_grammar(
+    text: str, *, max_states: int = MAX_STATES, max_seconds: float = 20.0
+) -> Compilation:
+    """Compiles a grammar in AICI's format (docs/grammars.md).
+
+    Raises GrammarError, with line and column where one place is to blame, for a grammar that cannot
+    be read or is of no use, and past ``max_states`` parser states or ``max_seconds`` seconds.
+    """
+    deadline = time.monotonic() + max_seconds
+    grammar = number_grammar(read_source(text))
+    for count, limit, what in (
+        (len(grammar.productions), MAX_PRODUCTIONS, "alternatives"),
+        (len(grammar.terminals), MAX_TERMINALS, "lexemes"),
+        (max(len(p.rhs) for p in grammar.productions), MAX_LENGTH, "symbols in one alternative"),
+    ):
+        if count > limit:
+            raise GrammarError(f"the grammar has {count:,} {what}; at most {limit:,} are taken")
+    check_grammar(grammar)
+    if not grammar.lexemes:
+        raise GrammarError("the grammar has no lexemes, so its only text is the empty one")
+    items = Items(grammar)
+    states = build_automaton(items, max_states=min(max_states, MAX_STATES), deadline=deadline)
+    tables, choices = make_tables(grammar, states)
+    lexer = _lexer(grammar, max(deadline - time.monotonic(), 0.1))
+    until = min(time.monotonic() + EXAMPLE_SECONDS, deadline)
+    conflicts = explain_conflicts(grammar, items, states, choices, until)
+    return Compilation(_join(grammar, tables, lexer), conflicts, tuple(_unmatched(grammar, lexer)))
+
+
+def _lexer(grammar: Grammar, max_seconds: float) -> LexerDfa:
+    """One automaton for all lexemes. Raises GrammarError with the place of a wrong regex."""
+    for lexeme in grammar.lexemes:
+        if lexeme.literal:
+            continue
+        try:
+            alone = compile_regex(lexeme.pattern, max_seconds=max_seconds)
+        except RegexError as error:
+            # The grammar has a quote and a slash before the pattern.
+            place = lexeme.offset + 2 + (error.position or 0)
+            raise grammar.error(place, error.message) from error
+        if lexeme.terminal != SKIP and alone.accepting[alone.start]:
+            name = grammar.terminals[lexeme.terminal]
+            raise grammar.error(
+                lexeme.offset, f"{name} matches the empty text; a lexeme has at least one character"
+            )
+    try:
+        return compile_lexer(
+            [
+                Lexeme(grammar.terminals[lexeme.terminal], lexeme.pattern, lexeme.literal)
+                for lexeme in grammar.lexemes
+            ],
+            max_seconds=max_seconds,
+        )
+    except RegexError as error:
+        raise GrammarError(f"the lexer: {error.message}") from error
+
+
+def _unmatched(grammar: Grammar, lexer: LexerDfa) -> Iterable[str]:
+    matched = set(lexer.accepted)
+    by_terminal: dict[int, list[tuple[int, GrammarLexeme]]] = {}
+    for number, lexeme in enumerate(grammar.lexemes):
+        by_terminal.setdefault(lexeme.terminal, []).append((number, lexeme))
+    for terminal, lexemes in by_terminal.items():
+        if not any(number in matched for number, _ in lexemes):
+            place = grammar.error(lexemes[0][1].offset, "")
+            yield (
+                f"line {place.line}, column {place.column}: {grammar.terminals[terminal]} can "
+                "never match: keywords and earlier lexemes take all its texts"
+            )
+
+
+def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
+    """Transitions, lexeme and reachable lexemes of each state, and the start: a state that nothing
+    leads to and that has matched nothing, so that an empty match is no lexeme."""
+    transitions = list(lexer.transitions)
+    accepted = list(lexer.accepted)
+    reachable = list(lexer.reachable)
+    start = lexer.start
+    if accepted[start] >= 0 or start in transitions:
+        width = lexer.num_classes
+        transitions += transitions[start * width : (start + 1) * width]
+        accepted.append(-1)
+        reachable.append(reachable[start])
+        start = len(accepted) - 1
+    return transitions, accepted, reachable, start
+
+
+def _join(grammar: Grammar, tables: ParseTables, lexer: LexerDfa) -> CompiledGrammar:
+    terminal_of = [lexeme.terminal for lexeme in grammar.lexemes]
+    transitions, accepted, reachable, start = _with_start(lexer)
+    sets: dict[int, int] = {}
+    for lexemes in reachable:
+        if lexemes not in sets:
+            sets[lexemes] = sum({1 << terminal_of[lexeme] for lexeme in set_bits(lexemes)})
+    shifted: list[int] = []
+    reduced: list[tuple[tuple[int, int], ...]] = []
+    for state in range(tables.num_states):
+        first = state * tables.num_terminals
+        shifts = 0
+        reductions: dict[int, int] = {}
+        for terminal, action in enumerate(tables.actions[first : first + tables.num_terminals]):
+            if action & 3 == REDUCE:
+                reductions[action >> 2] = reductions.get(action >> 2, 0) | 1 << terminal
+            elif action:
+                shifts |= 1 << terminal
+        shifted.append(shifts)
+        reduced.append(tuple(sorted(reductions.items())))
+    return CompiledGrammar(
+        terminals=grammar.terminals,
+        nonterminals=grammar.nonterminals,
+        classes=bytes(lexer.classes),
+        num_classes=lexer.num_classes,
+        lexer_start=start,
+        transitions=tuple(transitions),
+        accepted=tuple(terminal_of[lexeme] if lexeme >= 0 else -1 for lexeme in accepted),
+        reachable=tuple(sets[lexemes] for lexemes in reachable),
+        num_states=tables.num_states,
+        actions=tuple(tables.actions),
+        gotos=tuple(tables.gotos),
+        lhs=tuple(tables.lhs),
+        length=tuple(tables.length),
+        shifted=tuple(shifted),
+        reduced=tuple(reduced),
+    )

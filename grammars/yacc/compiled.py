@@ -1,0 +1,249 @@
+"""A compiled grammar: parse tables and lexer, ready to run, and its binary form.
+
+``CompiledGrammar.to_bytes`` is what the guest engine reads and what is kept on disk. Little-endian
+throughout. A header of 64 bytes:
+
+     0  4s   magic "TBYG"
+     4  u32  version, 1
+     8  u32  bytes in all
+    12  u32  CRC-32 of everything after the header
+    16  u32  num_terminals T (0 is the end of the text, 1 is SKIP)
+    20  u32  num_nonterminals N
+    24  u32  num_productions P
+    28  u32  num_states S of the parser; the start is 0
+    32  u32  num_lexer_states L; 0 is dead
+    36  u32  num_classes C
+    40  u32  lexer_start
+    44  u32  words W of a set of terminals, ceil(T / 32): terminal t is bit t % 32 of word t / 32
+    48  u32  num_reductions R
+    52  u32  bytes of the names
+    56  u64  0
+
+then these arrays, each at the next multiple of 8 bytes, padded with zeros:
+
+    classes      u8  [256]      class of a byte
+    transitions  u16 [L * C]    next lexer state
+    accepted     u16 [L]        terminal that the lexer state matched, 0xFFFF for none
+    reachable    u32 [L * W]    set of terminals that it can still match, its own included
+    actions      u16 [S * T]    0 error, else number << 2 | kind: 1 shift to a state, 2 reduce a
+                                production, 3 accept
+    gotos        u16 [S * N]    state after a nonterminal, 0 for none
+    lhs          u16 [P]        nonterminal of a production
+    length       u16 [P]        its number of symbols
+    shifted      u32 [S * W]    set of terminals that the state shifts or accepts
+    first        u32 [S + 1]    where the state's reductions start in the next two
+    reduced      u16 [R]        a production
+    lookahead    u32 [R * W]    the set of terminals at which it is reduced
+    names        u8             UTF-8 JSON: [[terminals], [nonterminals]], for messages
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MAGIC = b"TBYG"
+VERSION = 1
+_HEADER = struct.Struct("<4s13IQ")
+_NONE = 0xFFFF
+_U16 = "H"
+_U32 = "I"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """What recognizers run. Terminal 0 is the end of the text, terminal 1 is SKIP.
+
+    Sets of terminals are integers with bit t set for terminal t.
+    """
+
+    terminals: tuple[str, ...]
+    """Names for messages."""
+    nonterminals: tuple[str, ...]
+
+    classes: bytes
+    """[256] class of each byte."""
+    num_classes: int
+    lexer_start: int
+    """State before the first byte of a lexeme, and never later; it has matched nothing."""
+    transitions: tuple[int, ...]
+    """[num_lexer_states * num_classes] next lexer state; state 0 is dead."""
+    accepted: tuple[int, ...]
+    """Terminal that a lexer state has matched; -1 for none. Keywords go before regexes, else the
+    earlier in the grammar."""
+    reachable: tuple[int, ...]
+    """Set of terminals that a lexer state can still come to match, its own match included."""
+
+    num_states: int
+    actions: tuple[int, ...]
+    """[num_states * num_terminals] as in ParseTables."""
+    gotos: tuple[int, ...]
+    """[num_states * num_nonterminals] as in ParseTables."""
+    lhs: tuple[int, ...]
+    length: tuple[int, ...]
+    shifted: tuple[int, ...]
+    """Set of terminals that a parser state shifts or accepts."""
+    reduced: tuple[tuple[tuple[int, int], ...], ...]
+    """For each parser state its (production, set of terminals at which it is reduced)."""
+
+    @property
+    def num_terminals(self) -> int:
+        """Terminals, the end of the text and SKIP included."""
+        return len(self.terminals)
+
+    @property
+    def num_nonterminals(self) -> int:
+        """Nonterminals, the one of the whole text included."""
+        return len(self.nonterminals)
+
+    @property
+    def num_lexer_states(self) -> int:
+        """Lexer states, the dead one included."""
+        return len(self.accepted)
+
+    def to_bytes(self) -> bytes:
+        """The blob of a self. The same grammar gives the same bytes."""
+        words = (self.num_terminals + 31) // 32
+        reductions = [pair for pairs in self.reduced for pair in pairs]
+        first = [0]
+        for pairs in self.reduced:
+            first.append(first[-1] + len(pairs))
+        names = json.dumps([self.terminals, self.nonterminals], separators=(",", ":")).encode()
+        parts = [
+            self.classes,
+            _packed(_U16, self.transitions),
+            _packed(_U16, (_NONE if terminal < 0 else terminal for terminal in self.accepted)),
+            _packed_sets(self.reachable, words),
+            _packed(_U16, self.actions),
+            _packed(_U16, self.gotos),
+            _packed(_U16, self.lhs),
+            _packed(_U16, self.length),
+            _packed_sets(self.shifted, words),
+            _packed(_U32, first),
+            _packed(_U16, (production for production, _ in reductions)),
+            _packed_sets((lookahead for _, lookahead in reductions), words),
+            names,
+        ]
+        body = b"".join(part + bytes(-len(part) % 8) for part in parts)
+        header = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            _HEADER.size + len(body),
+            zlib.crc32(body),
+            self.num_terminals,
+            self.num_nonterminals,
+            len(self.lhs),
+            self.num_states,
+            self.num_lexer_states,
+            self.num_classes,
+            self.lexer_start,
+            words,
+            len(reductions),
+            len(names),
+            0,
+        )
+        return header + body
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> CompiledGrammar:
+        """The grammar of a binary form. Raises ValueError for bytes that are none, that are of
+        another version, or damaged."""
+        if len(blob) < _HEADER.size or blob[:4] != MAGIC:
+            raise ValueError("not a compiled grammar: it does not begin with TBYG")
+        (
+            _,
+            version,
+            size,
+            crc,
+            terminals,
+            nonterminals,
+            productions,
+            states,
+            lexer_states,
+            classes,
+            start,
+            words,
+            reductions,
+            names_size,
+            _,
+        ) = _HEADER.unpack_from(blob)
+        if version != VERSION:
+            raise ValueError(f"a compiled grammar of version {version}; this code reads {VERSION}")
+        if size != len(blob) or zlib.crc32(memoryview(blob)[_HEADER.size :]) != crc:
+            raise ValueError("a compiled grammar that is cut short or damaged")
+        read = _Reader(blob)
+        byte_classes = read.bytes(256)
+        transitions = read.numbers(_U16, lexer_states * classes)
+        accepted = read.numbers(_U16, lexer_states)
+        reachable = read.sets(lexer_states, words)
+        actions = read.numbers(_U16, states * terminals)
+        gotos = read.numbers(_U16, states * nonterminals)
+        lhs = read.numbers(_U16, productions)
+        length = read.numbers(_U16, productions)
+        shifted = read.sets(states, words)
+        first = read.numbers(_U32, states + 1)
+        reduced = read.numbers(_U16, reductions)
+        lookahead = read.sets(reductions, words)
+        terminal_names, nonterminal_names = json.loads(read.bytes(names_size))
+        pairs = tuple(zip(reduced, lookahead, strict=True))
+        return cls(
+            terminals=tuple(terminal_names),
+            nonterminals=tuple(nonterminal_names),
+            classes=byte_classes,
+            num_classes=classes,
+            lexer_start=start,
+            transitions=transitions,
+            accepted=tuple(-1 if terminal == _NONE else terminal for terminal in accepted),
+            reachable=reachable,
+            num_states=states,
+            actions=actions,
+            gotos=gotos,
+            lhs=lhs,
+            length=length,
+            shifted=shifted,
+            reduced=tuple(pairs[first[s] : first[s + 1]] for s in range(states)),
+        )
+
+
+def _packed(kind: str, numbers: Iterable[int]) -> bytes:
+    packed = array(kind, numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _packed_sets(sets: Iterable[int], words: int) -> bytes:
+    return b"".join(terminals.to_bytes(words * 4, "little") for terminals in sets)
+
+
+class _Reader:
+    """Takes arrays from a blob, one after the other."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+        self._at = _HEADER.size
+
+    def bytes(self, size: int) -> bytes:
+        part = self._blob[self._at : self._at + size]
+        self._at += size + -size % 8
+        return part
+
+    def numbers(self, kind: str, count: int) -> tuple[int, ...]:
+        numbers = array(kind)
+        numbers.frombytes(self.bytes(count * numbers.itemsize))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return tuple(numbers)
+
+    def sets(self, count: int, words: int) -> tuple[int, ...]:
+        size = words * 4
+        part: Sequence[int] = self.bytes(count * size)
+        return tuple(
+            int.from_bytes(bytes(part[at : at + size]), "little")
+            for at in range(0, count * size, size)
+        )

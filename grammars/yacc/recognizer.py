@@ -1,0 +1,160 @@
+"""Whether a text can still become a sentence of a grammar, byte by byte: the reference.
+
+Lexer and parser run in step as in AICI. The lexer goes on to its dead state, then one byte back;
+what matched there is the lexeme. A byte is refused at once when no lexeme that the lexer can still
+come to match is one that the parser can take: after ``int `` the ``1`` of ``123456`` is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .compiled import CompiledGrammar
+from .grammar import END, SKIP
+from .parser import Parser, Stack
+from .tables import set_bits
+
+NAMED = 12
+"""How many expected lexemes a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Where a text goes wrong: at ``offset`` bytes. ``line`` and ``column`` count from 1, columns
+    in characters.
+
+    ``found`` is the character that cannot follow, "" at the end of a text that is not complete;
+    ``expected`` are the lexemes that could, by name.
+    """
+
+    offset: int
+    line: int
+    column: int
+    found: str
+    expected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = f"{self.found!r} cannot follow" if self.found else "the text ends here"
+        named = ", ".join(self.expected[:NAMED])
+        if len(self.expected) > NAMED:
+            named += f" or one of {len(self.expected) - NAMED} more"
+        return f"line {self.line}, column {self.column}: {found}; expected {named}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """All that decides how a text can go on."""
+
+    stack: Stack
+    lexer: int
+
+
+class Recognizer:
+    """One text under one grammar.
+
+    ``byte`` adds a byte; ``copy`` is cheap. A byte that was refused leaves everything as it was.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, parser: Parser | None = None) -> None:
+        self.grammar = grammar
+        self._parser = parser or Parser(grammar)
+        self._place = _Place(self._parser.start, grammar.lexer_start)
+
+    def copy(self) -> Recognizer:
+        """Another recognizer at the same place."""
+        other = Recognizer(self.grammar, self._parser)
+        other._place = self._place
+        return other
+
+    def byte(self, byte: int) -> bool:
+        """Adds a byte (0 to 255); False when the text cannot go on with it."""
+        place = self._after(self._place, self.grammar.classes[byte])
+        if place is None:
+            return False
+        self._place = place
+        return True
+
+    def read(self, text: bytes) -> int:
+        """Adds bytes as far as they can follow; how many did."""
+        for count, byte in enumerate(text):
+            if not self.byte(byte):
+                return count
+        return len(text)
+
+    def allowed_bytes(self) -> bytes:
+        """The bytes that can follow, in order."""
+        classes = self.grammar.classes
+        fits = [
+            self._after(self._place, number) is not None
+            for number in range(self.grammar.num_classes)
+        ]
+        return bytes(byte for byte in range(256) if fits[classes[byte]])
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far is a whole sentence; SKIP may stand at its end."""
+        stack = self._ended(self._place)
+        return stack is not None and bool(self._parser.viable(stack) >> END & 1)
+
+    def expected(self) -> tuple[str, ...]:
+        """The names of what could come: lexemes that the unfinished one can still become, and those
+        that can follow it if it ends here; SKIP only where it is unfinished."""
+        place = self._place
+        wanted = 0
+        if place.lexer != self.grammar.lexer_start:
+            wanted = self.grammar.reachable[place.lexer] & self._open(place.stack)
+            if self.grammar.accepted[place.lexer] >= 0:
+                wanted &= ~(1 << self.grammar.accepted[place.lexer])
+        ended = self._ended(place)
+        if ended is not None:
+            wanted |= self._parser.viable(ended)
+        names = [self.grammar.terminals[terminal] for terminal in set_bits(wanted)]
+        if names and wanted & 1 << END:
+            names = [*names[1:], names[0]]
+        return tuple(names) or (f"more of {self._unfinished()}",)
+
+    def _unfinished(self) -> str:
+        place = self._place
+        open_ones = self.grammar.reachable[place.lexer] & self._open(place.stack)
+        return " or ".join(self.grammar.terminals[terminal] for terminal in set_bits(open_ones))
+
+    def _open(self, stack: Stack) -> int:
+        return self._parser.viable(stack) | 1 << SKIP
+
+    def _ended(self, place: _Place) -> Stack | None:
+        """The stack if the lexeme ends here; None where it is unfinished or cannot be taken."""
+        if place.lexer == self.grammar.lexer_start:
+            return place.stack
+        terminal = self.grammar.accepted[place.lexer]
+        if terminal < 0:
+            return None
+        return place.stack if terminal == SKIP else self._parser.push(place.stack, terminal)
+
+    def _after(self, place: _Place, byte_class: int) -> _Place | None:
+        """The place after a byte of a class; None where it cannot follow."""
+        grammar = self.grammar
+        lexer = grammar.transitions[place.lexer * grammar.num_classes + byte_class]
+        if lexer:
+            if grammar.reachable[lexer] & self._open(place.stack):
+                return _Place(place.stack, lexer)
+            return None
+        if place.lexer == grammar.lexer_start:
+            return None
+        stack = self._ended(place)
+        if stack is None:
+            return None
+        return self._after(_Place(stack, grammar.lexer_start), byte_class)
+
+
+def check_text(grammar: CompiledGrammar, text: bytes) -> Refusal | None:
+    """Where a whole text goes wrong; None if it is a sentence of the grammar."""
+    recognizer = Recognizer(grammar)
+    count = recognizer.read(text)
+    if count == len(text) and recognizer.complete:
+        return None
+    before = text[:count].decode(errors="replace")
+    line_start = before.rfind("\n") + 1
+    found = text[count:].decode(errors="replace")[:1]
+    return Refusal(
+        count, before.count("\n") + 1, len(before) - line_start + 1, found, recognizer.expected()
+    )

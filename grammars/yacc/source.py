@@ -1,0 +1,210 @@
+"""A grammar as it was written: its rules, its declarations, each with its place.
+
+The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline.
+``%reserved`` is ours: words that the lexer knows and no rule takes, so that no name is one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .errors import GrammarError, error_at
+from .scan import DIRECTIVES, Token, scan
+
+MAX_CHARACTERS = 1 << 20
+"""Longest grammar taken, in characters."""
+
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """What a rule's alternative names: another rule, or a lexeme by its text.
+
+    ``text``: the rule's name, the keyword, or the regular expression without its slashes.
+    """
+
+    text: str
+    kind: str
+    """rule, keyword or regex."""
+    offset: int
+
+
+@dataclass(slots=True)
+class Alternative:
+    """One right-hand side."""
+
+    symbols: list[Symbol]
+    prec: Symbol | None
+    offset: int
+
+
+@dataclass(slots=True)
+class Rule:
+    """A rule with its alternatives, in their order."""
+
+    name: str
+    offset: int
+    alternatives: list[Alternative] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Precedence:
+    """A line of ``%left``, ``%right`` or ``%nonassoc``; later lines bind tighter."""
+
+    associativity: str
+    symbols: list[Symbol]
+
+
+@dataclass(slots=True)
+class Source:
+    """A grammar's text, read."""
+
+    text: str
+    start: Symbol
+    precedences: list[Precedence]
+    reserved: list[Symbol]
+    rules: list[Rule]
+
+
+def read_source(text: str) -> Source:
+    """Reads a grammar. Raises GrammarError with line and column at the first thing out of place."""
+    if len(text) > MAX_CHARACTERS:
+        raise GrammarError(
+            f"the grammar has {len(text):,} characters; at most {MAX_CHARACTERS:,} are taken"
+        )
+    return _Reader(text).source()
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = scan(text)
+        self.at = 0
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.at]
+
+    def next(self) -> Token:
+        token = self.tokens[self.at]
+        self.at += token.kind != "end"
+        return token
+
+    def is_mark(self, mark: str) -> bool:
+        return self.token.kind == "mark" and self.token.text == mark
+
+    def expected(self, what: str) -> GrammarError:
+        return error_at(self.text, self.token.offset, f"expected {what}, found {self.token}")
+
+    def source(self) -> Source:
+        start: Symbol | None = None
+        precedences: list[Precedence] = []
+        reserved: list[Symbol] = []
+        while self.token.kind == "directive":
+            directive = self.next()
+            if directive.text == "%start":
+                if start is not None:
+                    raise error_at(self.text, directive.offset, "a second %start")
+                if self.token.kind != "name":
+                    raise self.expected("the name of the start rule")
+                start = self.symbol()
+            elif directive.text == "%reserved":
+                while self.token.kind == "quoted":
+                    reserved.append(self.symbol())
+                if self.tokens[self.at - 1] is directive:
+                    raise self.expected("a lexeme in quotes")
+            elif directive.text in DIRECTIVES:
+                precedences.append(Precedence(directive.text[1:], self.precedence_symbols()))
+            else:
+                known = ", ".join(DIRECTIVES)
+                lexemes = "; lexemes are written where they are used" * (directive.text == "%token")
+                message = f"expected one of {known} or %%, found {directive}{lexemes}"
+                raise error_at(self.text, directive.offset, message)
+        if self.token.kind != "sections":
+            raise self.expected(f"one of {', '.join(DIRECTIVES)} or %%")
+        if start is None:
+            raise error_at(self.text, self.token.offset, "no %start RULE before %%")
+        self.next()
+        rules: list[Rule] = []
+        while self.token.kind not in ("end", "sections"):
+            rules.append(self.rule())
+        if not rules:
+            raise self.expected("a rule")
+        return Source(self.text, start, precedences, reserved, rules)
+
+    def precedence_symbols(self) -> list[Symbol]:
+        symbols: list[Symbol] = []
+        while self.token.kind in ("name", "quoted"):
+            symbols.append(self.symbol())
+        if not symbols:
+            raise self.expected("a lexeme or a name")
+        return symbols
+
+    def rule(self) -> Rule:
+        if self.token.kind != "name":
+            raise self.expected("the name of a rule")
+        name = self.next()
+        if not self.is_mark(":"):
+            raise self.expected(f"':' after '{name.text}'")
+        rule = Rule(name.text, name.offset)
+        while True:
+            self.next()
+            rule.alternatives.append(self.alternative(rule))
+            if self.is_mark(";"):
+                self.next()
+                return rule
+
+    def alternative(self, rule: Rule) -> Alternative:
+        alternative = Alternative([], None, self.token.offset)
+        said_empty = False
+        while not (self.is_mark("|") or self.is_mark(";")):
+            token = self.token
+            if token.kind == "directive" and token.text == "%prec":
+                self.next()
+                if self.token.kind not in ("name", "quoted"):
+                    raise self.expected("a lexeme or a name after %prec")
+                alternative.prec = self.symbol()
+                if not (self.is_mark("|") or self.is_mark(";")):
+                    raise self.expected("'|' or ';' after %prec")
+            elif token.kind == "directive" and token.text == "%empty":
+                self.next()
+                said_empty = True
+            elif token.kind in ("name", "quoted"):
+                alternative.symbols.append(self.symbol())
+            else:
+                raise self.expected(f"a lexeme, a rule, '|' or ';' in rule '{rule.name}'")
+            if said_empty and alternative.symbols:
+                raise error_at(self.text, token.offset, "%empty stands alone in its alternative")
+            if self.is_mark(":"):
+                raise self.expected(f"';' before the rule '{token.text}'")
+        return alternative
+
+    def symbol(self) -> Symbol:
+        token = self.next()
+        if token.kind == "name":
+            return Symbol(token.text, "rule", token.offset)
+        inner = token.text[1:-1]
+        if not inner:
+            raise error_at(self.text, token.offset, "an empty keyword; write %empty for no text")
+        if len(inner) > 2 and inner[0] == inner[-1] == "/":
+            return Symbol(inner[1:-1], "regex", token.offset)
+        return Symbol(_ESCAPE.sub(self.unescape(token), inner), "keyword", token.offset)
+
+    def unescape(self, token: Token) -> Callable[[re.Match[str]], str]:
+        def one(found: re.Match[str]) -> str:
+            code = found.group(1)
+            if code[0] == "x" and len(code) == 3:
+                return chr(int(code[1:], 16))
+            if code in "\"'\\/":
+                return code
+            if code not in _ESCAPED:
+                known = r"""\n \t \r \f \v \0 \xHH \\ \/ \" \'"""
+                message = f"the escape \\{code} in a keyword; known are {known}"
+                raise error_at(self.text, token.offset + 1 + found.start(), message)
+            return _ESCAPED[code]
+
+        return one

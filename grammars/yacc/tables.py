@@ -1,0 +1,164 @@
+"""Parse tables: what each state does at each terminal, with conflicts resolved as yacc does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import GrammarError
+from .grammar import Grammar
+from .lr1 import State
+
+SHIFT = 1
+REDUCE = 2
+ACCEPT = 3
+
+MAX_ENTRIES = 1 << 23
+"""Entries of actions and gotos together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParseTables:
+    """The tables of a parser.
+
+    ``actions`` [num_states * num_terminals]: 0 is an error, else ``number << 2 | kind`` with kind
+    SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states * num_nonterminals]:
+    the state after a nonterminal, 0 for none. No reduction is a default: each stands at the
+    terminals that can follow it.
+    """
+
+    num_terminals: int
+    num_nonterminals: int
+    num_states: int
+    actions: list[int]
+    gotos: list[int]
+    lhs: list[int]
+    """Nonterminal of each production."""
+    length: list[int]
+    """Number of symbols of each production."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A conflict as it was decided: two actions of one state at one terminal.
+
+    ``kept`` and ``dropped`` are productions; None is the shift.
+    """
+
+    state: int
+    terminal: int
+    kept: int | None
+    dropped: int | None
+
+
+def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, list[Choice]]:
+    """The tables of an automaton, and the conflicts that no precedence decides.
+
+    A shift wins over a reduction, and of two reductions the rule that stands earlier. Raises
+    GrammarError for tables of more than MAX_ENTRIES, and when the decisions would let a parser
+    reduce without end.
+    """
+    num_terminals = len(grammar.terminals)
+    num_nonterminals = len(grammar.nonterminals)
+    entries = len(states) * (num_terminals + num_nonterminals)
+    if entries > MAX_ENTRIES:
+        raise GrammarError(
+            f"the grammar's tables have {entries:,} entries ({len(states):,} states); "
+            f"at most {MAX_ENTRIES:,} are taken"
+        )
+    actions = [0] * (len(states) * num_terminals)
+    gotos = [0] * (len(states) * num_nonterminals)
+    choices: list[Choice] = []
+    for number, state in enumerate(states):
+        row = number * num_terminals
+        for symbol, target in state.transitions.items():
+            if symbol < num_terminals:
+                actions[row + symbol] = target << 2 | SHIFT
+            else:
+                gotos[number * num_nonterminals + symbol - num_terminals] = target
+        refused: set[int] = set()
+        for production, lookahead in sorted(state.reductions.items()):
+            for terminal in set_bits(lookahead):
+                if terminal in refused:
+                    continue
+                action = actions[row + terminal]
+                reduce = production << 2 | REDUCE if production else ACCEPT
+                if action == 0:
+                    actions[row + terminal] = reduce
+                elif action & 3 == SHIFT:
+                    decided = _by_precedence(grammar, production, terminal)
+                    if decided == "reduce":
+                        actions[row + terminal] = reduce
+                    elif decided == "error":
+                        actions[row + terminal] = 0
+                        refused.add(terminal)
+                    elif decided is None:
+                        choices.append(Choice(number, terminal, None, production))
+                else:
+                    choices.append(Choice(number, terminal, action >> 2, production))
+    tables = ParseTables(
+        num_terminals,
+        num_nonterminals,
+        len(states),
+        actions,
+        gotos,
+        [production.lhs for production in grammar.productions],
+        [len(production.rhs) for production in grammar.productions],
+    )
+    _check_reductions_end(grammar, tables)
+    return tables, choices
+
+
+def _by_precedence(grammar: Grammar, production: int, terminal: int) -> str | None:
+    """What the precedences say about reducing or shifting: reduce, shift, error, or nothing."""
+    level = grammar.productions[production].precedence
+    against = grammar.precedence[terminal]
+    if not level or not against:
+        return None
+    if level != against:
+        return "reduce" if level > against else "shift"
+    return {"left": "reduce", "right": "shift"}.get(grammar.associativity[terminal], "error")
+
+
+def set_bits(bits: int) -> list[int]:
+    """The numbers of the bits that are set, in order."""
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found
+
+
+def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
+    """No state may go on reducing empty rules for ever at one terminal.
+
+    That needs a grammar that is not LR(1) and whose conflict was decided for the empty rule. Such a
+    run never goes below the state it started at, so it shows from each state alone.
+    """
+    terminals = tables.num_terminals
+    for state in range(tables.num_states):
+        row = state * terminals
+        for terminal in range(terminals):
+            action = tables.actions[row + terminal]
+            if action & 3 != REDUCE or tables.length[action >> 2]:
+                continue
+            production = action >> 2
+            stack = [state]
+            for _ in range(4 * tables.num_states + 4):
+                reduced = tables.actions[stack[-1] * terminals + terminal]
+                if reduced & 3 != REDUCE:
+                    break
+                length = tables.length[reduced >> 2]
+                if length >= len(stack):
+                    break
+                if length:
+                    del stack[-length:]
+                lhs = tables.lhs[reduced >> 2]
+                stack.append(tables.gotos[stack[-1] * tables.num_nonterminals + lhs])
+            else:
+                raise grammar.error(
+                    grammar.productions[production].offset,
+                    f"'{grammar.production_text(production)}' would be reduced without end before "
+                    f"{grammar.terminals[terminal]}; "
+                    "a rule must not begin with an empty rule and then itself",
+                )
