@@ -39,7 +39,7 @@ lint: install
 	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --strict $(PACKAGES:%=-p tokenbus.%)
 	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --config-file= --ignore-missing-imports \
 		--namespace-packages --explicit-package-bases \
-		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py benchmarks/*.py)
+		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py benchmarks/*.py)
 
 bench: install
 	@set -e; for b in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done

@@ -364,7 +364,8 @@ async def test_an_asynchronous_loop_sees_the_same(steered: Bus) -> None:
 
 
 def test_an_argument_without_a_controller_is_an_error(client: Client) -> None:
-    for argument in ("text", {}, []):
+    arguments: list[Any] = ["text", {}, []]
+    for argument in arguments:
         with pytest.raises(RequestError, match="no controller to give it to") as caught:
             client.generate(PROMPT, controller_arg=argument)
         assert caught.value.path == "$.controller_arg"

@@ -37,6 +37,7 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
         "tokenbus/clients/supervisord.conf",
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
         f"{controller}/builtin/choice.wasm",
+        f"{controller}/builtin/regex.wasm",
         f"{controller}/sdk/tokenbus.h",
         f"{controller}/sdk/tokenbus/trie.h",
         f"{controller}/sdk/examples/upper4.c",

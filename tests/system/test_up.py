@@ -16,7 +16,11 @@ from .foreground import Foreground, tokenbus
 
 Start = Callable[..., Foreground]
 
-STEERED: GenerateOptions = {"controller": "choice", "controller_arg": ["os", "sys"]}
+STEERED: GenerateOptions = {
+    "controller": "choice",
+    "controller_arg": ["os", "sys"],
+    "retry_s": 60,
+}
 
 
 @pytest.fixture
@@ -64,9 +68,9 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(workers() - before) == 3, 60, "all workers are there again")
-        assert client.generate("import ", retry_s=60, **STEERED).text in ("os", "sys")
+        assert client.generate("import ", **STEERED).text in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
-        assert client.generate("import ", retry_s=60, **STEERED).text in ("os", "sys")
+        assert client.generate("import ", **STEERED).text in ("os", "sys")
     assert system.end() == 0
 
 
@@ -76,7 +80,7 @@ def test_a_system_without_controller_workers_says_so_to_those_who_want_one(start
     with Client(system.front) as client:
         assert [w.role for w in client.status().workers] == ["gpu"]
         with pytest.raises(UnavailableError, match="no controller worker"):
-            _ = client.generate("import ", retry_s=0, **STEERED).text
+            _ = client.generate("import ", controller="choice", retry_s=0).text
     assert system.end() == 0
 
 

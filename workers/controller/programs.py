@@ -10,6 +10,7 @@ import wasmtime
 
 from ...protocol.errors import Code, RequestError
 from .aici import AiciProgram
+from .constraints import RegexProgram
 from .interface import Program
 from .native import NativeProgram
 from .store import BUILT_IN, ModuleStore
@@ -58,9 +59,12 @@ class Programs:
 
     def _built_in(self, name: str) -> Program:
         with self._lock:
-            program = self._made.get(name)
+            program: Program | None = self._made.get(name)
             if program is None:
                 wasm = (files(__package__) / "builtin" / f"{name}.wasm").read_bytes()
                 module = wasmtime.Module(self._engine, wasm)
-                program = self._made[name] = NativeProgram(self._engine, module)
+                program = NativeProgram(self._engine, module)
+                if name == "regex":
+                    program = RegexProgram(program)
+                self._made[name] = program
         return program

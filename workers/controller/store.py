@@ -53,7 +53,7 @@ _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 _NEW = ".new-"
 
-BUILT_IN = ("choice",)
+BUILT_IN = ("choice", "regex")
 """Constraints by name, each a module of the native ABI that was compiled with the package."""
 
 

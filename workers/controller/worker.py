@@ -108,8 +108,10 @@ class ControllerWorker:
         self._vocabularies = Vocabularies(self._ask_tokenizer)
         self._masks = MaskFiles()
         self._sessions: dict[int, Session] = {}
-        self._replies: list[Reply] = []
         self._order = threading.Lock()
+        self._replies: list[Reply] = []
+        """Those that are not complete, as far as is known; under ``_listed``."""
+        self._listed = threading.Lock()
         self._rounds = 0
         self._stop_reason = ""
         self._draining_since: float | None = None
@@ -159,8 +161,10 @@ class ControllerWorker:
         self._engine.increment_epoch()
         self._help()
         now = time.monotonic()
-        self._replies = [reply for reply in self._replies if not reply.complete]
-        for reply in self._replies:
+        with self._listed:
+            self._replies = [reply for reply in self._replies if not reply.complete]
+            waiting = list(self._replies)
+        for reply in waiting:
             reply.flush(now)
 
     def _at_once(self, messages: list[FromBus]) -> list[FromBus]:
@@ -267,9 +271,10 @@ class ControllerWorker:
 
     def _reply(self, gpu: int, parts: int) -> Reply:
         reply = Reply(gpu, parts, self._bus.post, self._go_on, self._order)
-        self._replies.append(reply)
-        if len(self._replies) > 64:
-            self._replies = [r for r in self._replies if not r.complete]
+        with self._listed:
+            self._replies.append(reply)
+            if len(self._replies) > 64:
+                self._replies = [r for r in self._replies if not r.complete]
         return reply
 
     def _go_on(self, session: Session, plays: list[Play], failed: list[StepResult]) -> None:
@@ -308,7 +313,11 @@ class ControllerWorker:
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
             refusal = Error(
-                code=error.code, message=error.message, stream_id=stream_id, path=error.path
+                code=error.code,
+                message=error.message,
+                stream_id=stream_id,
+                path=error.path,
+                retry_after_s=error.retry_after_s,
             )
             frames = [b"ERROR", head, encode_body(refusal, encoding)]
         except Exception as error:

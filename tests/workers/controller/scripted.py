@@ -14,6 +14,8 @@ A fork goes on with the list at its place in the fork group.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 from tokenbus.workers.controller.python import (
     Controller,
@@ -27,21 +29,27 @@ from tokenbus.workers.controller.python import (
     suspend,
 )
 
+Decides = Callable[..., Decision]
+"""Makes a decision of what comes after its name in a list."""
+BEFORE: dict[str, Decides] = {"append": append, "suspend": suspend, "stop": stop}
+AT: dict[str, Decides] = {"sample": sample, "splice": splice, "stop": stop}
+
 
 class Scripted(Controller):
     """See above."""
 
     def __init__(self) -> None:
         arg = self.arg if isinstance(self.arg, dict) else {}
-        self.todo: list[list] = list(arg.get("do", ()))
+        self.todo: list[list[Any]] = list(arg.get("do", ()))
         self.tells: bool = arg.get("tells", False)
-        self.places: list[list] = []
+        self.places: list[list[list[Any]]] = []
         self.eos_stops = False
 
     def pre_process(self) -> Decision:
         while self.todo and self._quietly(self.todo[0]):
             self.todo.pop(0)
-        kind, *args = self.todo[0] if self.todo else ["sample", None]
+        first: list[Any] = self.todo[0] if self.todo else ["sample", None]
+        kind, *args = first
         if kind == "wait":
             if self.vars.get(args[0]) is None:
                 return suspend()
@@ -53,7 +61,7 @@ class Scripted(Controller):
         if kind == "fork":
             self.places = args[0]
             return fork(len(self.places))
-        return {"append": append, "suspend": suspend, "stop": stop}[kind](*args)
+        return BEFORE[kind](*args)
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         if self.places:
@@ -64,14 +72,14 @@ class Scripted(Controller):
         if not self.todo or self.todo[0][0] not in ("sample", "splice", "stop"):
             return sample()
         kind, *args = self.todo.pop(0)
-        return {"sample": sample, "splice": splice, "stop": stop}[kind](*args)
+        return AT[kind](*args)
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision:
         if self.tells:
             self.log(tokens, backtrack)
         return stop() if self.eos_stops and self.host.vocabulary.eos in tokens else go_on()
 
-    def _quietly(self, what: list) -> bool:
+    def _quietly(self, what: list[Any]) -> bool:
         """Does what needs no answer; whether it was such a thing."""
         kind, *args = what
         if kind == "log":

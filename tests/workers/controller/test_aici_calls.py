@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,7 +91,7 @@ def write(name: str, value: str, op: str = "Set", when: int | None = None) -> ob
     return {"WriteVar": command}
 
 
-MISSING = {"VariableMissing": {}}
+MISSING: dict[str, dict[str, Any]] = {"VariableMissing": {}}
 
 
 def test_variables_are_set_appended_to_and_read() -> None:

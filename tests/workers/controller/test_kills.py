@@ -130,8 +130,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    quick = {"heartbeat_s": 0.2, "session_grace_s": 0.5}
-    with Bus(**quick) as bus:
+    with Bus(heartbeat_s=0.2, session_grace_s=0.5) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
         with bus.client() as client:

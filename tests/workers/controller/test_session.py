@@ -547,7 +547,11 @@ def test_quick_jobs_go_one_after_another_and_slow_ones_do_not_hold_them_up() -> 
 def test_a_job_that_fails_leaves_its_thread_for_the_next() -> None:
     pool = Pool(1)
     over = threading.Event()
-    pool.submit([lambda: 1 // 0, over.set])
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    pool.submit([fails, over.set])
     assert over.wait(10)
 
 

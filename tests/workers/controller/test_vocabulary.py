@@ -266,6 +266,7 @@ def test_tokens_beyond_the_model_are_never_used() -> None:
 def test_a_token_that_ends_a_sequence_is_no_text() -> None:
     tokenizer = byte_level()
     fox = tokenizer.token_to_id("Ġfox") or tokenizer.token_to_id("Ġthe")
+    assert fox is not None
     known = vocabulary(tokenizer, eos=[fox, 0])
     assert (known.eos, known.eos_ids) == (fox, (fox, 0))
     assert known.token(fox) == b""

@@ -34,7 +34,9 @@ from .small_tokenizers import byte_level
 
 PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]
-SEEDED = {"temperature": 1.0, "seed": 11}
+Options = dict[str, Any]
+"""Of a stream, by name."""
+SEEDED: Options = {"temperature": 1.0, "seed": 11}
 SCRIPTED = "scripted:Scripted"
 EOS = 0
 
@@ -134,7 +136,7 @@ def decoded(tokens: list[int]) -> str:
     return tokenizer().decode(tokens)
 
 
-STEERED = {
+STEERED: dict[str, Options] = {
     "a module without masks": {"controller": "guest"},
     "a module with masks": {"controller": "guest", "controller_arg": "mask"},
     "Python": {"controller": SCRIPTED},
@@ -149,9 +151,9 @@ steered = pytest.mark.parametrize("how", STEERED.values(), ids=STEERED)
 @steered
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 def test_a_controller_that_allows_everything_changes_no_token(
-    system: System, how: dict[str, Any], sampling: dict[str, Any]
+    system: System, how: Options, sampling: Options
 ) -> None:
-    options = {"max_tokens": 60, **sampling}
+    options: Options = {"max_tokens": 60, **sampling}
     [free] = system.run(**options)
     [got] = system.run(**options, **how)
     assert (got.tokens, got.text) == (free.tokens, free.text)
@@ -162,12 +164,12 @@ def test_a_controller_that_allows_everything_changes_no_token(
 def test_twenty_four_streams_at_once_steered_and_free_have_the_tokens_that_each_has_alone(
     system: System,
 ) -> None:
-    options = [
+    options: list[Options] = [
         {"max_tokens": 12 + i % 9, "temperature": 0.9 * (i % 3 > 0), "seed": i} for i in range(24)
     ]
     prompts = [PROMPT + " # " + "x" * i for i in range(24)]
     alone = [system.run(p, **o)[0].tokens for p, o in zip(prompts, options, strict=True)]
-    kinds = [*STEERED.values(), {}]
+    kinds: list[Options] = [*STEERED.values(), {}]
     streams = [
         system.client.generate(p, **o, **kinds[i % 4], timeout_s=60)
         for i, (p, o) in enumerate(zip(prompts, options, strict=True))
@@ -190,7 +192,7 @@ def test_twenty_four_streams_at_once_steered_and_free_have_the_tokens_that_each_
     ids=["stop", "newline", "one", "top", "bias", "penalty", "ids"],
 )
 def test_the_options_of_a_stream_do_what_they_do_without_a_controller(
-    system: System, how: dict[str, Any], options: dict[str, Any]
+    system: System, how: Options, options: Options
 ) -> None:
     [free] = system.run(**options)
     [got] = system.run(**options, **how)
@@ -201,7 +203,7 @@ def test_the_options_of_a_stream_do_what_they_do_without_a_controller(
 
 def test_one_worker_steers_models_of_two_vocabularies(system: System) -> None:
     for how in STEERED.values():
-        options = {"max_tokens": 20, "ignore_eos": True, **SEEDED}
+        options: Options = {"max_tokens": 20, "ignore_eos": True, **SEEDED}
         [free] = system.run(IDS, model=system.second, **options)
         [got] = system.run(IDS, model=system.second, **options, **how)
         assert got.tokens == free.tokens
@@ -224,7 +226,7 @@ def test_appended_tokens_are_where_they_belong_and_what_follows_follows_them(
 
 def test_what_is_taken_back_is_gone_at_the_client(system: System) -> None:
     free = [["sample", None]] * 5
-    options = {"max_tokens": 30, "ignore_eos": True}
+    options: Options = {"max_tokens": 30, "ignore_eos": True}
     [plain] = system.run(IDS, **options)
     do = [*free, ["splice", 3, [300, 301]], *free, ["splice", 2, []]]
     stream = system.client.generate(
@@ -397,9 +399,9 @@ def test_a_request_whose_sequences_all_wait_ends_as_deadlocked(system: System) -
     [{"controller": "scripted:Slow"}, {"controller": "guest", "controller_arg": "burn"}],
     ids=["sleeps", "computes"],
 )
-def test_a_late_controller_delays_its_own_stream_only(system: System, late: dict[str, Any]) -> None:
+def test_a_late_controller_delays_its_own_stream_only(system: System, late: Options) -> None:
     came: list[str] = []
-    options = {"ignore_eos": True, "timeout_s": 60}
+    options: Options = {"ignore_eos": True, "timeout_s": 60}
     over = threading.Event()
 
     def beside() -> None:
@@ -433,7 +435,7 @@ def test_an_end_of_sequence_token_ends_unless_its_controller_makes_more_of_it(
     system: System,
 ) -> None:
     end = ["sample", [EOS]]
-    options = {"max_tokens": 5}
+    options: Options = {"max_tokens": 5}
     for do in ([end], [["eos_stops"], end]):
         [got] = system.script(*do, **options)
         assert (got.tokens, got.finish_reason) == ([EOS], "stop")
@@ -443,8 +445,8 @@ def test_an_end_of_sequence_token_ends_unless_its_controller_makes_more_of_it(
     assert (got.tokens, got.finish_reason) == ([300], "controller")
     [got] = system.script(end, ["sample", [301]], ignore_eos=True, **options)
     assert (got.tokens[:2], got.finish_reason) == ([EOS, 301], "length")
-    got = system.script(end, ["fork", [[["sample", [300]]], [["stop"]]]], **options)
-    assert [s.tokens[:2] for s in got] == [[EOS, 300], [EOS]]
+    forks = system.script(end, ["fork", [[["sample", [300]]], [["stop"]]]], **options)
+    assert [s.tokens[:2] for s in forks] == [[EOS, 300], [EOS]]
     [got] = system.script(["sample", [300]], end, max_tokens=2)
     assert (got.tokens, got.finish_reason) == ([300, EOS], "stop")
 
@@ -497,7 +499,7 @@ def test_a_controller_that_fails_later_ends_its_stream_which_keeps_its_tokens(
 
 
 def test_a_stream_that_is_left_frees_its_controllers_and_its_pages(system: System) -> None:
-    options = {"max_tokens": 800, "ignore_eos": True}
+    options: Options = {"max_tokens": 800, "ignore_eos": True}
     do = [["sample", None], ["fork", [[["sample", None], ["wait", "never"]], [], []]]]
     for controller, arg in ((SCRIPTED, {"do": do}), ("scripted:Slow", ""), ("guest", "mask")):
         stream = system.client.generate(
@@ -520,7 +522,7 @@ def _program(rng: random.Random, depth: int = 0) -> list[list[Any]]:
         if kind == 0 and depth < 2:
             forks = [_program(rng, depth + 1) for _ in range(rng.randrange(1, 4))]
             return [*do, ["fork", forks]]
-        more = {
+        more: dict[int, list[Any]] = {
             1: ["append", some],
             2: ["splice", rng.randrange(3), some],
             3: ["suspend"],
@@ -540,7 +542,7 @@ def test_streams_with_random_controllers_all_end_and_leave_nothing(system: Syste
     streams = []
     for i in range(150):
         arg = {"do": _program(rng)}
-        options = {"max_tokens": rng.randrange(1, 40), "temperature": 0.7, "seed": i}
+        options: Options = {"max_tokens": rng.randrange(1, 40), "temperature": 0.7, "seed": i}
         streams.append(
             system.client.generate(
                 PROMPT, controller=SCRIPTED, controller_arg=arg, timeout_s=30, **options

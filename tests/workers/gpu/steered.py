@@ -137,7 +137,7 @@ class Bench:
         step = engine.begin()
         self.steering.decide(engine, step, 0.0, self._receive)
         self._hear(self.steering.sampled(engine, engine.finish(step)))
-        self._inbox = deque((False, *message) for _, *message in self._inbox)
+        self._inbox = deque((False, result, masks) for _, result, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
         """Until every stream is over; whatever a controller is told of is answered at once."""

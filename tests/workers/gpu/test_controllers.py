@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenbus.protocol.messages import FinishReason
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller.masks import MaskRows
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
 
-from .steered import Bench, CountingEngine, counting, freely, one_thread, sample
+from .steered import Answers, Bench, CountingEngine, counting, freely, one_thread, sample
 from .test_steering import GREEDY, PROMPT, SEEDED, only
 from .test_steering import alone as alone_once
 
@@ -56,7 +58,7 @@ def begun(bench: Bench, request: int = 1, sampling: Sampling = GREEDY) -> None:
     assert bench.told(request).tokens == {0: []}
 
 
-def at(tokens: int, then: Callable[[StepSequence], list[StepResult]]) -> Callable[..., object]:
+def at(tokens: int, then: Callable[[StepSequence], list[StepResult]]) -> Answers:
     """A controller that lets ``tokens`` be sampled, then says something else once."""
     seen = 0
 
@@ -221,7 +223,7 @@ def test_a_splice_that_the_engine_refuses_ends_its_sequence_and_leaves_nothing(
 # --- forks ----------------------------------------------------------------------------------------
 
 
-def fork(told: StepSequence, *children: int, **more: object) -> StepResult:
+def fork(told: StepSequence, *children: int, **more: Any) -> StepResult:
     return StepResult(told.request, told.seq, "fork", children=list(children), **more)
 
 
@@ -517,7 +519,7 @@ def test_an_end_of_sequence_token_at_the_last_place_ends_with_stop_as_without_a_
 
 @pytest.mark.parametrize("reason", ["stop", "controller"])
 def test_a_controller_ends_its_sequence_with_the_reason_that_it_gives(
-    bench: Bench, reason: str
+    bench: Bench, reason: FinishReason
 ) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(3, lambda told: [StepResult(1, 0, "stop", 0, [50], finish=reason)]))

@@ -59,7 +59,7 @@ def guest(
     post: str = "",
     imports: str = "",
     more: str = "",
-    pages: int = 1,
+    pages: int | str = 1,
 ) -> bytes:
     """A controller that samples under a mask of ones, with these instructions in its calls.
 
