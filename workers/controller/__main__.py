@@ -7,6 +7,7 @@ and the built-in constraints.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -35,6 +36,8 @@ def main() -> int:
         log.info(
             "serves %s; try: tokenbus controller run %s --prompt …", ", ".join(programs), first
         )
+    # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     worker = ControllerWorker(settings, programs=programs)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))

@@ -122,7 +122,8 @@ class TokenizerVocabulary:
         if self._tokenizer is None:
             return []
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # Of all ways this one lets other threads run meanwhile.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception:  # It is plain: a word is unknown, and there is no token for that.
             return []
 
