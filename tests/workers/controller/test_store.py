@@ -140,8 +140,11 @@ def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) ->
     tags = [f"tag{i:02}" for i in range(store.SHOWN + 5)]
     first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
     modules.tag("anna", first, tags)
-    says = r"^there is no controller 'x'; built in: choice, regex; tags: tag00, .*, tag19 and 5 more; "
-    with pytest.raises(RequestError, match=says + "modules without tags: 2") as caught:
+    says = (
+        r"^there is no controller 'x'; built in: choice, regex; tags: tag00, .*, tag19 and 5 more; "
+        "modules without tags: 2"
+    )
+    with pytest.raises(RequestError, match=says) as caught:
         modules.resolve("anna", "x")
     assert (caught.value.code, caught.value.path) == ("unknown_controller", "$.controller")
     with pytest.raises(RequestError, match="there is no module 'x'; tags: tag00") as caught:
