@@ -38,6 +38,9 @@ from .hostile.guests import (
 
 INIT_MS = 200.0
 """Shorter than usual, so that these tests are."""
+HICCUP_S = 0.015
+"""What a machine with two cores makes of any step now and then: where a step takes 4 ms, twice that
+is within it. Less than the time after which a guest is interrupted."""
 TRIES = 5
 """How often a comparison of times may be made, against the slowest of all usual steps so far. What
 a guest does to its neighbour, it does each time; what another program on this machine does, it does
@@ -92,7 +95,7 @@ class System:
             assert self.beside.alive, "the stream beside has failed"
             assert self.worker.alive, self.worker.log
             assert self.calm() == self._calm
-            if slowest < 2 * usual:
+            if slowest < max(2 * usual, HICCUP_S):
                 return made[0]
             told.append(f"{1000 * slowest:.1f} ms, usually {1000 * usual:.1f}")
         pytest.fail(f"the stream beside was held up: {'; '.join(told)}")
