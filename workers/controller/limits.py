@@ -29,7 +29,6 @@ class Limits:
     appended_tokens: int = 65_536
     """Tokens that a sequence may append by itself before it samples."""
     variable_bytes: int = 1024 * 1024
-    """Of one variable's value, and of all that a sequence writes in one round; the state worker
-    bounds what there is of all variables together."""
+    """Of one variable's value; the state worker bounds what there is of all of them together."""
     written_bytes: int = 16 * 1024 * 1024
     """Of all that a request writes to variables in its life: each write goes to its client too."""

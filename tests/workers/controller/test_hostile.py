@@ -38,10 +38,6 @@ from .hostile.guests import (
 
 INIT_MS = 200.0
 """Shorter than usual, so that these tests are."""
-HICCUP_S = 0.040
-"""A step of the stream beside may take so long in any case: where steps take 4 to 6 ms, values of a
-megabyte that a guest writes (18 to 25 ms), and what two cores make of any step now and then, are
-beyond twice that."""
 TRIES = 5
 """How often a comparison of times may be made, against the slowest of all usual steps so far. What
 a guest does to its neighbour, it does each time; what another program on this machine does, it does
@@ -96,7 +92,7 @@ class System:
             assert self.beside.alive, "the stream beside has failed"
             assert self.worker.alive, self.worker.log
             assert self.calm() == self._calm
-            if slowest < max(2 * usual, HICCUP_S):
+            if slowest < 2 * usual:
                 return made[0]
             told.append(f"{1000 * slowest:.1f} ms, usually {1000 * usual:.1f}")
         pytest.fail(f"the stream beside was held up: {'; '.join(told)}")
@@ -674,14 +670,14 @@ def test_one_value_of_a_gigabyte_cannot_be_had(system: System) -> None:
 def test_a_gigabyte_by_appending_is_refused(system: System) -> None:
     append = times(1024, f"(drop {call('var_append', 512, 4, 0, 1048576, -1, 0)})")
     assert system.controller_error(guest(pages=32, init=append)) == (
-        "init_prompt: it wrote 2097152 bytes to variables in one round; 1048576 are the most"
+        "init_prompt: it wrote 1048576 bytes to variables in one round; 131072 are the most"
     )
 
 
 def test_a_gigabyte_round_by_round_is_refused(system: System) -> None:
-    wasm = guest(pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 1048576, -1, 0)})")
+    wasm = guest(pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 131072, -1, 0)})")
     assert system.controller_error(wasm, max_tokens=1024) == (
-        "mid_process: the request wrote 17825792 bytes to variables so far; 16777216 are the most"
+        "mid_process: the request wrote 16908288 bytes to variables so far; 16777216 are the most"
     )
 
 
@@ -692,7 +688,7 @@ def test_a_gigabyte_in_many_values_is_refused(system: System) -> None:
         (i32.and (global.get $kept) (i32.const 31))
         (i32.shl (i32.shr_u (global.get $kept) (i32.const 5)) (i32.const 8)))))
       (drop {call("var_set", 512, 2, 0, 32768, -1, 0)})"""
-    error = system.controller_error(guest(mid=times(8, body)), max_tokens=1024)
+    error = system.controller_error(guest(mid=times(4, body)), max_tokens=1024)
     assert error.startswith("mid_process: 32768 bytes for '")
     assert "8388608 is the most" in error
 
