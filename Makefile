@@ -7,7 +7,8 @@ TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PACKAGES := protocol broker workers clients grammars
-GUESTS := $(wildcard workers/controller/builtin/*.c workers/controller/sdk/*.h workers/controller/sdk/*/*.h)
+GUESTS := $(wildcard workers/controller/builtin/*.c workers/controller/builtin/*/*.h \
+	workers/controller/sdk/*.h workers/controller/sdk/*/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
 .PHONY: install demo test lint bench clean

@@ -1,4 +1,4 @@
-"""Compiles the built-in controllers, which are C for the sandbox, when the package is built."""
+"""Compiles the guest that runs grammars, which is C for the sandbox, when the package is built."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 CONTROLLER = Path("workers", "controller")
 FLAGS = ["-target", "wasm32-freestanding", "-O3", "-g0", "-nostdlib", "-Wl,--no-entry"]
-FLAGS += ["-Wl,-z,stack-size=65536"]
+FLAGS += ["-Wl,-z,stack-size=65536", "-mcpu=generic+simd128+bulk_memory"]
 
 
 class BuildGuests(build_py):
@@ -22,9 +22,8 @@ class BuildGuests(build_py):
         folder = root / CONTROLLER / "builtin"
         folder.mkdir(parents=True, exist_ok=True)
         for source in sorted((CONTROLLER / "builtin").glob("*.c")):
-            include = f"-I{CONTROLLER / 'sdk'}"
             target = str(folder / f"{source.stem}.wasm")
-            command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, include, "-o", target]
+            command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, "-o", target]
             subprocess.check_call([*command, str(source)])
 
 

@@ -1,47 +1,59 @@
-"""Built-in constraints whose argument is compiled before their guest gets it."""
+"""The built-in constraints: what users name, and what makes their controllers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable
+from pathlib import Path
 
-from ...grammars.regex import RegexError, compile_regex
-from ...protocol.errors import Code, RequestError
+import wasmtime
+
+from .grammar.controller import GrammarController
+from .grammar.guests import GrammarGuests
+from .grammar.tables import GrammarTables, choice_tables, regex_tables
 from .host import Host
 from .interface import Controller, Program
 
-COMPILE_S = 1.0
-"""How long a pattern may take to compile, in seconds: other rounds share the interpreter."""
-KEPT = 256
-"""Patterns whose automata are kept."""
 
+class GrammarProgram:
+    """A constraint whose argument becomes tables, which the guest of these tables runs."""
 
-class RegexProgram:
-    """The built-in ``regex``: its argument is the pattern, its guest is given the automaton."""
-
-    def __init__(self, guest: Program) -> None:
-        self._guest = guest
+    def __init__(self, guests: GrammarGuests, tables: Callable[[bytes], bytes]) -> None:
+        self._guests = guests
+        self._tables = tables
 
     def start(self, host: Host) -> Controller:
-        """Raises RequestError where the argument is no regular expression that can be compiled."""
+        """Raises RequestError where the argument is wrong."""
+        shared = self._guests.get(self._tables(host.arg), host.vocabulary)
         try:
-            pattern = host.arg.decode()
-        except UnicodeDecodeError as error:
-            raise _refusal(
-                f"the argument of regex is text, and this is not UTF-8: {error}"
-            ) from None
-        if not pattern:
-            raise _refusal("regex needs a regular expression as its argument")
-        return self._guest.start(replace(host, arg=_automaton(pattern)))
+            return GrammarController(shared, host, shared.guest.start(), [])
+        except BaseException:
+            shared.release()
+            raise
 
 
-@lru_cache(maxsize=KEPT)
-def _automaton(pattern: str) -> bytes:
-    try:
-        return compile_regex(pattern, max_seconds=COMPILE_S).to_bytes()
-    except RegexError as error:
-        raise _refusal(f"regex: {error}") from None
+class Constraints:
+    """The constraints that this worker has, by name."""
 
+    def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
+        """``folder`` is where tables and masks are kept between runs; None: nowhere."""
+        memories = folder / "memories" if folder is not None else None
+        tables = folder / "tables" if folder is not None else None
+        self._guests = GrammarGuests(engine, memories)
+        self._programs: dict[str, Program] = {
+            "choice": GrammarProgram(self._guests, choice_tables),
+            "regex": GrammarProgram(self._guests, regex_tables),
+            "yacc": GrammarProgram(self._guests, GrammarTables(tables)),
+        }
 
-def _refusal(message: str) -> RequestError:
-    return RequestError(Code.INVALID_FIELD, message, path="$.controller_arg")
+    @property
+    def names(self) -> set[str]:
+        """What users name them."""
+        return set(self._programs)
+
+    def get(self, name: str) -> Program | None:
+        """The constraint of a name; None where there is none."""
+        return self._programs.get(name)
+
+    def close(self) -> None:
+        """Writes what is to be kept: the worker ends."""
+        self._guests.close()

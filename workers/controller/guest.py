@@ -286,8 +286,8 @@ class Guest:
         self._closed = True
         self.host = None
         if self._is_copy and not self._dead:
-            # It may have grown: what it left there is nobody else's to see.
-            self.size = _data_size(self._context, self._memory_at)
+            # What it left where it has grown is nobody else's to see.
+            self.measure()
             SPARES.keep(self)
         else:
             self.free()
@@ -328,16 +328,18 @@ class Guest:
 
     # --- memory ---------------------------------------------------------------------------------
 
+    def measure(self) -> int:
+        """Bytes of its memory now: ``size`` is what was seen last, and it may have grown."""
+        self.size = _data_size(self._context, self._memory_at)
+        return self.size
+
     def check(self, address: int, size: int) -> None:
         """Raises ControllerError where ``[address, address + size)`` is not in its memory."""
-        if address + size > self.size:
-            self.size = _data_size(self._context, self._memory_at)
-            if address + size > self.size:
-                raise ControllerError(
-                    Code.CONTROLLER_FAILED,
-                    f"it named {size} bytes at address {address}, and its memory ends at "
-                    f"{self.size}",
-                )
+        if address + size > self.size and address + size > self.measure():
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it named {size} bytes at address {address}, and its memory ends at {self.size}",
+            )
 
     def read(self, address: int, size: int) -> bytes:
         """Bytes of its memory."""
@@ -353,9 +355,16 @@ class Guest:
         """Writes a u32."""
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
+    def restore(self, memory: memoryview) -> None:
+        """Makes its memory what that of another guest of its module was. Between calls only; for
+        modules whose globals do not change from call to call."""
+        self._grow_to(len(memory))
+        whole = (ctypes.c_char * len(memory)).from_address(self.base)
+        memoryview(whole).cast("B")[:] = memory
+
     def clone(self, host: Any, limits: Limits) -> Guest:
         """A guest with the same memory and globals, on behalf of ``host``. Between calls only."""
-        size = _data_size(self._context, self._memory_at)
+        size = self.measure()
         if size > limits.memory_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -398,18 +407,24 @@ class Guest:
         """A fresh guest for a fork, with a memory of ``size`` bytes."""
         other = Guest(self.template, host, limits)
         other._is_copy = True
-        missing = size - other.size
+        other._grow_to(size)
+        return other
+
+    def _grow_to(self, size: int) -> None:
+        """Makes the memory so large, all of its pages at hand."""
+        missing = size - self.size
         if missing > 0:
             before = ctypes.c_uint64()
             error = ffi.wasmtime_memory_grow(
-                other._context, other._memory_at, missing >> 16, ctypes.byref(before)
+                self._context, self._memory_at, missing >> 16, ctypes.byref(before)
             )
             if error:
-                raise ControllerError(Code.CONTROLLER_FAILED, "a fork found no memory")
-            other.size = _data_size(other._context, other._memory_at)
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"there is no memory of {size} bytes for it"
+                )
+            self.measure()
         # The pages all at once: one by one, as they are written to, takes three times as long.
-        _madvise(ctypes.c_void_p(other.base), ctypes.c_size_t(size), _POPULATE_WRITE)
-        return other
+        _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def _instantiate(self) -> int | None:
         error = ffi.wasmtime_instance_pre_instantiate(

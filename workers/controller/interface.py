@@ -43,9 +43,12 @@ class Answer(NamedTuple):
     tokens: Sequence[int] = ()
     masked: bool = False
     """mid_process: whether it wrote a mask; where it did not, every token is allowed."""
+    complete: bool = False
+    """With STOP: the text is complete, as if the model had ended it; else the program stopped."""
 
 
 STOP = Answer(Then.STOP)
+COMPLETE = Answer(Then.STOP, complete=True)
 GO_ON = Answer(Then.GO_ON)
 SUSPEND = Answer(Then.SUSPEND)
 

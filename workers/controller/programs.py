@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from importlib.resources import files
+from pathlib import Path
 
 import wasmtime
 
 from ...protocol.errors import Code, RequestError
 from .aici import AiciProgram
-from .constraints import RegexProgram
+from .constraints import Constraints
 from .interface import Program
 from .native import NativeProgram
-from .store import BUILT_IN, ModuleStore
+from .store import ModuleStore
 
 MAX_KEPT = 256
 """Modules that are kept ready to start."""
@@ -23,14 +23,20 @@ class Programs:
     """Programs by name: those given, then built-ins, then a tenant's modules and tags."""
 
     def __init__(
-        self, engine: wasmtime.Engine, store: ModuleStore | None, given: Mapping[str, Program]
+        self,
+        engine: wasmtime.Engine,
+        store: ModuleStore | None,
+        given: Mapping[str, Program],
+        kept: Path | None = None,
     ) -> None:
-        """``store`` is None where only the ``given`` ones are served."""
+        """``store`` is None where only the ``given`` ones are served; ``kept`` is the folder of
+        what constraints keep between runs."""
         self._engine = engine
         self._store = store
         self._given = dict(given)
         self._lock = threading.Lock()
         self._made: dict[str, Program] = {}
+        self._constraints = Constraints(engine, kept) if store is not None else None
 
     def get(self, tenant: str, name: str) -> Program:
         """A program; raises RequestError where there is none of that name."""
@@ -43,8 +49,9 @@ class Programs:
                 f"this worker serves {', '.join(self._given)}, not {name!r}",
                 path="$.controller",
             )
-        if name in BUILT_IN:
-            return self._built_in(name)
+        constraint = self._constraints.get(name) if self._constraints is not None else None
+        if constraint is not None:
+            return constraint
         module = self._store.resolve(tenant, name)
         program = self._made.get(module)
         if program is None:
@@ -57,14 +64,7 @@ class Programs:
                     del self._made[next(iter(self._made))]
         return program
 
-    def _built_in(self, name: str) -> Program:
-        with self._lock:
-            program: Program | None = self._made.get(name)
-            if program is None:
-                wasm = (files(__package__) / "builtin" / f"{name}.wasm").read_bytes()
-                module = wasmtime.Module(self._engine, wasm)
-                program = NativeProgram(self._engine, module)
-                if name == "regex":
-                    program = RegexProgram(program)
-                self._made[name] = program
-        return program
+    def close(self) -> None:
+        """Writes what constraints keep: the worker ends."""
+        if self._constraints is not None:
+            self._constraints.close()

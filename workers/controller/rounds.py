@@ -146,7 +146,10 @@ class Rounds:
             if answer.then is Then.GO_ON:
                 return [_result(sequence, "sample", change, answer.masked)]
             if answer.then is Then.STOP:
-                return [_result(sequence, "stop", change)]
+                stopped = _result(sequence, "stop", change)
+                if answer.complete:
+                    stopped.finish = "stop"
+                return [stopped]
             if self._append(sequence, change, answer):
                 return [_result(sequence, "stop", change)]
         raise ControllerError(

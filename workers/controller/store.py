@@ -53,8 +53,8 @@ _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 _NEW = ".new-"
 
-BUILT_IN = ("choice", "regex")
-"""Constraints by name, each a module of the native ABI that was compiled with the package."""
+BUILT_IN = ("choice", "regex", "yacc")
+"""The constraints that need no code: names that no tag can have."""
 
 
 class Entry(Struct, omit_defaults=True):

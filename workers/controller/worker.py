@@ -97,11 +97,13 @@ class ControllerWorker:
         self._serves = list(programs) if programs else [ANY_MODULE]
         folder = settings.run_folder / "modules"
         self._store = None if programs else ModuleStore(folder, self._limits, self._engine)
-        self._programs = Programs(self._engine, self._store, programs or {})
+        kept = settings.run_folder / "grammars"
+        self._programs = Programs(self._engine, self._store, programs or {}, kept)
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
-        self._starts = Pool(max(2, cpus // 2), "starts")
-        """Threads of their own: a start may take a second, and no round waits behind one."""
+        self._starts = Pool(max(8, cpus // 2), "starts")
+        """Threads of their own: a start may take a second, where it waits for a grammar to be
+        compiled even more, and no round waits behind one."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._at_once)
         self._calls = VariableCalls(self._bus.post, self._help)
@@ -132,6 +134,7 @@ class ControllerWorker:
             if self._busy:
                 self._tick()
         self._bus.close(self._stop_reason)
+        self._programs.close()
         return 0
 
     def stop(self, reason: str) -> None:

@@ -43,15 +43,21 @@ class Steered:
     """The controller of one sequence, whose calls the test makes itself."""
 
     def __init__(
-        self, source: str | Path, tokens: Sequence[bytes], arg: str | bytes = b"", eos: int = EOS
+        self,
+        source: str | Path | Program,
+        tokens: Sequence[bytes],
+        arg: str | bytes = b"",
+        eos: int = EOS,
     ) -> None:
+        """``source``: a guest's, or what makes controllers already."""
         self.vocabulary = vocabulary(tokens, eos)
         self.log = Log(1 << 20)
         storage = VariableStorage()
         variables = SequenceVariables(1, 0, storage.apply, lambda: None)
         arg = arg.encode() if isinstance(arg, str) else arg
         host = Host(1, 0, arg, self.vocabulary, variables, self.log, Limits(), 100)
-        self.controller: Controller = program(source).start(host)
+        made = program(source) if isinstance(source, str | Path) else source
+        self.controller: Controller = made.start(host)
         self._mask = bytearray(4 * -(-len(tokens) // 32))
 
     def begin(self, prompt: Sequence[int] = ()) -> str:

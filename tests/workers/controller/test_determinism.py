@@ -39,7 +39,6 @@ from .hostile.guests import FREE, MASK_AT, call, guest, set_word
 from .played import WORDS, vocabulary
 
 SDK = ROOT / "workers/controller/sdk/examples"
-BUILT_IN = ROOT / "workers/controller/builtin"
 VOCABULARY = vocabulary(WORDS)
 PROMPT = [117, 33, 44]
 MAX_TOKENS = 30
@@ -129,7 +128,7 @@ def _c(file: Path) -> Callable[[], bytes]:
 
 
 GUESTS = {
-    "choice": Guest(_c(BUILT_IN / "choice.c"), '["the cat sat", "the dog", "a dog sat"]'),
+    "choice": Guest(_c(SDK / "choice.c"), '["the cat sat", "the dog", "a dog sat"]'),
     "upper4": Guest(_c(SDK / "upper4.c")),
     "best_of": Guest(_c(SDK / "best_of.c"), "4 6 longest"),
     "backtrack": Guest(_c(SDK / "backtrack.c"), "a=bc"),

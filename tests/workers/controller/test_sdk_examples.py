@@ -21,7 +21,7 @@ from .guests import ROOT, SDK, compile_guest
 from .played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
 
 EXAMPLES = sorted((SDK / "examples").glob("*.c"))
-CHOICE = SDK.parent / "builtin/choice.c"
+CHOICE = SDK / "examples/choice.c"
 
 
 # --- the examples ---------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-// The built-in "choice": the text is exactly one of the strings of a list.
+// The text is exactly one of the strings of a list, as the constraint "choice" has it.
+//
+//   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/choice.c -o choice.wasm
 //
 // The argument is JSON, a list of strings or {"choices": [...]}. Tokens that begin no choice are
 // not allowed, and the end of the sequence is where the text is a choice. Where only one is left,

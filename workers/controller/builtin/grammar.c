@@ -1,0 +1,161 @@
+// The guest that runs grammars and regular expressions: their tables over the token trie.
+//
+// One instance serves all sequences of a grammar and a vocabulary in a worker, so that whatever one
+// of them finds out, all know. A sequence is a place here: a lexer state and a stack.
+#include "grammar/masks.h"
+
+// What host and guest tell each other; the host writes the upper part before a call.
+static struct {
+    uint32_t inbox, inbox_bytes;
+    uint32_t arg;  // a sequence, a size
+    uint32_t count;
+    uint32_t trie, tables, table_bytes, eos;
+    // Results.
+    uint32_t mask, found, out;
+} block;
+
+enum { INBOX_BYTES = 1 << 18, MOST_FORCED = 4096 };
+
+static uint8_t inbox[INBOX_BYTES] __attribute__((aligned(16)));
+static uint8_t forced[MOST_FORCED];
+static uint32_t forced_bytes;
+
+EXPORT("grammar_block") uint32_t export_block(void) {
+    block.inbox = (uint32_t)(uintptr_t)inbox;
+    block.inbox_bytes = INBOX_BYTES;
+    block.out = (uint32_t)(uintptr_t)forced;
+    return (uint32_t)(uintptr_t)&block;
+}
+
+static uint8_t *loading;
+static uint32_t loading_bytes, slot_room, trie_room;
+
+// Memory for a token trie and tables of `count` bytes, then the trie's size in `arg`; the trie
+// comes first.
+EXPORT("grammar_reserve") uint32_t export_reserve(void) {
+    const uint32_t trie = (block.arg + 15) & ~15u, nodes = block.arg / 8;
+    for (slot_room = 1024; slot_room < nodes; slot_room *= 2) {
+    }
+    trie_room = trie;
+    const uint32_t tables = (block.count + 15) & ~15u;
+    const uint32_t merging = merging_bytes(nodes, nodes, slot_room);
+    loading_bytes = (trie + tables + merging + CHUNK) / CHUNK * CHUNK;
+    loading = take_pages(loading_bytes);
+    if (!loading) FAIL("the vocabulary does not fit into the memory");
+    block.trie = (uint32_t)(uintptr_t)loading;
+    block.tables = block.trie + trie;
+    block.table_bytes = block.count;
+    return 1;
+}
+
+// Takes in the trie and the tables that are there now.
+EXPORT("grammar_open") uint32_t export_open(void) {
+    open_tables(loading + trie_room, block.table_bytes);
+    uint8_t *scratch = loading + trie_room + ((block.table_bytes + 15) & ~15u);
+    open_vocabulary(loading, block.eos, scratch, slot_room);
+    open_parser();
+    open_spellings();
+    open_masks();
+    arena_give(loading, loading_bytes);
+    return 1;
+}
+
+// After a memory was kept and is used again: no sequence is there.
+EXPORT("grammar_wake") uint32_t export_wake(void) {
+    for (uint32_t i = 0; i < sequence_count; i++) sequences[i]->used = false;
+    return 1;
+}
+
+// A place for a new sequence, in the memory of masks where there is no other; negative for none.
+static int32_t new_place(void) {
+    const int32_t place = free_place();
+    if (place != NO_ROOM || chunk_count <= LEAST_CHUNKS) return place;
+    forget();
+    arena_to_stay();
+    return free_place();
+}
+
+EXPORT("grammar_start") int32_t export_start(void) {
+    const int32_t place = new_place();
+    if (place >= 0) begin(sequences[place]);
+    return place;
+}
+
+EXPORT("grammar_fork") int32_t export_fork(void) {
+    const sequence *parent = at_place(block.arg);
+    const int32_t place = new_place();
+    if (place >= 0) assign(sequences[place], parent);
+    return place;
+}
+
+EXPORT("grammar_end") uint32_t export_end(void) {
+    at_place(block.arg)->used = false;
+    return 1;
+}
+
+// Adds the tokens in the inbox; how many could follow, one after another.
+EXPORT("grammar_append") uint32_t export_append(void) {
+    sequence *s = at_place(block.arg);
+    const uint32_t *tokens = (const uint32_t *)inbox;
+    for (uint32_t i = 0; i < block.count; i++) {
+        assign(&scratch_sequence, s);
+        const uint32_t place = tokens[i] < v.size ? v.offsets[tokens[i]] : 0;
+        bool fits = (place & 0xff) != 0;
+        for (uint32_t b = 0; fits && b < (place & 0xff); b++)
+            fits = add_class(s, g.class_of[v.data[(place >> 8) + b]]);
+        if (fits) fits = can_go_on(s);
+        if (!fits) {
+            assign(s, &scratch_sequence);
+            return i;
+        }
+    }
+    return block.count;
+}
+
+// The mask of a sequence, at `block.mask`; returns its MASK_ flags.
+EXPORT("grammar_mask") uint32_t export_mask(void) {
+    const result *found = mask_of(at_place(block.arg));
+    block.mask = (uint32_t)(uintptr_t)found->mask->words;
+    block.found = found_masks;
+    return found->flags;
+}
+
+// Whether the text so far is one of the language.
+EXPORT("grammar_complete") uint32_t export_complete(void) {
+    const sequence *s = at_place(block.arg);
+    return look(s, g.has_parser ? stand_on(s) : 0).complete;
+}
+
+// The bytes that must follow, at `block.out`; returns how many.
+EXPORT("grammar_forced") uint32_t export_forced(void) {
+    assign(&scratch_sequence, at_place(block.arg));
+    sequence *s = &scratch_sequence;
+    for (forced_bytes = 0; forced_bytes < MOST_FORCED; forced_bytes++) {
+        const outlook seen = look(s, g.has_parser ? stand_on(s) : 0);
+        if (seen.complete || seen.only < 0) break;
+        forced[forced_bytes] = g.class_byte[seen.only];
+        if (!add_class(s, (uint32_t)seen.only)) break;
+    }
+    return forced_bytes;
+}
+
+// After grammar_forced: whether some token may begin with the forced bytes from `arg` on and go on
+// after their end.
+EXPORT("grammar_overhang") uint32_t export_overhang(void) {
+    uint32_t node = 0;
+    for (uint32_t at = block.arg; at < forced_bytes; at++) {
+        const uint32_t class = g.class_of[forced[at]], end = node + v.subtree[node];
+        uint32_t child = node + 1;
+        while (child < end && v.class_of[child] != class) child += v.subtree[child];
+        if (child >= end) return 0;
+        node = child;
+    }
+    const sequence *s = &scratch_sequence;
+    const uint32_t end = node + v.subtree[node];
+    for (uint32_t child = node + 1; child < end; child += v.subtree[child]) {
+        static sequence longer;
+        assign(&longer, s);
+        if (add_class(&longer, v.class_of[child]) && can_go_on(&longer)) return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,99 @@
+// Memory of the grammar guest: what stays, and an arena that is emptied as a whole.
+#ifndef GRAMMAR_MEMORY_H
+#define GRAMMAR_MEMORY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define EXPORT(name) __attribute__((export_name(name)))
+
+// LEAST_CHUNKS: the arena keeps so many for itself.
+enum { PAGE = 65536, CHUNK = 1 << 20, MOST_CHUNKS = 512, LEAST_CHUNKS = 8 };
+
+__attribute__((import_module("tokenbus"), import_name("fail"), noreturn)) void host_fail(
+    const char *text, uint32_t n);
+
+// Ends this guest, and every sequence that it serves, with a text.
+#define FAIL(text) host_fail(text, sizeof text - 1)
+
+static inline void copy(void *to, const void *from, uint32_t n) { __builtin_memcpy(to, from, n); }
+
+static inline void zero(void *at, uint32_t n) { __builtin_memset(at, 0, n); }
+
+static inline bool same(const uint32_t *one, const uint32_t *other, uint32_t words) {
+    for (uint32_t i = 0; i < words; i++)
+        if (one[i] != other[i]) return false;
+    return true;
+}
+
+// Pages at the end of the memory; 0 where the host gives no more.
+static void *take_pages(uint32_t bytes) {
+    const size_t before = __builtin_wasm_memory_grow(0, (bytes + PAGE - 1) / PAGE);
+    return before == (size_t)-1 ? 0 : (void *)(before * PAGE);
+}
+
+// --- what stays ----------------------------------------------------------------------------------
+
+static uint8_t *stay_at, *stay_end;
+
+// Zeroed, aligned to 16; 0 where the host gives no more.
+static void *stay_if_room(uint32_t bytes) {
+    bytes = (bytes + 15) & ~15u;
+    if ((uint32_t)(stay_end - stay_at) < bytes) {
+        const uint32_t room = bytes > PAGE ? (bytes + PAGE - 1) / PAGE * PAGE : PAGE;
+        uint8_t *pages = take_pages(room);
+        if (!pages) return 0;
+        if (pages != stay_end) stay_at = pages;
+        stay_end = pages + room;
+    }
+    uint8_t *at = stay_at;
+    stay_at += bytes;
+    return at;
+}
+
+static void *stay(uint32_t bytes) {
+    void *at = stay_if_room(bytes);
+    if (!at) FAIL("the grammar and the vocabulary do not fit into the memory");
+    return at;
+}
+
+// --- the arena -----------------------------------------------------------------------------------
+
+static uint8_t *chunks[MOST_CHUNKS];
+static uint32_t chunk_count, chunk_now, chunk_used;
+
+// A block of memory that is not used any more becomes part of the arena.
+static void arena_give(uint8_t *block, uint32_t bytes) {
+    for (; bytes >= CHUNK && chunk_count < MOST_CHUNKS; block += CHUNK, bytes -= CHUNK)
+        chunks[chunk_count++] = block;
+}
+
+// At most a chunk, aligned to 16, with whatever was in it; 0 where there is no more.
+static void *arena_take(uint32_t bytes) {
+    bytes = (bytes + 15) & ~15u;
+    if (bytes > CHUNK) return 0;
+    if (chunk_now < chunk_count && chunk_used + bytes > CHUNK) {
+        chunk_now++;
+        chunk_used = 0;
+    }
+    if (chunk_now == chunk_count) {
+        uint8_t *block = chunk_count < MOST_CHUNKS ? take_pages(CHUNK) : 0;
+        if (!block) return 0;
+        arena_give(block, CHUNK);
+    }
+    void *at = chunks[chunk_now] + chunk_used;
+    chunk_used += bytes;
+    return at;
+}
+
+static void arena_empty(void) { chunk_now = chunk_used = 0; }
+
+// Makes a chunk of an empty arena room for what stays.
+static void arena_to_stay(void) {
+    stay_at = chunks[--chunk_count];
+    stay_end = stay_at + CHUNK;
+    zero(stay_at, CHUNK);
+}
+
+#endif

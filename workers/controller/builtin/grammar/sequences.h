@@ -1,0 +1,48 @@
+// The sequences that this guest serves: where the lexer and the parser of each stand.
+#ifndef GRAMMAR_SEQUENCES_H
+#define GRAMMAR_SEQUENCES_H
+
+#include "tables.h"
+
+enum { DEEPEST = 8192, MOST_SEQUENCES = 4096, TOO_MANY = -1, NO_ROOM = -2 };
+
+typedef struct sequence {
+    bool used;
+    uint16_t lexer;
+    uint32_t depth;           // of the stack; 0 without a parser
+    uint16_t stack[DEEPEST];  // parser states, the start state first
+} sequence;
+
+static sequence *sequences[MOST_SEQUENCES];
+static uint32_t sequence_count;  // that there is memory for
+static sequence scratch_sequence;
+
+static void begin(sequence *s) {
+    s->used = true;
+    s->lexer = (uint16_t)g.lexer_start;
+    s->depth = g.has_parser ? 1 : 0;
+    s->stack[0] = 0;
+}
+
+static void assign(sequence *to, const sequence *from) {
+    to->used = true;
+    to->lexer = from->lexer;
+    to->depth = from->depth;
+    copy(to->stack, from->stack, 2 * from->depth);
+}
+
+// A place that no sequence has; TOO_MANY, or NO_ROOM where there is no memory for one.
+static int32_t free_place(void) {
+    for (uint32_t i = 0; i < sequence_count; i++)
+        if (!sequences[i]->used) return (int32_t)i;
+    if (sequence_count == MOST_SEQUENCES) return TOO_MANY;
+    sequences[sequence_count] = stay_if_room(sizeof(sequence));
+    return sequences[sequence_count] ? (int32_t)sequence_count++ : NO_ROOM;
+}
+
+static sequence *at_place(uint32_t place) {
+    if (place >= sequence_count || !sequences[place]->used) FAIL("there is no such sequence");
+    return sequences[place];
+}
+
+#endif
