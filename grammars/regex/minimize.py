@@ -115,7 +115,16 @@ def minimise(automaton: Automaton, budget: Budget) -> Automaton:
                     cords.mark(number)
             cords.split()
             block += 1
-    return _merged(automaton, blocks, live)
+    return _merged(automaton, blocks.block, live)
+
+
+def trimmed(automaton: Automaton) -> Automaton:
+    """The automaton without states from which nothing can be accepted, and not any smaller.
+
+    States are numbered as by ``minimise``; the start, state 0, can go on to a match.
+    """
+    live = _live(automaton.rows, automaton.accepts)
+    return _merged(automaton, range(len(automaton.rows)), live)
 
 
 def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
@@ -134,9 +143,9 @@ def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
     return live
 
 
-def _merged(automaton: Automaton, blocks: _Partition, live: list[bool]) -> Automaton:
+def _merged(automaton: Automaton, block_of: Sequence[int], live: list[bool]) -> Automaton:
     """One state for each block, in the order in which they are reached."""
-    numbers = {blocks.block[0]: 0}
+    numbers = {block_of[0]: 0}
     pending = [0]
     rows = []
     accepts = []
@@ -144,7 +153,7 @@ def _merged(automaton: Automaton, blocks: _Partition, live: list[bool]) -> Autom
         row: dict[int, int] = {}
         for label, target in automaton.rows[state].items():
             if live[target]:
-                block = blocks.block[target]
+                block = block_of[target]
                 if block not in numbers:
                     numbers[block] = len(pending)
                     pending.append(target)

@@ -1,0 +1,85 @@
+"""From the states of a combination to its table, within a bound on states and on time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol, TypeVar
+
+from ..regex.bounds import Budget
+from ..regex.dfa import Dfa, table
+from ..regex.minimize import minimise, trimmed
+from ..regex.subsets import Automaton
+from ..regex.utf8 import ByteAutomaton
+from .rows import MOST_TRANSITIONS, Row, segments_of, too_many_transitions
+
+MOST_MINIMISED = 200_000
+"""Transitions, by label, of what is minimised: some half a second of it."""
+
+State = TypeVar("State", bound=Hashable)
+
+
+class CombinationError(ValueError):
+    """Parts that cannot be combined as asked, or whose combination grows too large."""
+
+
+class Source(Protocol[State]):
+    """The states of a combination, each worked out when it is reached."""
+
+    labels: bytes
+    """The label of each byte."""
+    first: State
+
+    def row(self, state: State) -> dict[int, State]:
+        """The next state for each label that goes on."""
+
+    def accepts(self, state: State) -> bool:
+        """Whether the text may end."""
+
+
+def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
+    """The table of the combination; None where it takes no text.
+
+    It is the smallest up to ``MOST_MINIMISED`` transitions. States are numbered in the order in
+    which they are reached by ascending bytes, as those of a pattern, so that a language has one
+    table up to there. ``reached`` is given the states as they are found, for who has to say what
+    grew. Raises Exhausted beyond the bounds.
+    """
+    numbers = {source.first: 0}
+    reached.append(source.first)
+    rows: list[Row] = []
+    accepts: list[int] = []
+    count = 0
+    # The list grows while it is read.
+    for state in reached:
+        row: Row = {}
+        for label, after in sorted(source.row(state).items(), key=_label):
+            number = numbers.setdefault(after, len(reached))
+            if number == len(reached):
+                budget.states(number + 2)
+                reached.append(after)
+            row[label] = number
+        budget.tick()
+        count += len(row)
+        if count > MOST_TRANSITIONS:
+            raise too_many_transitions()
+        rows.append(row)
+        accepts.append(int(source.accepts(state)))
+    if not any(accepts):
+        return None
+    segments = segments_of(source.labels)
+    automaton = Automaton(segments, rows, accepts)
+    small = minimise(automaton, budget) if count <= MOST_MINIMISED else trimmed(automaton)
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(256)]
+    for low, high, label in segments:
+        spans[label].append((low, high))
+    runs = [
+        tuple([(low, high, to + 1) for label, to in row.items() for low, high in spans[label]])
+        for row in small.rows
+    ]
+    found = table(ByteAutomaton([(), *runs], [0, *small.accepts]))
+    budget.check()
+    return found
+
+
+def _label(item: tuple[int, object]) -> int:
+    return item[0]

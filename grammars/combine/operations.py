@@ -1,0 +1,189 @@
+"""What may follow what: sequence, alternation, repetition, and a text that ends with a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ..regex import Dfa, compile_regex
+from ..regex.bounds import Budget, Exhausted, shown
+from .build import CombinationError, built
+from .places import END, Places, State, stride_of
+from .stops import Stopped
+
+MOST_STATES = 65_535
+"""States, the dead one included: the guest that runs a table has 16 bits for a state."""
+LONGEST_STOP = 1_024
+"""Bytes of UTF-8 of a stop."""
+_LOOKED_AT = 200_000
+"""Places, of those held by all states, that are looked at to find which part grew."""
+
+
+def sequence(
+    parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+) -> Dfa:
+    """The automaton of a text of each part, one after the other.
+
+    ``max_states`` bounds the states, also before they are minimised; ``max_seconds`` the CPU
+    seconds of this thread. Raises CombinationError where there is no part, and beyond the bounds;
+    then it names the part that grew.
+    """
+    _some("sequence", parts)
+    stride = stride_of(parts)
+    after: list[State] = []
+    following = frozenset((END,))
+    for number in reversed(range(len(parts))):
+        after.append(following)
+        start = frozenset((number * stride + parts[number].start,))
+        following = start | following if _takes_nothing(parts[number]) else start
+    after.reverse()
+    return _placed("sequence", parts, following, after, Budget(max_states, max_seconds))
+
+
+def alternation(
+    parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+) -> Dfa:
+    """The automaton of a text of any one of the parts. Bounds and errors as of ``sequence``."""
+    _some("alternation", parts)
+    stride = stride_of(parts)
+    first = {number * stride + part.start for number, part in enumerate(parts)}
+    if any(map(_takes_nothing, parts)):
+        first.add(END)
+    after = [frozenset((END,))] * len(parts)
+    budget = Budget(max_states, max_seconds)
+    return _placed("alternation", parts, frozenset(first), after, budget)
+
+
+def repetition(
+    part: Dfa,
+    least: int,
+    most: int | None,
+    *,
+    max_states: int = MOST_STATES,
+    max_seconds: float = 5.0,
+) -> Dfa:
+    """The automaton of ``least`` to ``most`` texts of a part, one after the other.
+
+    ``most`` is None for any number from ``least`` on. Bounds as of ``sequence``. Raises
+    CombinationError beyond them, where a count is below 0 or above ``max_states``, and where
+    ``most`` is below ``least``.
+    """
+    counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
+    if least < 0 or (most is not None and most < least):
+        raise CombinationError(f"a part is repeated from a count to one not below it, not {counts}")
+    if max(least, most or 0) > max_states:
+        raise CombinationError(f"a part is repeated at most {max_states:,} times, not {counts}")
+    if most == 0:
+        return compile_regex("")
+    # A copy that would take the empty text may as well be left out.
+    if _takes_nothing(part):
+        least = 0
+    copies = max(least, 1) if most is None else most
+    after: list[State] = []
+    for copy in range(1, copies + 1):
+        following = {END} if copy >= least else set()
+        if copy < copies:
+            following.add(copy * part.num_states + part.start)
+        elif most is None:
+            following.add((copy - 1) * part.num_states + part.start)
+        after.append(frozenset(following))
+    first = frozenset((part.start, END) if least == 0 else (part.start,))
+    counted_to = None if most is None else max(least - 1, 0)
+    budget = Budget(max_states, max_seconds)
+    return _placed(f"repetition, {counts},", [part] * copies, first, after, budget, counted_to)
+
+
+def stop_at(
+    part: Dfa | None, stop: str, *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+) -> Dfa:
+    """The automaton of the texts of a part that end with their first ``stop``.
+
+    The stop belongs to the text, which is one of the part's own: it has the stop at its end, and
+    nowhere before, overlapping included. A part of None is one that takes every text.
+
+    Bounds and errors as of ``sequence``. Raises CombinationError too where the stop is empty, has
+    more than ``LONGEST_STOP`` bytes or a lone surrogate, and where no text of the part ends with
+    its first stop, as with ``.*`` and a newline; what lets a stop follow the part is
+    ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
+    """
+    try:
+        data = stop.encode()
+    except UnicodeEncodeError:
+        raise CombinationError(f"the stop {shown(stop)} has a lone surrogate") from None
+    if not 1 <= len(data) <= LONGEST_STOP:
+        raise CombinationError(
+            f"a stop has 1 to {LONGEST_STOP:,} bytes, not {len(data):,} ({shown(stop)})"
+        )
+    inner = _any_text() if part is None else part
+    budget = Budget(max_states, max_seconds)
+    try:
+        found = built(Stopped(inner, data, budget), budget, [])
+    except Exhausted as over:
+        raise CombinationError(
+            f"the text to the stop {shown(stop)} {over.what}: its part has {inner.num_states:,} "
+            f"by itself, the stop {len(data):,} bytes"
+        ) from None
+    if found is None:
+        raise CombinationError(
+            f"the language is empty: no text of the part ends with its first {shown(stop)}; a stop "
+            "that should follow the part has to be a part too, after it in a sequence"
+        )
+    return found
+
+
+@lru_cache(maxsize=1)
+def _any_text() -> Dfa:
+    return compile_regex("(?s).*")
+
+
+def _some(what: str, parts: Sequence[Dfa]) -> None:
+    if not parts:
+        raise CombinationError(f"the {what} has no part; it needs at least one")
+
+
+def _takes_nothing(part: Dfa) -> bool:
+    return bool(part.accepting[part.start])
+
+
+def _placed(
+    what: str,
+    copies: Sequence[Dfa],
+    first: State,
+    after: Sequence[State],
+    budget: Budget,
+    counted_to: int | None = None,
+) -> Dfa:
+    """The automaton of some places. Raises CombinationError beyond the bounds."""
+    reached: list[State] = []
+    try:
+        found = built(Places(copies, first, after, budget, counted_to), budget, reached)
+    except Exhausted as over:
+        raise CombinationError(f"the {what} {over.what}: {_grown(copies, reached)}") from None
+    if found is None:
+        raise CombinationError(f"the language is empty: the {what} takes no text")
+    return found
+
+
+def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
+    """The part that is in the most different sets of places, in words."""
+    stride = stride_of(copies)
+    parts = list({id(part): part for part in copies}.values())
+    if len(parts) == 1 < len(copies):
+        return f"its part, {parts[0].num_states:,} states by itself, grew"
+    sets: list[set[State]] = [set() for _ in copies]
+    looked_at = 0
+    for state in reversed(reached):
+        looked_at += len(state)
+        if looked_at > _LOOKED_AT:
+            break
+        own: dict[int, list[int]] = {}
+        for place in state - {END}:
+            own.setdefault(place // stride, []).append(place)
+        for copy, places in own.items():
+            sets[copy].add(frozenset(places))
+    # Before any state is made the largest part is at fault.
+    worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
+    return (
+        f"part {worst + 1} of {len(copies)}, {copies[worst].num_states:,} states by itself, "
+        "grew most"
+    )

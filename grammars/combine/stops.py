@@ -1,0 +1,63 @@
+"""A text in a part, and how much of a stop it has just read.
+
+How much is the longest beginning of the stop that the text ends with, by the automaton of D. Knuth,
+J. Morris and V. Pratt, Fast pattern matching in strings, SIAM Journal on Computing 6, 1977. Bytes
+are compared, not characters: a stop in UTF-8 is found between characters only.
+"""
+
+from __future__ import annotations
+
+from ..regex.bounds import Budget
+from ..regex.dfa import Dfa
+from .rows import joint_labels, rows_of
+
+_STOPPED = -1
+"""The state after the stop, where the part takes the text."""
+
+
+class Stopped:
+    """Pairs of a part's state and a length of the stop, as numbers: state times length plus it."""
+
+    def __init__(self, part: Dfa, stop: bytes, budget: Budget) -> None:
+        letters = bytearray(256)
+        for number, byte in enumerate(dict.fromkeys(stop), 1):
+            letters[byte] = number
+        self.labels = joint_labels([part.classes, bytes(letters)])
+        self.part = part
+        self.stop = stop
+        self.first = part.start * len(stop)
+        self._rows = rows_of(part, self.labels, budget)
+        self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
+
+    def row(self, state: int) -> dict[int, int]:
+        """The next pair for each label that goes on: none after the stop."""
+        if state == _STOPPED:
+            return {}
+        size = len(self.stop)
+        inner, length = divmod(state, size)
+        after = self._after[length]
+        row: dict[int, int] = {}
+        for label, target in self._rows[inner].items():
+            if after[label] < size:
+                row[label] = target * size + after[label]
+            elif self.part.accepting[target]:
+                row[label] = _STOPPED
+        return row
+
+    def accepts(self, state: int) -> bool:
+        """Whether the stop was read, and the part takes the text."""
+        return state == _STOPPED
+
+
+def _lengths(stop: list[int], labels: int, budget: Budget) -> list[list[int]]:
+    """After each length of the stop the next one, for each label."""
+    lengths: list[list[int]] = []
+    border = 0
+    for length, label in enumerate(stop):
+        budget.tick()
+        row = lengths[border][:] if length else [0] * labels
+        back = row[label]
+        row[label] = length + 1
+        lengths.append(row)
+        border = back if length else 0
+    return lengths
