@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from ..regex import Lexeme, LexerDfa, RegexError, compile_lexer, compile_regex
 from .checks import check_grammar
+from .closing import find_rests, shortest_lexemes
 from .compiled import CompiledGrammar
 from .conflicts import Conflict, explain_conflicts
 from .errors import GrammarError
 from .grammar import SKIP, Grammar, GrammarLexeme, number_grammar
-from .lr1 import Items, build_automaton
+from .lr1 import Items, State, build_automaton
 from .source import read_source
 from .tables import REDUCE, ParseTables, make_tables, set_bits
 
@@ -63,7 +64,8 @@ def compile_grammar(
     lexer = _lexer(grammar, max(deadline - time.monotonic(), 0.1))
     until = min(time.monotonic() + EXAMPLE_SECONDS, deadline)
     conflicts = explain_conflicts(grammar, items, states, choices, until)
-    return Compilation(_join(grammar, tables, lexer), conflicts, tuple(_unmatched(grammar, lexer)))
+    joined = _join(grammar, items, states, tables, lexer)
+    return Compilation(joined, conflicts, tuple(_unmatched(grammar, lexer)))
 
 
 def _lexer(grammar: Grammar, max_seconds: float) -> LexerDfa:
@@ -124,9 +126,14 @@ def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
     return transitions, accepted, reachable, start
 
 
-def _join(grammar: Grammar, tables: ParseTables, lexer: LexerDfa) -> CompiledGrammar:
+def _join(
+    grammar: Grammar, items: Items, states: list[State], tables: ParseTables, lexer: LexerDfa
+) -> CompiledGrammar:
     terminal_of = [lexeme.terminal for lexeme in grammar.lexemes]
-    transitions, accepted, reachable, start = _with_start(lexer)
+    transitions, matched, reachable, start = _with_start(lexer)
+    accepted = [terminal_of[lexeme] if lexeme >= 0 else -1 for lexeme in matched]
+    classes = bytes(lexer.classes)
+    shortest = shortest_lexemes(classes, lexer.num_classes, transitions, accepted, start)
     sets: dict[int, int] = {}
     for lexemes in reachable:
         if lexemes not in sets:
@@ -147,11 +154,11 @@ def _join(grammar: Grammar, tables: ParseTables, lexer: LexerDfa) -> CompiledGra
     return CompiledGrammar(
         terminals=grammar.terminals,
         nonterminals=grammar.nonterminals,
-        classes=bytes(lexer.classes),
+        classes=classes,
         num_classes=lexer.num_classes,
         lexer_start=start,
         transitions=tuple(transitions),
-        accepted=tuple(terminal_of[lexeme] if lexeme >= 0 else -1 for lexeme in accepted),
+        accepted=tuple(accepted),
         reachable=tuple(sets[lexemes] for lexemes in reachable),
         num_states=tables.num_states,
         actions=tuple(tables.actions),
@@ -160,4 +167,6 @@ def _join(grammar: Grammar, tables: ParseTables, lexer: LexerDfa) -> CompiledGra
         length=tuple(tables.length),
         shifted=tuple(shifted),
         reduced=tuple(reduced),
+        rests=find_rests(grammar, items, states, shortest),
+        shortest=tuple(shortest.get(t, b"") for t in range(len(grammar.terminals))),
     )

@@ -4,7 +4,7 @@
 throughout. A header of 64 bytes:
 
      0  4s   magic "TBYG"
-     4  u32  version, 1
+     4  u32  version, 2
      8  u32  bytes in all
     12  u32  CRC-32 of everything after the header
     16  u32  num_terminals T (0 is the end of the text, 1 is SKIP)
@@ -17,7 +17,8 @@ throughout. A header of 64 bytes:
     44  u32  words W of a set of terminals, ceil(T / 32): terminal t is bit t % 32 of word t / 32
     48  u32  num_reductions R
     52  u32  bytes of the names
-    56  u64  0
+    56  u32  num_rests Q
+    60  u32  terminals of all rests Y
 
 then these arrays, each at the next multiple of 8 bytes, padded with zeros:
 
@@ -34,6 +35,14 @@ then these arrays, each at the next multiple of 8 bytes, padded with zeros:
     first        u32 [S + 1]    where the state's reductions start in the next two
     reduced      u16 [R]        a production
     lookahead    u32 [R * W]    the set of terminals at which it is reduced
+    first_rest   u32 [S + 1]    where the state's rests start in the next four (closing.py)
+    rest_lhs     u16 [Q]        nonterminal that a rest completes
+    rest_pops    u16 [Q]        states that then go
+    rest_cost    u32 [Q]
+    rest_at      u32 [Q + 1]    where its terminals start
+    rest         u16 [Y]        terminals
+    shortest_at  u32 [T + 1]    where the terminal's text starts
+    shortest     u8             a shortest text of each terminal that the lexer can match
     names        u8             UTF-8 JSON: [[terminals], [nonterminals]], for messages
 """
 
@@ -46,10 +55,13 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from .closing import Rest
 
 MAGIC = b"TBYG"
-VERSION = 1
-_HEADER = struct.Struct("<4s13IQ")
+VERSION = 2
+_HEADER = struct.Struct("<4s15I")
 _NONE = 0xFFFF
 _U16 = "H"
 _U32 = "I"
@@ -90,6 +102,10 @@ class CompiledGrammar:
     """Set of terminals that a parser state shifts or accepts."""
     reduced: tuple[tuple[tuple[int, int], ...], ...]
     """For each parser state its (production, set of terminals at which it is reduced)."""
+    rests: tuple[tuple[Rest, ...], ...]
+    """For each parser state what completes what it is in the middle of."""
+    shortest: tuple[bytes, ...]
+    """A shortest text of each terminal; empty for one that the lexer cannot match."""
 
     @property
     def num_terminals(self) -> int:
@@ -110,9 +126,7 @@ class CompiledGrammar:
         """The blob of a self. The same grammar gives the same bytes."""
         words = (self.num_terminals + 31) // 32
         reductions = [pair for pairs in self.reduced for pair in pairs]
-        first = [0]
-        for pairs in self.reduced:
-            first.append(first[-1] + len(pairs))
+        rests = [rest for of_state in self.rests for rest in of_state]
         names = json.dumps([self.terminals, self.nonterminals], separators=(",", ":")).encode()
         parts = [
             self.classes,
@@ -124,9 +138,17 @@ class CompiledGrammar:
             _packed(_U16, self.lhs),
             _packed(_U16, self.length),
             _packed_sets(self.shifted, words),
-            _packed(_U32, first),
+            _packed(_U32, _starts(self.reduced)),
             _packed(_U16, (production for production, _ in reductions)),
             _packed_sets((lookahead for _, lookahead in reductions), words),
+            _packed(_U32, _starts(self.rests)),
+            _packed(_U16, (rest.lhs for rest in rests)),
+            _packed(_U16, (rest.pops for rest in rests)),
+            _packed(_U32, (rest.cost for rest in rests)),
+            _packed(_U32, _starts([rest.terminals for rest in rests])),
+            _packed(_U16, (terminal for rest in rests for terminal in rest.terminals)),
+            _packed(_U32, _starts(self.shortest)),
+            b"".join(self.shortest),
             names,
         ]
         body = b"".join(part + bytes(-len(part) % 8) for part in parts)
@@ -145,7 +167,8 @@ class CompiledGrammar:
             words,
             len(reductions),
             len(names),
-            0,
+            len(rests),
+            sum(len(rest.terminals) for rest in rests),
         )
         return header + body
 
@@ -170,7 +193,8 @@ class CompiledGrammar:
             words,
             reductions,
             names_size,
-            _,
+            num_rests,
+            rest_terminals,
         ) = _HEADER.unpack_from(blob)
         if version != VERSION:
             raise ValueError(f"a compiled grammar of version {version}; this code reads {VERSION}")
@@ -189,6 +213,20 @@ class CompiledGrammar:
         first = read.numbers(_U32, states + 1)
         reduced = read.numbers(_U16, reductions)
         lookahead = read.sets(reductions, words)
+        first_rest = read.numbers(_U32, states + 1)
+        rest_lhs = read.numbers(_U16, num_rests)
+        rest_pops = read.numbers(_U16, num_rests)
+        rest_cost = read.numbers(_U32, num_rests)
+        rest_at = read.numbers(_U32, num_rests + 1)
+        rest = read.numbers(_U16, rest_terminals)
+        rests = [
+            Rest(lhs, pops, cost, rest[begin:end])
+            for lhs, pops, cost, (begin, end) in zip(
+                rest_lhs, rest_pops, rest_cost, pairwise(rest_at), strict=True
+            )
+        ]
+        shortest_at = read.numbers(_U32, terminals + 1)
+        shortest = read.bytes(shortest_at[-1])
         terminal_names, nonterminal_names = json.loads(read.bytes(names_size))
         pairs = tuple(zip(reduced, lookahead, strict=True))
         return cls(
@@ -206,8 +244,15 @@ class CompiledGrammar:
             lhs=lhs,
             length=length,
             shifted=shifted,
-            reduced=tuple(pairs[first[s] : first[s + 1]] for s in range(states)),
+            reduced=tuple(pairs[begin:end] for begin, end in pairwise(first)),
+            rests=tuple(tuple(rests[begin:end]) for begin, end in pairwise(first_rest)),
+            shortest=tuple(shortest[begin:end] for begin, end in pairwise(shortest_at)),
         )
+
+
+def _starts(parts: Iterable[Sequence[object]]) -> list[int]:
+    """Where each part starts when they follow one another, and where the last one ends."""
+    return list(accumulate(map(len, parts), initial=0))
 
 
 def _packed(kind: str, numbers: Iterable[int]) -> bytes:
