@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import wasmtime
 
+from .grammar.combination import combine
 from .grammar.controller import GrammarController
 from .grammar.guests import GrammarGuests
-from .grammar.tables import GrammarTables, choice_tables, regex_tables
+from .grammar.tables import GrammarTables, choice_tables, regex_tables, substring_tables
 from .host import Host
 from .interface import Controller, Program
 
@@ -31,6 +33,20 @@ class GrammarProgram:
             raise
 
 
+class CombinationProgram:
+    """The constraint ``combination``, whose argument may also bound the tokens of its text."""
+
+    def __init__(self, guests: GrammarGuests) -> None:
+        self._guests = guests
+
+    def start(self, host: Host) -> Controller:
+        """Raises RequestError where the argument is wrong."""
+        made = combine(host.arg)
+        if made.max_tokens is not None:
+            host = replace(host, max_tokens=min(host.max_tokens, made.max_tokens))
+        return GrammarProgram(self._guests, lambda _: made.tables).start(host)
+
+
 class Constraints:
     """The constraints that this worker has, by name."""
 
@@ -41,7 +57,9 @@ class Constraints:
         self._guests = GrammarGuests(engine, memories)
         self._programs: dict[str, Program] = {
             "choice": GrammarProgram(self._guests, choice_tables),
+            "combination": CombinationProgram(self._guests),
             "regex": GrammarProgram(self._guests, regex_tables),
+            "substring": GrammarProgram(self._guests, substring_tables),
             "yacc": GrammarProgram(self._guests, GrammarTables(tables)),
         }
 

@@ -52,6 +52,42 @@ def named(constraints: Constraints, name: str) -> Program:
 # --- masks ----------------------------------------------------------------------------------------
 
 
+def test_a_substring_is_any_part_of_the_text(constraints: Constraints) -> None:
+    run = Steered(named(constraints, "substring"), WORDS, '{"text": "the cat sät"}')
+    text = "the cat sät".encode()
+    allowed = run.mid()
+    assert isinstance(allowed, set)
+    inside = {i for i, t in enumerate(WORDS) if t and t in text}
+    assert allowed == {EOS} | inside - {1 + text[-2]}  # no part begins inside a character
+    run.post([WORDS.index(b" cat")])
+    assert run.mid() == {EOS, 1 + ord(" ")}
+    run.post([1 + byte for byte in " sä".encode()[:-1]])
+    assert run.mid() == [1 + "ä".encode()[1]]
+
+
+def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Constraints) -> None:
+    date = {"regex": r"\d\d"}
+    arg = {
+        "sequence": [
+            "the ",
+            {"repetition": {"choice": ["cat", "dog"]}, "least": 1, "most": 2},
+            {"alternation": [date, {"stop_at": "!", "of": {"regex": "[a!]+"}}]},
+        ],
+        "max_tokens": 6,
+    }
+    run = Steered(named(constraints, "combination"), WORDS, json.dumps(arg))
+    for tokens in ([b"the "], [b"cat"], [b"dog"], [b"a"]):
+        assert run.mid()
+        run.post([WORDS.index(token) for token in tokens])
+    assert run.mid() == [1 + ord("!")]  # six tokens, and no more
+    run.post([1 + ord("!")])
+    assert run.mid() is None
+
+    run = Steered(named(constraints, "combination"), WORDS, '{"stop_at": "cat"}')
+    run.post([WORDS.index(b"dog"), WORDS.index(b" cat")])
+    assert run.mid() is None
+
+
 def test_no_tag_can_have_the_name_of_a_constraint(constraints: Constraints) -> None:
     assert constraints.names == set(BUILT_IN)
 
@@ -164,6 +200,26 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         ("regex", b"\xff", "UTF-8"),
         ("regex", '{"library": "nope"}', "'nope' is not in the library; there are email, iso_date"),
         ("regex", '{"pattern": "a", "flags": 1}', "this has pattern, flags"),
+        ("substring", "a" * 70_000, "65,536"),
+        ("substring", '{"library": "c"}', 'text, {"text": TEXT}; this has library'),
+        ("combination", "x", "is JSON"),
+        (
+            "combination",
+            '{"regex": "a", "choice": ["b"]}',
+            "is a text or an object of one of regex",
+        ),
+        ("combination", '{"yacc": "json"}', "is a text or an object of one of regex"),
+        ("combination", '{"sequence": ["a", {"regex": "(b"}]}', r"\$.sequence\[1\].regex: missing"),
+        ("combination", '{"repetition": "a", "least": -1}', "least is a whole number from 0"),
+        (
+            "combination",
+            '{"repetition": "a", "least": 2, "most": 1}',
+            "most is a whole number from 2",
+        ),
+        ("combination", '{"regex": "a", "max_tokens": 0}', "max_tokens is a whole number from 1"),
+        ("combination", '{"sequence": "ab"}', "sequence is a list"),
+        ("combination", "[" * 60 + "]" * 60, "is a text or an object"),
+        ("combination", '{"sequence": [' * 60 + "]}" * 60, "50 deep"),
         ("yacc", " ", "the library: arithmetic, c, json"),
         ("yacc", b"\xff", "UTF-8"),
         ("yacc", "%start s\n%%\ns: t ;", "line 3, column 4: the rule 't' is not defined"),

@@ -141,7 +141,8 @@ def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) ->
     first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
     modules.tag("anna", first, tags)
     says = (
-        r"^there is no controller 'x'; built in: choice, regex, yacc; tags: tag00, .*, tag19 and 5 more; "
+        r"^there is no controller 'x'; built in: choice, combination, .*, yacc; "
+        r"tags: tag00, .*, tag19 and 5 more; "
         "modules without tags: 2"
     )
     with pytest.raises(RequestError, match=says) as caught:

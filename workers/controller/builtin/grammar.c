@@ -2,7 +2,7 @@
 //
 // One instance serves all sequences of a grammar and a vocabulary in a worker, so that whatever one
 // of them finds out, all know. A sequence is a place here: a lexer state and a stack.
-#include "grammar/masks.h"
+#include "grammar/closing.h"
 
 // What host and guest tell each other; the host writes the upper part before a call.
 static struct {
@@ -56,6 +56,7 @@ EXPORT("grammar_open") uint32_t export_open(void) {
     open_parser();
     open_spellings();
     open_masks();
+    open_closing();
     arena_give(loading, loading_bytes);
     return 1;
 }
@@ -137,6 +138,14 @@ EXPORT("grammar_forced") uint32_t export_forced(void) {
         if (!add_class(s, (uint32_t)seen.only)) break;
     }
     return forced_bytes;
+}
+
+// Few bytes that bring the text to its end, at `block.out`; returns how many, or -1 where none
+// were found.
+EXPORT("grammar_closing") int32_t export_closing(void) {
+    if (!close_text(at_place(block.arg))) return -1;
+    copy(forced, closing, closing_bytes);
+    return (int32_t)closing_bytes;
 }
 
 // After grammar_forced: whether some token may begin with the forced bytes from `arg` on and go on

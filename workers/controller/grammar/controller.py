@@ -13,6 +13,11 @@ from .guests import Shared
 
 SHOWN = 200
 """Characters of the text so far that an error shows."""
+SPARE = 8
+"""Tokens that the model may add to what is needed to close the text, in one token of its own; of
+short texts a sixteenth."""
+LOOK_EVERY = 32
+"""How often a sequence is asked what closing it needs, in tokens, where there is time."""
 
 _MASKED = Answer(Then.GO_ON, masked=True)
 
@@ -26,6 +31,10 @@ class GrammarController:
         self._host = host
         self._place = place
         self._text = text
+        self._spare = min(SPARE, host.max_tokens // 16)
+        self._look_at = max(0, host.max_tokens - 2 * LOOK_EVERY)
+        """The length at which it is asked again."""
+        self._closed = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Nothing: the grammar is of what comes after the prompt."""
@@ -36,10 +45,21 @@ class GrammarController:
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """What the grammar allows next; appends what must come, and stops where nothing can."""
+        if self._closed:
+            return interface.COMPLETE
+        left = self._host.max_tokens - len(self._text)
+        if left <= 0:
+            return STOP
+        if len(self._text) >= self._look_at and (closing := self._closing()) is not None:
+            self._closed = True
+            most = self._host.max_tokens
+            told = f"closed with {len(closing)} tokens: max_tokens is {most}\n"
+            self._host.log.write(told.encode())
+            return Answer(Then.SPLICE, tokens=closing) if closing else interface.COMPLETE
         flags = self._guest.mask(self._place, mask)
         if flags & ANY:
             if flags & FORCED:
-                tokens = self._guest.forced(self._place)
+                tokens = self._guest.forced(self._place)[:left]
                 if tokens:
                     return Answer(Then.SPLICE, tokens=tokens)
             return _MASKED
@@ -74,6 +94,19 @@ class GrammarController:
         """As ``interface.Controller`` says."""
         self._guest.end(self._place)
         self._shared.release()
+
+    def _closing(self) -> list[int] | None:
+        """Tokens that end the text, where it is time: later there might be no room for them."""
+        # With its last token a sequence has ended by its length, complete or not.
+        room = self._host.max_tokens - len(self._text) - 1
+        closing = self._guest.closing(self._place)
+        if closing is None or len(closing) > room:
+            self._look_at = len(self._text) + 1
+            return None
+        if len(closing) + self._spare >= room:
+            return closing
+        self._look_at = len(self._text) + max(1, min(LOOK_EVERY, (room - len(closing)) // 8))
+        return None
 
     def _shown(self) -> str:
         token = self._host.vocabulary.token

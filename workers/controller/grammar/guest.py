@@ -97,7 +97,7 @@ class GrammarGuest:
             name: guest.function(f"grammar_{name}")
             for name in (
                 *("block", "reserve", "open", "wake", "start", "fork", "end"),
-                *("append", "mask", "complete", "forced", "overhang"),
+                *("append", "mask", "complete", "forced", "overhang", "closing"),
             )
         }
         words = -(-vocabulary.size // 32)
@@ -187,6 +187,19 @@ class GrammarGuest:
                     break
                 tokens.pop()
             return tokens
+
+    def closing(self, place: int) -> list[int] | None:
+        """Tokens that bring the text to its end, about as few as there can be; none where it is
+        complete. None where none were found: some texts are too deep for that."""
+        with self._lock:
+            self._alive()[_ARG] = place
+            count = self._call("closing")
+            if count < 0:
+                return None
+            try:
+                return self.vocabulary.tokenize(self._guest.read(self._block[_OUT], count))
+            except ControllerError:
+                return None
 
     # --- the guest as a whole -------------------------------------------------------------------
 

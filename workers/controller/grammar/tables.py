@@ -23,9 +23,11 @@ import msgspec
 
 from ....grammars import library
 from ....grammars.regex import RegexError, compile_choice, compile_regex
+from ....grammars.substring import compile_substring
 from ....grammars.yacc import CompiledGrammar, GrammarError
-from ....protocol.errors import Code, RequestError, UnavailableError
+from ....protocol.errors import Code, UnavailableError
 from .compiling import compile_apart
+from .refusals import refusal
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,6 @@ KEPT = 256
 """Tables of patterns, and of grammars, that are kept in memory."""
 GRAMMAR_CHARACTERS = 1 << 20
 """Characters of a grammar, as the compiler takes them."""
-
-
-def refusal(message: str) -> RequestError:
-    """What is wrong with a constraint's argument."""
-    return RequestError(Code.INVALID_FIELD, message, path="$.controller_arg")
 
 
 def regex_tables(arg: bytes) -> bytes:
@@ -87,6 +84,16 @@ def _choices(choices: tuple[str, ...]) -> bytes:
         raise refusal(f"choice: {error}") from None
 
 
+@lru_cache(maxsize=KEPT)
+def substring_tables(arg: bytes) -> bytes:
+    """Of the text whose parts are wanted, itself or as ``{"text": TEXT}``."""
+    text = _named(arg, "substring", "text")
+    try:
+        return compile_substring(text).to_bytes()
+    except ValueError as error:
+        raise refusal(f"substring: {error}") from None
+
+
 class GrammarTables:
     """Tables of grammars: by their text, or one of the library by its name."""
 
@@ -112,7 +119,8 @@ class GrammarTables:
             text = library.grammar(text)
         if len(text) > GRAMMAR_CHARACTERS:
             raise refusal(
-                f"yacc: a grammar has at most {GRAMMAR_CHARACTERS} characters; this one has {len(text)}"
+                f"yacc: a grammar has at most {GRAMMAR_CHARACTERS} characters; this one has "
+                f"{len(text)}"
             )
         key = hashlib.sha256(f"{self._made_by}\n{text}".encode()).hexdigest()
         with self._lock:
@@ -172,7 +180,9 @@ class GrammarTables:
             log.warning("the tables %s cannot be kept: %s", key[:12], error)
 
 
-def _named(arg: bytes, constraint: str, field: str, of_library: Callable[[str], str]) -> str:
+def _named(
+    arg: bytes, constraint: str, field: str, of_library: Callable[[str], str] | None = None
+) -> str:
     """The text of an argument: itself, or an object's ``field`` or ``library``."""
     try:
         text = arg.decode()
@@ -187,14 +197,15 @@ def _named(arg: bytes, constraint: str, field: str, of_library: Callable[[str], 
     except msgspec.DecodeError:
         return text
     match given:
-        case {"library": str(name)} if len(given) == 1:
+        case {"library": str(name)} if of_library is not None and len(given) == 1:
             try:
                 return of_library(name)
             except KeyError as error:
                 raise refusal(f"{constraint}: {error.args[0]}") from None
         case _ if len(given) == 1 and isinstance(given.get(field), str):
             return str(given[field])
+    library_too = ' or {"library": NAME}' if of_library is not None else ""
     raise refusal(
-        f'the argument of {constraint} is text, {{"{field}": TEXT}} or {{"library": NAME}}; this '
-        f"has {', '.join(given)}"
+        f'the argument of {constraint} is text, {{"{field}": TEXT}}{library_too}; this has '
+        + ", ".join(given)
     )

@@ -13,7 +13,7 @@ static struct {
     uint32_t classes, lexer_states, lexer_start;
     uint8_t class_of[256];
     uint8_t class_size[256];   // bytes of a class, 255 for all that are more
-    uint8_t class_byte[256];   // one of them
+    uint8_t class_byte[256];   // one of them, a letter or digit where there is one
     bool class_dead[256];      // no lexer state goes on with it
     const uint16_t *next;      // [lexer_states * classes]
     const uint16_t *accepted;  // [lexer_states]
@@ -25,6 +25,9 @@ static struct {
     const uint32_t *shifted, *first;
     const uint16_t *reduced;
     const uint32_t *lookahead;
+    const uint32_t *first_rest, *rest_cost, *rest_at, *shortest_at;
+    const uint16_t *rest_lhs, *rest_pops, *rest;
+    const uint8_t *shortest;
 
     // Kinds: lexer states of one kind can still match the same terminals.
     uint32_t kinds;
@@ -52,11 +55,18 @@ static inline bool opens(const uint32_t *reachable, const uint32_t *viable) {
     return reachable[0] >> SKIP & 1 || meets(reachable, viable);
 }
 
+static inline bool plain(uint32_t byte) {
+    return (byte >= '0' && byte <= '9') || (byte >= 'a' && byte <= 'z') ||
+           (byte >= 'A' && byte <= 'Z');
+}
+
 static void describe_classes(void) {
     for (uint32_t byte = 0; byte < 256; byte++) {
         const uint8_t c = g.class_of[byte];
+        const uint8_t known = g.class_byte[c];
+        if (!g.class_size[c] || (known < 32 && byte < 127) || (!plain(known) && plain(byte)))
+            g.class_byte[c] = (uint8_t)byte;
         if (g.class_size[c] < 255) g.class_size[c]++;
-        g.class_byte[c] = (uint8_t)byte;
     }
     for (uint32_t c = 0; c < g.classes; c++) {
         g.class_dead[c] = true;
@@ -102,8 +112,7 @@ static void open_regex(const uint8_t *blob) {
 typedef struct grammar_header {
     char magic[4];
     uint32_t version, bytes, crc, terminals, nonterminals, productions, states, lexer_states,
-        classes, lexer_start, words, reductions, name_bytes;
-    uint64_t zero;
+        classes, lexer_start, words, reductions, name_bytes, rests, rest_terminals;
 } grammar_header;
 
 static const void *part(const uint8_t **at, uint32_t bytes) {
@@ -169,7 +178,7 @@ static void find_followers(void) {
 static void open_grammar(const uint8_t *blob, uint32_t bytes) {
     grammar_header head;
     copy(&head, blob, sizeof head);
-    if (head.version != 1 || head.bytes != bytes) FAIL("this grammar is none of version 1");
+    if (head.version != 2 || head.bytes != bytes) FAIL("this grammar is none of version 2");
     uint8_t *kept = stay(bytes);
     copy(kept, blob, bytes);
     const uint8_t *at = kept + sizeof head;
@@ -193,6 +202,14 @@ static void open_grammar(const uint8_t *blob, uint32_t bytes) {
     g.first = part(&at, 4 * (head.states + 1));
     g.reduced = part(&at, 2 * head.reductions);
     g.lookahead = part(&at, 4 * head.reductions * head.words);
+    g.first_rest = part(&at, 4 * (head.states + 1));
+    g.rest_lhs = part(&at, 2 * head.rests);
+    g.rest_pops = part(&at, 2 * head.rests);
+    g.rest_cost = part(&at, 4 * head.rests);
+    g.rest_at = part(&at, 4 * (head.rests + 1));
+    g.rest = part(&at, 2 * head.rest_terminals);
+    g.shortest_at = part(&at, 4 * (head.terminals + 1));
+    g.shortest = part(&at, g.shortest_at[head.terminals]);
     find_kinds();
     find_followers();
 }

@@ -1,0 +1,170 @@
+// Bringing a text to its end with few bytes: a grammar's by a shortest path over its stack, a
+// regular expression's by one over its states.
+#ifndef GRAMMAR_CLOSING_H
+#define GRAMMAR_CLOSING_H
+
+#include "masks.h"
+
+enum { MOST_CLOSING = 4096, MOST_PLACES = 1 << 18, FAR = 0xffffffff };
+
+static uint8_t closing[MOST_CLOSING];
+static uint32_t closing_bytes;
+
+// Of the search for a way through the lexer: the state before, and the class that led here.
+static uint16_t *way_from, *way_queue;
+static uint8_t *way_class, *way_seen;
+// Of the search over the stack, by (place in the stack, nonterminal) while there is room.
+typedef struct closing_place {
+    uint32_t cost, from, rest;
+} closing_place;
+static closing_place *closing_places;
+
+static void open_closing(void) {
+    way_from = stay(2 * g.lexer_states);
+    way_queue = stay(2 * g.lexer_states);
+    way_class = stay(g.lexer_states);
+    way_seen = stay(g.lexer_states);
+    if (g.has_parser) closing_places = stay(sizeof *closing_places * MOST_PLACES);
+}
+
+static bool close_with(sequence *s, uint32_t class) {
+    if (closing_bytes == MOST_CLOSING || !add_class(s, class)) return false;
+    closing[closing_bytes++] = g.class_byte[class];
+    return true;
+}
+
+// Adds the shortest way from a lexer state to one that has matched a terminal of `wanted` (0: any).
+// With `apart`, the first byte is one that ends the lexeme of the state `apart`.
+static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
+    uint32_t head = 0, count = 0, found = 0;
+    zero(way_seen, g.lexer_states);
+    way_queue[count++] = (uint16_t)from;
+    way_seen[from] = 1;
+    while (head < count && !found) {
+        const uint32_t state = way_queue[head++];
+        for (uint32_t c = 0; c < g.classes; c++) {
+            const uint32_t next = g.next[state * g.classes + c];
+            if (!next || way_seen[next]) continue;
+            if (apart && head == 1 && g.next[apart * g.classes + c]) continue;
+            way_seen[next] = 1;
+            way_from[next] = (uint16_t)state;
+            way_class[next] = (uint8_t)c;
+            way_queue[count++] = (uint16_t)next;
+            const uint32_t terminal = g.accepted[next];
+            if (terminal != NO_TERMINAL && (!wanted || has(wanted, terminal))) {
+                found = next;
+                break;
+            }
+        }
+    }
+    if (!found) return false;
+    uint32_t length = 0;
+    for (uint32_t at = found; at != from || !length; at = way_from[at]) {
+        if (length == g.lexer_states) return false;
+        way_queue[length++] = way_class[at];
+        if (way_from[at] == from) break;
+    }
+    while (length--)
+        if (!close_with(s, way_queue[length])) return false;
+    return true;
+}
+
+// Adds a terminal's shortest text, after something that may be skipped where both would be one.
+static bool close_terminal(sequence *s, uint32_t terminal) {
+    const uint32_t first = g.shortest_at[terminal], end = g.shortest_at[terminal + 1];
+    if (first == end) return false;
+    const uint32_t class = g.class_of[g.shortest[first]];
+    if (s->lexer != g.lexer_start && g.next[s->lexer * g.classes + class]) {
+        static const uint32_t set[128] = {1u << SKIP};
+        if (!close_lexeme(s, g.lexer_start, set, s->lexer)) return false;
+        if (g.next[s->lexer * g.classes + class]) return false;
+    }
+    for (uint32_t i = first; i < end; i++)
+        if (!close_with(s, g.class_of[g.shortest[i]])) return false;
+    return g.accepted[s->lexer] == terminal;
+}
+
+// --- the stack -----------------------------------------------------------------------------------
+
+// Takes the rests of a state that stands on `top` states: `cost` is that of coming here.
+static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
+    for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
+        const uint32_t pops = g.rest_pops[r];
+        if (pops > top) continue;
+        const uint32_t at = top - pops;
+        if (at >= depth) continue;
+        closing_place *to = closing_places + at * g.nonterminals + g.rest_lhs[r];
+        if (cost + g.rest_cost[r] < to->cost)
+            *to = (closing_place){cost + g.rest_cost[r], from, r};
+    }
+}
+
+// The rests that complete a stack, the last one first; how many, 0 where there is no room or way.
+static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
+                             uint32_t most) {
+    if (depth * g.nonterminals > MOST_PLACES) return 0;
+    for (uint32_t i = 0; i < depth * g.nonterminals; i++) closing_places[i].cost = FAR;
+    reach(depth, FAR, 0, depth - 1, stack[depth - 1]);
+    for (uint32_t at = depth; at-- > 0;) {
+        // Rests lead down the stack, or to another nonterminal at the same place.
+        closing_place *row = closing_places + at * g.nonterminals;
+        for (;;) {
+            uint32_t nearest = FAR, cost = FAR;
+            for (uint32_t n = 0; n < g.nonterminals; n++)
+                if (row[n].cost != FAR && !(row[n].rest >> 31) && row[n].cost < cost) {
+                    nearest = n;
+                    cost = row[n].cost;
+                }
+            if (nearest == FAR) break;
+            row[nearest].rest |= 1u << 31;  // done
+            const uint32_t state = g.gotos[stack[at] * g.nonterminals + nearest];
+            if (!state || (at == 0 && nearest == 0)) continue;
+            reach(depth, at * g.nonterminals + nearest, cost, at + 1, state);
+        }
+    }
+    if (closing_places[0].cost == FAR) return 0;
+    uint32_t count = 0;
+    for (uint32_t at = 0; at != FAR; at = closing_places[at].from) {
+        if (count == most) return 0;
+        rests[count++] = closing_places[at].rest & ~(1u << 31);
+    }
+    return count;
+}
+
+static bool close_grammar(sequence *s) {
+    static uint32_t rests[MOST_CLOSING];
+    static uint32_t set[128];
+    static sequence parsed;
+    if (s->lexer != g.lexer_start) {
+        viable(stand_on(s), set);
+        const uint32_t terminal = g.accepted[s->lexer];
+        const bool ends = terminal != NO_TERMINAL && (terminal == SKIP || has(set, terminal));
+        set[0] |= 1u << SKIP;
+        if (!ends && !close_lexeme(s, s->lexer, set, 0)) return false;
+    }
+    assign(&parsed, s);
+    if (s->lexer != g.lexer_start && g.accepted[s->lexer] != SKIP &&
+        !push_own(&parsed, g.accepted[s->lexer]))
+        return false;
+    uint32_t count = find_closing(parsed.stack, parsed.depth, rests, MOST_CLOSING);
+    if (!count) return false;
+    while (count--)
+        for (uint32_t i = g.rest_at[rests[count]]; i < g.rest_at[rests[count] + 1]; i++)
+            if (!close_terminal(s, g.rest[i])) return false;
+    return true;
+}
+
+// Fills `closing` with what brings a sequence's text to its end. False where nothing was found.
+static bool close_text(const sequence *from) {
+    static sequence s;
+    assign(&s, from);
+    closing_bytes = 0;
+    if (!g.has_parser) {
+        if (g.accepted[s.lexer] == NO_TERMINAL && !close_lexeme(&s, s.lexer, 0, 0)) return false;
+    } else if (!close_grammar(&s)) {
+        return false;
+    }
+    return look(&s, g.has_parser ? stand_on(&s) : 0).complete;
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""The constraints ``json_schema`` and ``lark``: llguidance's matchers, as controllers."""
