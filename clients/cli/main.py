@@ -13,7 +13,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
 from ..connection import AddressError
 from ..system import add_commands as add_system_commands
-from . import controller, generate, interactive, score, status
+from . import controller, generate, grammar, interactive, score, status
 from .exits import INTERRUPTED, WRONG_USAGE, report
 
 Command = Callable[[argparse.Namespace, Settings], int]
@@ -25,6 +25,7 @@ first steps:
   tokenbus client                             type prompts; parameters go at the line's end
   tokenbus score 'import ' 'os'               log-probabilities of given text
   tokenbus controller run my.c                try a program that steers the output
+  tokenbus grammar check c my.c               try a grammar on a text
   tokenbus status                             what runs, and how busy it is
 
 Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
-    for module in (status, interactive, generate, score, controller):
+    for module in (status, interactive, generate, score, controller, grammar):
         module.add_command(commands)
     return parser
 

@@ -1,0 +1,155 @@
+"""``tokenbus grammar``: grammars checked against inputs, without a system that runs.
+
+What does it is imported when it is used: other commands need neither wasmtime nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from typing import Any
+
+from ...protocol.settings import Settings
+from .exits import OK, WRONG_USAGE
+from .module_files import FileFault
+
+NEEDED = ("wasmtime", "tokenizers", "numpy")
+"""Packages that the base install does not bring."""
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``grammar`` and what it can do."""
+    parser = commands.add_parser(
+        "grammar",
+        allow_abbrev=False,
+        help="check texts against grammars",
+        description="Grammars and regular expressions, tried on texts with the masks that steer a "
+        "model. No system has to run.",
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for add in (_add_check, _add_allowed, _add_list, _add_show):
+        add(actions)
+
+
+def _add_check(actions: Any) -> None:
+    parser = actions.add_parser(
+        "check",
+        allow_abbrev=False,
+        help="whether a grammar takes an input",
+        description="Walks an input, token by token, through the masks of a grammar. Exits with 0 "
+        "if it is accepted, with 1 if not, and says where and what was expected.",
+    )
+    _add_grammar(parser)
+    parser.add_argument("input", metavar="INPUT", help="a file; - is standard input")
+    _add_tokenizer(parser)
+    parser.add_argument("--tokens", action="store_true", help="a line for each token and its mask")
+    _finish(parser, _check)
+
+
+def _add_allowed(actions: Any) -> None:
+    parser = actions.add_parser(
+        "allowed",
+        allow_abbrev=False,
+        help="which tokens may follow a text",
+        description="A picture of one mask: what a model may say after a text.",
+    )
+    _add_grammar(parser)
+    parser.add_argument("text", metavar="TEXT", help="what came before; - is standard input")
+    _add_tokenizer(parser)
+    _finish(parser, _allowed)
+
+
+def _add_list(actions: Any) -> None:
+    parser = actions.add_parser("list", allow_abbrev=False, help="grammars that come with Tokenbus")
+    _finish(parser, _list)
+
+
+def _add_show(actions: Any) -> None:
+    parser = actions.add_parser("show", allow_abbrev=False, help="the text of one of them")
+    parser.add_argument("grammar", metavar="NAME", help="its name, as list prints it")
+    parser.set_defaults(run=_reporting(_show))
+
+
+def _add_grammar(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "grammar",
+        metavar="GRAMMAR",
+        help="a file (.y is a grammar, .rx a regular expression), or a name that list prints",
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        metavar="T",
+        default="embedded",
+        help="a checkpoint's folder, its tokenizer.json or tekken.json (the embedded model's)",
+    )
+
+
+def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(run=_reporting(run))
+
+
+def _reporting(command: Any) -> Any:
+    """``command`` with what is wrong with a file told on stderr, and its exit code."""
+
+    def run(args: argparse.Namespace, settings: Settings) -> int:
+        try:
+            code: int = command(args)
+        except FileFault as fault:
+            print(f"tokenbus: {fault}", file=sys.stderr)
+            return WRONG_USAGE
+        return code
+
+    return run
+
+
+def _check(args: argparse.Namespace) -> int:
+    _need_packages()
+    from .grammar_check import check
+
+    return check(args)
+
+
+def _allowed(args: argparse.Namespace) -> int:
+    _need_packages()
+    from .grammar_allowed import allowed
+
+    return allowed(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from .languages import library_sources, title
+
+    found = [
+        {"name": source.name, "kind": source.kind, "title": title(source)}
+        for source in library_sources()
+    ]
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+        return OK
+    for each in found:
+        kind = "grammar" if each["kind"] == "y" else "regex"
+        print(f"{each['name']:12} {kind:8} {each['title']}")
+    return OK
+
+
+def _show(args: argparse.Namespace) -> int:
+    from .languages import library_sources
+
+    for source in library_sources():
+        if source.name == args.grammar:
+            print(source.text, end="")
+            return OK
+    known = ", ".join(source.name for source in library_sources())
+    raise FileFault(f"{args.grammar!r} is not in the library; there are {known}")
+
+
+def _need_packages() -> None:
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        raise FileFault("this needs what controllers need: pip install 'tokenbus[controller]'")

@@ -1,0 +1,82 @@
+"""Grammars, tokens and refusals as ``tokenbus grammar`` shows them: lines for people, and JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...grammars.yacc import Refusal
+from ...protocol.errors import Code, ServiceError
+from ...workers.controller.vocabulary import TokenizerVocabulary
+from .languages import Language
+from .source_places import Lines
+
+
+def token_text(vocabulary: TokenizerVocabulary, token: int) -> str:
+    """A token as people read it: text in quotes, or bytes where it is no text."""
+    written = vocabulary.token(token)
+    try:
+        return repr(written.decode())
+    except UnicodeDecodeError:
+        return repr(written)
+
+
+def encoded(fields: dict[str, Any]) -> str:
+    """One JSON object."""
+    return msgspec.json.encode(fields).decode()
+
+
+def language_fields(language: Language) -> dict[str, Any]:
+    """A grammar in JSON."""
+    return {
+        "name": language.source.name,
+        "sizes": language.sizes,
+        "table_bytes": len(language.tables),
+        "compile_ms": round(language.seconds * 1e3, 3),
+        "notes": language.notes,
+    }
+
+
+def refusal_fields(refused: Refusal | None) -> dict[str, Any] | None:
+    """A refusal in JSON."""
+    if refused is None:
+        return None
+    return {
+        "offset": refused.offset,
+        "line": refused.line,
+        "column": refused.column,
+        "found": refused.found,
+        "expected": list(refused.expected),
+    }
+
+
+def print_language(language: Language) -> None:
+    """What a grammar is made of, and what its author should know."""
+    sizes = ", ".join(f"{count:,} {what}" for what, count in language.sizes.items())
+    print(f"{'grammar':10} {language.source.name}: {sizes}")
+    made = f"{len(language.tables) / 1000:,.0f} kB, compiled in {language.seconds * 1e3:,.0f} ms"
+    print(f"{'tables':10} {made}")
+    for note in language.notes:
+        print(f"{'note':10} {note}")
+
+
+def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) -> None:
+    """Where an input goes wrong, what was expected, and its line."""
+    what = str(refused).partition(": ")[2]
+    pointed = Lines(text).pointed(refused.line, refused.column)
+    print(f"{name}:{refused.line}:{refused.column}: {what}{pointed}")
+    ending = text[refused.offset :]
+    if ending in (b"\n", b"\r\n") and language.wrong_at(text[: refused.offset]) is None:
+        print("without its last line end it is accepted")
+
+
+def disagreement(guest_says: str, wrong_at: int | None) -> ServiceError:
+    """The error of a text of which guest and reference (``Language.wrong_at``) do not say the
+    same."""
+    reference = "accepts the text" if wrong_at is None else f"stops at its byte {wrong_at}"
+    return ServiceError(
+        Code.INTERNAL,
+        f"the guest {guest_says}, and the reference {reference}; please report this with the "
+        "grammar, the text and the tokenizer",
+    )

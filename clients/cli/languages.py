@@ -1,0 +1,291 @@
+"""Grammars and regular expressions by name or file, compiled: tables, and what refuses a text.
+
+The reference is Python's reading of the tables, ``Recognizer`` and ``Dfa``; the guest that makes
+masks is held to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+from ...grammars import library
+from ...grammars.regex import Dfa, RegexError, compile_regex
+from ...grammars.yacc import (
+    Compilation,
+    GrammarError,
+    Recognizer,
+    Refusal,
+    check_text,
+    compile_grammar,
+)
+from .module_files import FileFault
+from .source_places import Lines
+
+SUFFIXES = (".y", ".rx")
+"""How the names of files end: grammars and regular expressions."""
+END = "the end of the text"
+EXCLUDED = 10
+"""A set of characters that lacks at most so many of ASCII's is named by those that it lacks."""
+
+_PRINTED = range(0x20, 0x7F)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of a grammar or of a regular expression. ``kind`` is ``y`` or ``rx``."""
+
+    name: str
+    kind: str
+    text: str
+
+
+class Language(Protocol):
+    """What a compiled grammar and a compiled regular expression have in common."""
+
+    source: Source
+    seconds: float
+    """How long it took to compile."""
+
+    @property
+    def tables(self) -> bytes:
+        """What the guest runs."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What there is of each thing, by its name."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What its author should know: conflicts, and lexemes that never match."""
+
+    def wrong_at(self, text: bytes) -> int | None:
+        """The first byte that cannot follow; the text's length where it ends too early; None where
+        it is of the language."""
+
+    def expected(self, beginning: bytes) -> tuple[str, ...]:
+        """Names of what may follow a beginning."""
+
+
+def library_sources() -> list[Source]:
+    """All that comes with Tokenbus, as it stands in its files."""
+    found = [(name, kind) for kind in ("y", "rx") for name in library.names(kind)]
+    return [_of_library(name, kind) for name, kind in found]
+
+
+def title(source: Source) -> str:
+    """What a source of the library is, on a line: the heading of its page."""
+    page = files(library) / f"{source.name}.md"
+    return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
+
+
+def read_source(name: str) -> Source:
+    """The grammar of a name: a file's where it ends with .y or .rx or has a / in it, else one of
+    the library. Raises FileFault."""
+    if "/" not in name and not name.endswith(SUFFIXES):
+        for kind in ("y", "rx"):
+            if name in library.names(kind):
+                return _of_library(name, kind)
+        known = ", ".join(each.name for each in library_sources())
+        raise FileFault(
+            f"{name!r} is no grammar of the library ({known})"
+            " and no file: a file's name ends with .y (a grammar) or .rx (a regular expression)"
+        )
+    if not name.endswith(SUFFIXES):
+        raise FileFault(
+            f"{name}: a file's name ends with .y (a grammar) or .rx (a regular expression)"
+        )
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileFault(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FileFault(f"{name} is no UTF-8: its byte {error.start} is wrong") from None
+    return Source(name, name.rpartition(".")[2], text)
+
+
+def compiled(source: Source) -> Language:
+    """Its tables. Raises FileFault for what is wrong with it, with its place and its line."""
+    return _Grammar(source) if source.kind == "y" else _Regex(source)
+
+
+def refusal(language: Language, text: bytes, wrong_at: int) -> Refusal:
+    """What ``Language.wrong_at`` has found, told of the beginning of a character."""
+    start = _character(text, wrong_at)
+    line, column = Lines(text).place(start)
+    found = text[start : start + 4].decode(errors="replace")[:1]
+    return Refusal(start, line, column, found, language.expected(text[:start]))
+
+
+def _of_library(name: str, kind: str) -> Source:
+    file = files(library) / f"{name}.{kind}"
+    return Source(name, kind, file.read_text(encoding="utf-8"))
+
+
+def _character(text: bytes, at: int) -> int:
+    """The start of the character that has the byte ``at``, where that is UTF-8."""
+    if at == len(text):
+        return at
+    for start in range(at - 1, max(at - 4, -1), -1):
+        for end in range(at + 1, start + 5):
+            try:
+                if len(text[start:end].decode()) == 1:
+                    return start
+            except UnicodeDecodeError:
+                continue
+    return at
+
+
+def _fault(source: Source, message: str, line: int, column: int) -> FileFault:
+    if not line:
+        return FileFault(f"{source.name}: {message}")
+    pointed = Lines(source.text.encode()).pointed(line, column)
+    return FileFault(f"{source.name}:{line}:{column}: {message}{pointed}")
+
+
+# --- grammars -------------------------------------------------------------------------------------
+
+
+class _Grammar:
+    """A grammar in AICI's format."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        started = time.perf_counter()
+        try:
+            self._compilation: Compilation = compile_grammar(source.text)
+        except GrammarError as error:
+            raise _fault(source, error.message, error.line, error.column) from None
+        self.seconds = time.perf_counter() - started
+
+    @cached_property
+    def tables(self) -> bytes:
+        return self._compilation.grammar.to_bytes()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        grammar = self._compilation.grammar
+        # The end of the text and the whole text are ours, not the author's.
+        return {
+            "terminals": grammar.num_terminals - 1,
+            "rules": grammar.num_nonterminals - 1,
+            "alternatives": len(grammar.lhs) - 1,
+            "parser states": grammar.num_states,
+            "lexer states": grammar.num_lexer_states,
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        return [*map(str, self._compilation.conflicts), *self._compilation.warnings]
+
+    def wrong_at(self, text: bytes) -> int | None:
+        found = check_text(self._compilation.grammar, text)
+        return None if found is None else found.offset
+
+    def expected(self, beginning: bytes) -> tuple[str, ...]:
+        recognizer = Recognizer(self._compilation.grammar)
+        recognizer.read(beginning)
+        return recognizer.expected()
+
+
+# --- regular expressions --------------------------------------------------------------------------
+
+
+class _Regex:
+    """A regular expression, its file read as the library's are."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.notes: list[str] = []
+        pattern, places = joined(source.text)
+        started = time.perf_counter()
+        try:
+            self._dfa: Dfa = compile_regex(pattern)
+        except RegexError as error:
+            line, column = places[error.position] if error.position is not None else (0, 0)
+            raise _fault(source, error.message, line, column) from None
+        self.seconds = time.perf_counter() - started
+
+    @cached_property
+    def tables(self) -> bytes:
+        return self._dfa.to_bytes()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"states": self._dfa.num_states, "classes of bytes": self._dfa.num_classes}
+
+    def wrong_at(self, text: bytes) -> int | None:
+        state = self._dfa.start
+        for at, byte in enumerate(text):
+            state = self._dfa.step(state, byte)
+            if not state:
+                return at
+        return None if self._dfa.accepting[state] else len(text)
+
+    def expected(self, beginning: bytes) -> tuple[str, ...]:
+        state = self._dfa.walk(beginning)
+        allowed = {byte for byte in range(256) if self._dfa.step(state, byte)}
+        names = list(_characters(allowed))
+        if self._dfa.accepting[state]:
+            names.append(END)
+        return tuple(names)
+
+
+def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The pattern of a file: its lines joined, without blanks at their ends and without lines that
+    begin with ``#``; and line and column of each of its characters and of its end."""
+    pattern, places = "", [(1, 1)]
+    for number, line in enumerate(text.splitlines(), 1):
+        kept = line.strip()
+        if kept and not kept.startswith("#"):
+            first = len(line) - len(line.lstrip()) + 1
+            places[-1:] = [(number, first + i) for i in range(len(kept) + 1)]
+            pattern += kept
+    return pattern, places
+
+
+def _characters(allowed: set[int]) -> Iterable[str]:
+    """Names of the characters that begin with some bytes: ranges, or all but a few."""
+    beyond = any(byte >= 0xC2 for byte in allowed)
+    printed = [byte for byte in _PRINTED if byte in allowed]
+    if len(printed) >= len(_PRINTED) - EXCLUDED:
+        others = "".join(chr(byte) for byte in _PRINTED if byte not in allowed)
+        kind = "any character" if beyond else "any ASCII character"
+        yield f"{kind} but {' '.join(map(_quoted, others))}" if others else kind
+        return
+    yield from (_quoted(chr(byte)) for byte in sorted(allowed) if byte < 0x20 or byte == 0x7F)
+    for first, last in _runs(printed):
+        if last - first < 2:
+            yield from (_quoted(chr(byte)) for byte in range(first, last + 1))
+        else:
+            yield f"{chr(first)}-{chr(last)}"
+    if beyond:
+        yield "a character beyond ASCII"
+    elif any(0x80 <= byte < 0xC0 for byte in allowed):
+        yield "the rest of a character"
+
+
+def _runs(numbers: list[int]) -> Iterable[tuple[int, int]]:
+    """Numbers in order as ranges, cut where digits, upper and lower case end."""
+    first = 0
+    for place, number in enumerate(numbers):
+        last = place + 1 == len(numbers)
+        if last or numbers[place + 1] != number + 1 or _kind(number) != _kind(number + 1):
+            yield numbers[first], number
+            first = place + 1
+
+
+def _kind(byte: int) -> int:
+    character = chr(byte)
+    return character.isdigit() + 2 * character.islower() + 4 * character.isupper()
+
+
+def _quoted(character: str) -> str:
+    """A character as the names of keywords are written."""
+    escaped = character.encode("unicode_escape").decode()
+    return "'\"'" if character == '"' else f'"{escaped}"'

@@ -1,0 +1,130 @@
+"""One text under the real grammar guest, mask by mask, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from ...protocol.errors import Code, ServiceError
+from ...workers.controller.grammar.guest import COMPLETE, FORCED, GrammarGuest, GrammarModule
+from ...workers.controller.limits import Limits
+from ...workers.controller.sandbox import make_engine
+from ...workers.controller.vocabulary import TokenizerVocabulary
+
+
+class Mask(NamedTuple):
+    """What may come at one place."""
+
+    bits: bytes
+    """Bit i set: token i is allowed."""
+    flags: int
+    """``ANY``, ``FORCED`` and ``COMPLETE``."""
+    seconds: float
+    """How long the guest took, hand-over included."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come."""
+        return bool(self.bits[token >> 3] >> (token & 7) & 1)
+
+    @property
+    def allowed_count(self) -> int:
+        """How many tokens may come, the end of the sequence among them where it may."""
+        return int.from_bytes(self.bits, "little").bit_count()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self.flags & COMPLETE)
+
+
+class Step(NamedTuple):
+    """A token of the text, or its end (None), and what the mask before it was like."""
+
+    offset: int
+    """In bytes."""
+    token: int | None
+    choices: int
+    """How many tokens the mask allowed."""
+    seconds: float
+    """How long the mask took."""
+    allowed: bool
+    """Whether the token may come, or the text may end."""
+    forced: bool
+    """The grammar left no choice: the token, or the text that it is part of, was all there is."""
+
+
+class Guest:
+    """A new guest of one grammar, without anything found out before."""
+
+    def __init__(self, tables: bytes, vocabulary: TokenizerVocabulary) -> None:
+        self.vocabulary = vocabulary
+        started = time.perf_counter()
+        module = GrammarModule(make_engine(Limits()))
+        self._guest = GrammarGuest(module, vocabulary, tables)
+        self.seconds = time.perf_counter() - started
+        """How long it took to have it: code, vocabulary and tables."""
+        self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its memory."""
+        return self._guest.size
+
+    def walk(self, tokens: Sequence[int]) -> Iterator[Step]:
+        """The text of some tokens, one step for each and one for its end; the last step is the
+        first that is not allowed. Raises ServiceError where mask and guest do not agree."""
+        guest, place = self._guest, self._guest.start()
+        at = forced_to = 0
+        try:
+            for token in tokens:
+                mask = self._mask(place)
+                if mask.flags & FORCED and at >= forced_to:
+                    forced_to = at + len(self.vocabulary.bytes_of(guest.forced(place)))
+                allowed = mask.allows(token)
+                if bool(guest.append(place, [token])) != allowed:
+                    raise ServiceError(
+                        Code.INTERNAL,
+                        f"the mask {'allows' if allowed else 'forbids'} the token {token} at byte "
+                        f"{at}, and the guest does the reverse",
+                    )
+                end = at + len(self.vocabulary.token(token))
+                forced = allowed and end <= forced_to
+                yield Step(at, token, mask.allowed_count, mask.seconds, allowed, forced)
+                if not allowed:
+                    return
+                at = end
+            mask = self._mask(place)
+            yield Step(at, None, mask.allowed_count, mask.seconds, mask.complete, False)
+        finally:
+            guest.end(place)
+
+    def after(self, tokens: Sequence[int]) -> tuple[Mask, list[int]] | None:
+        """The mask after some tokens, and the tokens that must come then; None where these tokens
+        cannot."""
+        guest, place = self._guest, self._guest.start()
+        try:
+            if guest.append(place, tokens) < len(tokens):
+                return None
+            mask = self._mask(place)
+            return mask, guest.forced(place) if mask.flags & FORCED else []
+        finally:
+            guest.end(place)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._guest.close()
+
+    def _mask(self, place: int) -> Mask:
+        started = time.perf_counter()
+        flags = self._guest.mask(place, self._words)
+        seconds = time.perf_counter() - started
+        return Mask(bytes(self._words), flags, seconds)

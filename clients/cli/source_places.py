@@ -1,0 +1,57 @@
+"""Places in a text, and its line with a caret under one of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from rich.cells import cell_len
+
+SHOWN = 100
+"""Characters of a long line that are shown."""
+_BEFORE = 60
+"""Of these, how many stand before the caret where the line is cut."""
+_INDENT = "    "
+
+
+class Lines:
+    """The lines of a text. Lines and columns count from 1, columns in characters."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._starts = [0]
+        at = text.find(b"\n")
+        while at >= 0:
+            self._starts.append(at + 1)
+            at = text.find(b"\n", at + 1)
+
+    @property
+    def count(self) -> int:
+        """How many lines there are; what follows the last line end is one where it is not empty."""
+        return len(self._starts) - (self._starts[-1] == len(self._text))
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Line and column of a byte."""
+        line = bisect_right(self._starts, offset)
+        before = self._text[self._starts[line - 1] : offset]
+        return line, len(before.decode(errors="replace")) + 1
+
+    def pointed(self, line: int, column: int) -> str:
+        """A line of the text and below it a caret under a column, each after a line end; nothing
+        for an empty line. Long lines are cut."""
+        start = self._starts[line - 1]
+        end = self._starts[line] if line < len(self._starts) else len(self._text)
+        shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))
+        if not shown:
+            return ""
+        first = 0
+        if len(shown) > SHOWN:
+            first = max(0, min(column - 1 - _BEFORE, len(shown) - SHOWN))
+        left, right = "…" * (first > 0), "…" * (len(shown) - first > SHOWN)
+        before = left + shown[first : column - 1]
+        under = "".join("\t" if c == "\t" else " " * cell_len(c) for c in before)
+        return f"\n{_INDENT}{left}{shown[first : first + SHOWN]}{right}\n{_INDENT}{under}^"
+
+
+def printable(text: str) -> str:
+    """A text that does nothing to a terminal: all that is no character to see is a dot in it."""
+    return "".join(c if c.isprintable() or c == "\t" else "·" for c in text)
