@@ -113,12 +113,14 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// The mask of a sequence, at `block.mask`; returns its MASK_ flags.
-EXPORT("grammar_mask") uint32_t export_mask(void) {
+// The mask of a sequence, at `block.mask`; returns its MASK_ flags, or -1 where its text is nested
+// too deeply to be followed.
+EXPORT("grammar_mask") int32_t export_mask(void) {
     const result *found = mask_of(at_place(block.arg));
+    if (!found) return -1;
     block.mask = (uint32_t)(uintptr_t)found->mask->words;
     block.found = found_masks;
-    return found->flags;
+    return (int32_t)found->flags;
 }
 
 // Whether the text so far is one of the language.

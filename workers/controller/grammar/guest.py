@@ -158,6 +158,10 @@ class GrammarGuest:
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
+            if flags < 0:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, "the text is nested too deeply to be followed"
+                )
             address = self._guest.base + self._block[_MASK]
             into[:] = memoryview(self._mask.from_address(address)).cast("B")
             return flags

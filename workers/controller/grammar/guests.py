@@ -15,6 +15,7 @@ from pathlib import Path
 
 import wasmtime
 
+from ....grammars.yacc.compiled import MAGIC as grammar_magic
 from ..host import Vocabulary
 from .guest import GrammarGuest, GrammarModule
 from .memories import Memories
@@ -37,6 +38,8 @@ class Shared:
         self.saved = saved
         """Masks that it had found when its memory was written."""
         self.saved_at = float("-inf")
+        self.worth_saving = False
+        """Whether its masks take longer to find than to read: those of a grammar do."""
         self._guests = guests
 
     def share(self) -> None:
@@ -76,6 +79,7 @@ class GrammarGuests:
                 shared = self._ready(key)
             if shared is None:
                 shared = self._make(key, tables, vocabulary)
+                shared.worth_saving = tables.startswith(grammar_magic)
                 with self._lock:
                     shared.users += 1
                     self._all[key] = shared
@@ -144,7 +148,11 @@ class GrammarGuests:
     def _save(self, shared: Shared) -> None:
         """Writes a guest's memory, on a thread of its own, where it has found something new."""
         now = time.monotonic()
-        if self._memories is None or now - shared.saved_at < SAVE_AGAIN_S:
+        if (
+            self._memories is None
+            or not shared.worth_saving
+            or now - shared.saved_at < SAVE_AGAIN_S
+        ):
             return
         guest = shared.guest
         if guest.dead or guest.found == shared.saved:

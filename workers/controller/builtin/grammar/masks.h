@@ -241,15 +241,17 @@ static const result *find_result(const sequence *s) {
     const uint32_t stack = stand_on(s);
     add_spelled(from, 0, stack, 0);
     const outlook seen = look(s, stack);
-    if (out_of_nodes) FAIL("the text is nested too deeply to be followed");
+    if (out_of_nodes) return 0;
     result *found = keep_result(seen);
     return found && hang(s, lowest, found) ? found : 0;
 }
 
-// The mask of a sequence and what is known of it.
+// The mask of a sequence and what is known of it; 0 where its text is nested too deeply to be
+// followed.
 static const result *mask_of(const sequence *s) {
     const result *found = known(s);
     if (!found) found = find_result(s);
+    if (!found && g.has_parser && out_of_nodes) return 0;
     if (!found) {
         forget();
         found = find_result(s);
