@@ -8,6 +8,7 @@ from pathlib import Path
 
 import wasmtime
 
+from ...grammars.regex import prepare
 from .grammar.combination import combine
 from .grammar.controller import GrammarController
 from .grammar.guests import GrammarGuests
@@ -52,6 +53,7 @@ class Constraints:
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
         """``folder`` is where tables and masks are kept between runs; None: nowhere."""
+        prepare()  # or else the first pattern waits for it
         memories = folder / "memories" if folder is not None else None
         tables = folder / "tables" if folder is not None else None
         self._guests = GrammarGuests(engine, memories)

@@ -102,11 +102,15 @@ class GrammarGuest:
         }
         words = -(-vocabulary.size // 32)
         self._mask = ctypes.c_char * (4 * words)
+        self._views: dict[int, memoryview] = {}
+        """Masks by address: its memory stays where it is."""
         try:
             if memory is not None:
                 guest.restore(memory)
             at = guest.call(self._functions["block"], OPEN_S, "grammar_block")
             self._block = (ctypes.c_uint32 * 16).from_address(guest.base + at)
+            inbox = guest.base + self._block[_INBOX]
+            self._inbox = ctypes.c_uint32.from_address(inbox)
             if memory is not None:
                 self._call("wake", OPEN_S)
             else:
@@ -138,6 +142,10 @@ class GrammarGuest:
         """Adds tokens to a sequence's text, as far as they can follow; how many could."""
         with self._lock:
             block = self._alive()
+            if len(tokens) == 1:
+                self._inbox.value = tokens[0]
+                block[_ARG], block[_COUNT] = place, 1
+                return self._call("append")
             taken = 0
             most = block[_INBOX_BYTES] // 4
             while taken < len(tokens):
@@ -162,8 +170,12 @@ class GrammarGuest:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED, "the text is nested too deeply to be followed"
                 )
-            address = self._guest.base + self._block[_MASK]
-            into[:] = memoryview(self._mask.from_address(address)).cast("B")
+            address = self._block[_MASK]
+            found = self._views.get(address)
+            if found is None:
+                whole = self._mask.from_address(self._guest.base + address)
+                found = self._views[address] = memoryview(whole).cast("B")
+            into[:] = found
             return flags
 
     def complete(self, place: int) -> bool:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 
 import wasmtime
@@ -26,6 +27,11 @@ KEPT_BYTES = 1024**3
 """Memory of all guests together beyond which idle ones go, the one used least recently first."""
 SAVE_AGAIN_S = 60.0
 """A guest's memory is written to disk at most so often, in seconds."""
+
+
+@lru_cache(maxsize=64)
+def _digest(tables: bytes) -> bytes:
+    return hashlib.sha256(tables).digest()
 
 
 class Shared:
@@ -67,7 +73,7 @@ class GrammarGuests:
         """The guest of a grammar, with one more user; made where there is none."""
         digest = hashlib.sha256(self._made_for)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
-        digest.update(tables)
+        digest.update(_digest(tables))
         key = digest.hexdigest()
         with self._lock:
             shared = self._ready(key)

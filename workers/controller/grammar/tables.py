@@ -106,6 +106,7 @@ class GrammarTables:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._made_by = version("tokenbus")
+        self._names = frozenset(library.names())
 
     def __call__(self, arg: bytes) -> bytes:
         """Of a grammar's text, of a name of the library, or ``{"library": NAME}``."""
@@ -115,7 +116,7 @@ class GrammarTables:
                 "yacc needs a grammar as its argument, or the name of one in the library: "
                 + ", ".join(library.names())
             )
-        if text in library.names():
+        if text in self._names:
             text = library.grammar(text)
         if len(text) > GRAMMAR_CHARACTERS:
             raise refusal(

@@ -1,0 +1,167 @@
+"""Ours beside llguidance, xgrammar and outlines-core: the same tokens, the same protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from _masks_engines import Engine, LLGuidance, Ours, OutlinesCore, XGrammar
+from _masks_regexes import CASES
+from _masks_world import MILLI, TEXTS, World, steady_us
+from llguidance import LLMatcher
+from tokenbus.grammars import library
+from tokenbus.grammars.regex import compile_regex
+from tokenbus.grammars.yacc import compile_grammar
+from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+
+LARK_JSON = r"""
+%llguidance {"allow_initial_skip": true}
+start: value
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" [member ("," member)*] "}"
+member: STRING ":" value
+array: "[" [value ("," value)*] "]"
+STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+%ignore /[ \t\n\r]+/
+"""
+"""JSON as RFC 8259 has it, in llguidance's dialect. It takes no white space after the value."""
+BESIDE_S = 2.0
+"""xgrammar and outlines-core begin no more texts of a case after so many seconds."""
+
+Makers = dict[str, Callable[[], Engine]]
+
+
+@dataclass(slots=True)
+class Line:
+    """Microseconds of a token and its next mask by engine, means over the texts of a case."""
+
+    case: str
+    tokens: int
+    differing: int = 0
+    """Masks that are not llguidance's."""
+    first: dict[str, float] = field(default_factory=dict)
+    """In an engine that is new to the grammar."""
+    again: dict[str, float] = field(default_factory=dict)
+    """In one that has seen the same texts."""
+    prepared_ms: dict[str, float] = field(default_factory=dict)
+    """Of what stands beside: milliseconds to take the grammar in."""
+
+
+class Beside:
+    """All engines over one vocabulary."""
+
+    def __init__(self, world: World, fresh: int, passes: int) -> None:
+        """``fresh`` engines for each case, ``passes`` over its texts in the last of them."""
+        self._world = world
+        self._fresh, self._passes = fresh, passes
+        self._ll_tokenizer = LLGuidance.tokenizer(world.vocabulary)
+        self.missing: list[str] = []
+        """Of the two that need not be there."""
+        self._xgrammar = self._optional(XGrammar.name, XGrammar.compiler)
+        self._outlines = self._optional(OutlinesCore.name, OutlinesCore.words)
+
+    def regexes(self) -> Iterator[Line]:
+        """One line for each of ``CASES``."""
+        for case in CASES:
+            pattern = case.pattern
+            makers, beside = self._makers(
+                compile_regex(pattern).to_bytes(), LLMatcher.grammar_from_regex(pattern)
+            )
+            if case.beside and self._xgrammar:
+                beside[XGrammar.name] = partial(self._xgrammar_regex, pattern)
+            if case.beside and self._outlines:
+                beside[OutlinesCore.name] = partial(
+                    OutlinesCore, self._outlines, self._world.vocabulary, pattern
+                )
+            yield self._line(case.name, case.texts, makers, beside)
+
+    def json(self) -> Iterator[Line]:
+        """One line for each JSON text."""
+        tables = compile_grammar(library.grammar("json")).grammar.to_bytes()
+        makers, beside = self._makers(tables, LLMatcher.grammar_from_lark(LARK_JSON))
+        if self._xgrammar:
+            beside[XGrammar.name] = lambda: XGrammar(
+                self._xgrammar.compile_builtin_json_grammar(), self._world.vocabulary
+            )
+        for path in sorted(TEXTS.glob("*.json")):
+            yield self._line(path.stem, [path.read_text().strip()], makers, beside)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _optional(self, name: str, make: Callable[[TokenizerVocabulary], Any]) -> Any:
+        try:
+            return make(self._world.vocabulary)
+        except ImportError:
+            self.missing.append(name)
+            return None
+
+    def _xgrammar_regex(self, pattern: str) -> Engine:
+        return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
+
+    def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
+        """Ours and llguidance; and what stands beside, none so far."""
+        world = self._world
+        compared: Makers = {
+            Ours.name: lambda: Ours(world.module, world.vocabulary, tables),
+            LLGuidance.name: lambda: LLGuidance(self._ll_tokenizer, world.vocabulary, grammar),
+        }
+        return compared, {}
+
+    def _line(self, case: str, texts: Sequence[str], makers: Makers, beside: Makers) -> Line:
+        parts = [self._world.tokens(text) for text in texts]
+        line = Line(case, sum(map(len, parts)))
+        first: dict[str, list[list[float]]] = {name: [] for name in makers}
+        again: dict[str, list[list[float]]] = {name: [] for name in makers}
+        engines: dict[str, Engine] = {}
+        # In turn, so that a noisy moment hits all of them.
+        for _ in range(self._fresh):
+            for name, make in makers.items():
+                if name in engines:
+                    engines[name].close()
+                engines[name] = make()
+                first[name].append(_steps(engines[name], parts))
+        for _ in range(self._passes):
+            for name, engine in engines.items():
+                again[name].append(_steps(engine, parts))
+        for name in makers:
+            line.first[name] = steady_us(first[name])
+            line.again[name] = steady_us(again[name])
+        ours, theirs = engines.values()
+        line.differing = sum(
+            a != b
+            for part in parts
+            for a, b in zip(ours.masks(part), theirs.masks(part), strict=True)
+        )
+        for engine in engines.values():
+            engine.close()
+        for name, make in beside.items():
+            # Neither takes every pattern, nor every text of those that it takes.
+            with suppress(ValueError, RuntimeError):
+                self._stand_beside(line, name, make, parts)
+        return line
+
+    def _stand_beside(
+        self, line: Line, name: str, make: Callable[[], Engine], parts: list[list[int]]
+    ) -> None:
+        began = time.perf_counter()
+        engine = make()
+        prepared = time.perf_counter()
+        walked: list[list[int]] = []
+        steps: list[float] = []
+        for part in parts:
+            if time.perf_counter() - prepared < BESIDE_S:
+                steps += engine.walk(part)
+                walked.append(part)
+        line.again[name] = steady_us([_steps(engine, walked)])
+        line.first[name] = steady_us([steps])
+        line.prepared_ms[name] = (prepared - began) * MILLI
+
+
+def _steps(engine: Engine, parts: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of each step of all texts."""
+    return [step for part in parts for step in engine.walk(part)]

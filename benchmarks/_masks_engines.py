@@ -1,0 +1,239 @@
+"""Engines that fill masks, side by side: the guest of a grammar, and the libraries beside it.
+
+Each is made of a grammar and walks a text: the mask at its beginning, then for each token the same
+two calls, take it and fill the next mask. What is timed is these calls and nothing between them.
+xgrammar and outlines-core are compared where they are installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenbus.workers.controller.grammar.guest import GrammarGuest, GrammarModule
+from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+
+_clock = time.perf_counter
+
+
+class Engine(Protocol):
+    """One grammar at work. Texts come one after another; what was found out for one stays."""
+
+    def walk(self, tokens: Sequence[int]) -> list[float]:
+        """Seconds of the mask at the beginning of a text, and of each token with its next mask."""
+
+    def masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """These masks, one more than there are tokens."""
+
+    def close(self) -> None:
+        """Frees it."""
+
+
+class _Walking:
+    """A walk, given the two calls. ``_begin`` stands at the beginning of a text."""
+
+    _mask: bytearray
+
+    def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """After a text."""
+
+    def walk(self, tokens: Sequence[int]) -> list[float]:
+        """As ``Engine`` says."""
+        take, fill = self._begin()
+        began = _clock()
+        fill()
+        seconds = [_clock() - began]
+        for token in tokens:
+            began = _clock()
+            take(token)
+            fill()
+            seconds.append(_clock() - began)
+        self._end()
+        return seconds
+
+    def masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """As ``Engine`` says."""
+        take, fill = self._begin()
+        fill()
+        found = [bytes(self._mask)]
+        for token in tokens:
+            take(token)
+            fill()
+            found.append(bytes(self._mask))
+        self._end()
+        return found
+
+    def close(self) -> None:
+        """As ``Engine`` says."""
+
+
+def _words(vocabulary: TokenizerVocabulary) -> bytearray:
+    return bytearray(4 * -(-vocabulary.size // 32))
+
+
+def _address(mask: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mask))
+
+
+class Ours(_Walking):
+    """A guest of its own for a grammar."""
+
+    name = "tokenbus"
+
+    def __init__(
+        self, module: GrammarModule, vocabulary: TokenizerVocabulary, tables: bytes
+    ) -> None:
+        self.guest = GrammarGuest(module, vocabulary, tables)
+        self._mask = _words(vocabulary)
+        self._place = -1
+
+    def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
+        guest, place, into = self.guest, self.guest.start(), memoryview(self._mask)
+        self._place = place
+        return lambda token: guest.append(place, [token]), lambda: guest.mask(place, into)
+
+    def _end(self) -> None:
+        self.guest.end(self._place)
+
+    def close(self) -> None:
+        """As ``Engine`` says."""
+        self.guest.close()
+
+
+class _Tokens:
+    """A vocabulary as llguidance asks for one."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: TokenizerVocabulary) -> None:
+        self.eos_token_id = vocabulary.eos
+        self.tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
+        self.special_token_ids = [i for i, text in enumerate(self.tokens) if not text]
+        self._tokenize = vocabulary.tokenize
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenize(text.encode() if isinstance(text, str) else text)
+
+
+class LLGuidance(_Walking):
+    """llguidance: its lexer's states stay with a matcher that is reset, so one matcher takes all
+    texts; masks go straight into memory whose address is known, through its fastest call."""
+
+    name = "llguidance"
+
+    def __init__(
+        self, tokenizer: LLTokenizer, vocabulary: TokenizerVocabulary, grammar: str
+    ) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if self._matcher.is_error():
+            raise ValueError(f"llguidance: {self._matcher.get_error()}")
+        self._mask = _words(vocabulary)
+
+    @staticmethod
+    def tokenizer(vocabulary: TokenizerVocabulary) -> LLTokenizer:
+        """The vocabulary, with the slices that llguidance takes by itself."""
+        return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
+
+    def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
+        matcher, size = self._matcher, len(self._mask)
+        address = _address(self._mask)
+        fill_at = matcher.unsafe_compute_mask_ptr
+        matcher.reset()
+        return matcher.consume_token, lambda: fill_at(address, size)
+
+    def walk_rounds(self, rounds: Sequence[Sequence[int]]) -> list[float]:
+        """Seconds of taking the tokens of each round at once, and filling the mask after them."""
+        fill = self._begin()[1]
+        take = self._matcher.consume_tokens
+        seconds = []
+        for tokens in rounds:
+            some = list(tokens)
+            began = _clock()
+            take(some)
+            fill()
+            seconds.append(_clock() - began)
+        self._end()
+        return seconds
+
+    def _end(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"llguidance: {self._matcher.get_error()}")
+
+
+class XGrammar(_Walking):
+    """xgrammar, which finds most of its masks when it compiles a grammar: on one thread here."""
+
+    name = "xgrammar"
+
+    def __init__(self, compiled: Any, vocabulary: TokenizerVocabulary) -> None:
+        xgrammar = importlib.import_module("xgrammar")
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)
+        self._mask = _words(vocabulary)
+
+    @staticmethod
+    def compiler(vocabulary: TokenizerVocabulary) -> Any:
+        """What compiles grammars for a vocabulary. Raises ImportError where it is missing."""
+        xgrammar = importlib.import_module("xgrammar")
+        tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
+        info = xgrammar.TokenizerInfo(tokens, stop_token_ids=[vocabulary.eos])
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
+        matcher, bits = self._matcher, self._bits
+        matcher.reset()
+        fill = matcher.fill_next_token_bitmask
+
+        def take(token: int) -> None:
+            if not matcher.accept_token(token):
+                raise ValueError(f"xgrammar: token {token} cannot follow")
+
+        return take, lambda: fill(bits)
+
+    def masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """As ``Engine`` says."""
+        take, fill = self._begin()
+        fill()
+        found = [self._bits.numpy().tobytes()]
+        for token in tokens:
+            take(token)
+            fill()
+            found.append(self._bits.numpy().tobytes())
+        return found
+
+
+class OutlinesCore(_Walking):
+    """outlines-core: regular expressions alone, all masks found when the index is made."""
+
+    name = "outlines-core"
+
+    def __init__(self, words: Any, vocabulary: TokenizerVocabulary, pattern: str) -> None:
+        outlines_core = importlib.import_module("outlines_core")
+        self._guide = outlines_core.Guide(outlines_core.Index(pattern, words))
+        self._mask = _words(vocabulary)
+
+    @staticmethod
+    def words(vocabulary: TokenizerVocabulary) -> Any:
+        """The vocabulary as it takes it. Raises ImportError where it is missing."""
+        outlines_core = importlib.import_module("outlines_core")
+        by_text: dict[bytes, list[int]] = {}
+        for number in range(vocabulary.size):
+            if vocabulary.token(number):
+                by_text.setdefault(vocabulary.token(number), []).append(number)
+        return outlines_core.Vocabulary(vocabulary.eos, by_text)
+
+    def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
+        guide, address = self._guide, _address(self._mask)
+        guide.reset()
+        words = len(self._mask) // 4
+        return (
+            lambda token: guide.advance(token, False),
+            lambda: guide.write_mask_into(address, words, 4),
+        )

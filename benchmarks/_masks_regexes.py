@@ -1,0 +1,23 @@
+"""Regular expressions for ``masks.py``, each with texts that it accepts: ``texts/regexes.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+
+from _masks_world import TEXTS
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pattern, and texts that match it whole."""
+
+    name: str
+    pattern: str
+    texts: list[str]
+    beside: bool = True
+    """Whether xgrammar and outlines-core are asked."""
+
+
+CASES = [Case(**case) for case in tomllib.loads((TEXTS / "regexes.toml").read_text())["case"]]
+"""What ``regex_vs_llguidance`` is the mean over."""

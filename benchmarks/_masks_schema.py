@@ -1,0 +1,132 @@
+"""A JSON schema through our controller, beside llguidance alone: what the controller adds."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import compress
+from typing import NamedTuple
+
+from _masks_engines import LLGuidance
+from _masks_world import TEXTS, World, steady_us
+from llguidance import LLMatcher
+from tokenbus.workers.controller.interface import Controller, Then
+from tokenbus.workers.controller.llguidance.matchers import Matchers
+from tokenbus.workers.controller.llguidance.programs import JsonSchemaProgram
+
+_clock = time.perf_counter
+
+TEXT = {"type": "string"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 0},
+        "name": {"type": "string", "maxLength": 60},
+        "email": {"type": "string", "format": "email"},
+        "born": {"type": "string", "format": "date"},
+        "active": {"type": "boolean"},
+        "balance": {"type": "number"},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["crew", "guest", "harbour", "night", "pilot", "vip"]},
+        },
+        "address": {
+            "anyOf": [
+                {"type": "null"},
+                {
+                    "type": "object",
+                    "properties": {"street": TEXT, "city": TEXT, "zip": TEXT},
+                    "required": ["street", "city", "zip"],
+                    "additionalProperties": False,
+                },
+            ]
+        },
+    },
+    "required": ["id", "name", "email", "born", "active", "balance", "tags", "address"],
+    "additionalProperties": False,
+}
+"""Of a record of ``texts/records.json``."""
+
+
+class Round(NamedTuple):
+    """What was appended before a mask is asked for: nothing, then a token or what was forced."""
+
+    appended: list[int]
+    masked: bool
+    """Whether a mask is the answer; else more is forced, or the text is at its end."""
+
+
+class Schemas:
+    """Both, over the same records."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        records = json.loads((TEXTS / "records.json").read_text())
+        self._texts = [json.dumps(record, ensure_ascii=False).encode() for record in records]
+        self._host = world.host(json.dumps(SCHEMA))
+        self._matchers = Matchers()
+        self._program = JsonSchemaProgram(self._matchers)
+        self._alone = LLGuidance(
+            LLGuidance.tokenizer(world.vocabulary),
+            world.vocabulary,
+            LLMatcher.grammar_from_json_schema(
+                json.dumps(SCHEMA),
+                {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+            ),
+        )
+
+    def overhead(self, passes: int) -> dict[str, float]:
+        """Ours over llguidance alone: what was appended is taken, and a mask filled, in the rounds
+        that end in a mask; and in all rounds, where ours finds what is forced as well and
+        llguidance alone is told. Both have seen the records before."""
+        texts = [self._rounds(text) for text in self._texts]
+        masked = [one.masked for rounds in texts for one in rounds]
+        ours: list[list[float]] = []
+        alone: list[list[float]] = []
+        for _ in range(passes):
+            ours.append([step for rounds in texts for step in self._walk(rounds)])
+            appended = [[one.appended for one in rounds] for rounds in texts]
+            alone.append([step for one in appended for step in self._alone.walk_rounds(one)])
+        self._matchers.close()
+        of_masks = [steady_us([list(compress(one, masked)) for one in of]) for of in (ours, alone)]
+        return {
+            "schema_overhead": of_masks[0] / of_masks[1],
+            "schema_overhead_forced": steady_us(ours) / steady_us(alone),
+            "schema_us": of_masks[0],
+            "schema_us_llguidance": of_masks[1],
+        }
+
+    def _rounds(self, text: bytes) -> list[Round]:
+        """As a stream with this text would run: tokens that are forced are appended at once."""
+        controller, mask = self._start(), self._world.mask()
+        rounds: list[Round] = []
+        appended: list[int] = []
+        while True:
+            controller.post_process(appended, 0)
+            answer = controller.mid_process([0], mask)
+            rounds.append(Round(appended, answer.masked))
+            if answer.then is Then.STOP:
+                return rounds
+            tokens = self._world.vocabulary.tokenize(text)
+            appended = list(answer.tokens) if answer.then is Then.SPLICE else tokens[:1]
+            written = self._world.vocabulary.bytes_of(appended)
+            if not written or not text.startswith(written):
+                raise SystemExit(f"the schema wants {written!r} where the text has {text!r}")
+            text = text[len(written) :]
+
+    def _walk(self, rounds: list[Round]) -> list[float]:
+        controller, mask = self._start(), self._world.mask()
+        group, seconds = [0], []
+        for appended, _ in rounds:
+            began = _clock()
+            controller.post_process(appended, 0)
+            controller.pre_process()
+            controller.mid_process(group, mask)
+            seconds.append(_clock() - began)
+        controller.close()
+        return seconds
+
+    def _start(self) -> Controller:
+        controller = self._program.start(self._host)
+        controller.init_prompt([1, 2, 3])
+        return controller

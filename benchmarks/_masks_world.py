@@ -1,0 +1,72 @@
+"""What all of ``masks.py`` stands on: Tekken's vocabulary, a Wasm engine, and texts."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import wasmtime
+from tokenbus.workers.controller.grammar.guest import GrammarModule
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.sandbox import make_engine
+from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+
+ROOT = Path(__file__).parents[1]
+TEXTS = Path(__file__).parent / "texts"
+C_FILE = ROOT / "tests" / "grammars" / "samples" / "json.c"
+TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "real_tokenizers.py"
+EOS = 2
+"""Tekken's ``</s>``."""
+MAX_TOKENS = 1_000_000
+"""Of every sequence: more than any text here has, so that none is brought to its end early."""
+MICRO = 1e6
+MILLI = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Made once."""
+
+    vocabulary: TokenizerVocabulary
+    engine: wasmtime.Engine
+    module: GrammarModule
+
+    @classmethod
+    def make(cls) -> World:
+        """Reads the tokenizer: some 3 s."""
+        tekken: Callable[[], str] = runpy.run_path(str(TOKENIZERS))["tekken_json"]
+        vocabulary = TokenizerVocabulary.from_json(
+            tekken(), size=131_072, eos=[EOS], fingerprint="tekken"
+        )
+        engine = make_engine(Limits())
+        return cls(vocabulary, engine, GrammarModule(engine))
+
+    def tokens(self, text: str) -> list[int]:
+        """As the tokenizer writes a text."""
+        return self.vocabulary.tokenize(text.encode())
+
+    def host(self, arg: str) -> Host:
+        """What a sequence with this argument is given."""
+        limits = Limits()
+        log = Log(limits.log_bytes)
+        return Host(1, 0, arg.encode(), self.vocabulary, None, log, limits, MAX_TOKENS)  # type: ignore[arg-type]
+
+    def mask(self) -> memoryview:
+        """Room for a mask."""
+        return memoryview(bytearray(4 * -(-self.vocabulary.size // 32)))
+
+
+def p99(seconds: Sequence[float]) -> float:
+    """What 99 of 100 are not above."""
+    return sorted(seconds)[-(-99 * len(seconds) // 100) - 1]
+
+
+def steady_us(passes: Sequence[Sequence[float]]) -> float:
+    """The mean of steps in microseconds, of each step the median over the passes: whatever else
+    runs on the machine meets other steps in each pass."""
+    return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO
