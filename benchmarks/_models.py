@@ -1,8 +1,9 @@
-"""Models of realistic shape with random weights, as checkpoints on disk."""
+"""Models of realistic shape with random weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,22 +12,30 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCAB = 32_000
 
 
-def llama_folder(folder: Path) -> Path:
-    """A Llama shape of 21 million parameters, 32,000 tokens, and a byte-level tokenizer for it."""
+def llama(**changes: Any) -> Any:
+    """A Llama of 21 million parameters and 32,000 tokens: 6 layers, hidden 256, 8 query and 4
+    key-value heads. ``changes`` are of its LlamaConfig."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    return model
+
+
+def llama_folder(folder: Path) -> Path:
+    """That Llama as a checkpoint, and a byte-level tokenizer for it."""
+    llama(eos_token_id=0).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<eos>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))

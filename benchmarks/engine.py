@@ -15,35 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from _models import VOCAB, llama
 from _report import arguments, report
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
-VOCAB = 32_000
 BATCH = 32
 Prompts = list[list[int]]
-
-
-def make_model() -> Any:
-    """6 layers, hidden 256, 8 query and 4 key-value heads, vocabulary 32,000."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = LlamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -276,7 +256,7 @@ def main() -> None:
     """Runs all of it."""
     args = arguments(__doc__)
     runs = 2 if args.quick else 5
-    model = make_model()
+    model = llama()
     ours = Ours(wrap_model("bench", model))
     results = against_generate(model, ours, runs)
     model.set_attn_implementation("tokenbus")

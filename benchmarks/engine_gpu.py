@@ -10,11 +10,12 @@ import time
 from typing import Any
 
 import torch
+from _models import llama
 from _report import arguments, report
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 VOCAB = 128_256
 PROMPT, NEW = 128, 128
@@ -22,23 +23,18 @@ PROMPT, NEW = 128, 128
 
 def make_model() -> Any:
     """The shape of Llama 3 8B, initialised on the device."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model: Any = LlamaForCausalLM(config).eval()
+        model = llama(
+            vocab_size=VOCAB,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=8192,
+            num_key_value_heads=8,
+        )
     torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = None
     return model
 
 
