@@ -8,13 +8,13 @@ follow without asking the socket, costs 2.3 µs against 3.8 µs (measured on the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.backend import Socket as BackendSocket
 
+from ..protocol.endpoints import is_loopback
 from ..protocol.messages import MAX_ATTACHMENT_BYTES, MAX_BODY_BYTES
 from .outbox import Sent
 
@@ -43,12 +43,7 @@ def check_endpoint(endpoint: str, *, curve: bool) -> None:
         return
     if parts.scheme != "tcp":
         raise BindError(f"{endpoint}: an address begins with tcp:// or ipc://")
-    host = parts.hostname or ""
-    try:
-        loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not curve:
+    if not is_loopback(parts.hostname or "") and not curve:
         raise BindError(
             f"{endpoint}: without keys, only loopback addresses and ipc:// are listened on; use "
             "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from ...protocol.endpoints import is_loopback
 from ...protocol.settings import Settings
 from .. import Client
 from .faults import FAILED, WRONG_SETTING, SystemFault
@@ -88,9 +87,8 @@ def check_address(front: str) -> None:
 
 def _check_loopback(front: str, host: str) -> None:
     """Raises SystemFault where others than this machine's users could connect."""
-    with suppress(ValueError):
-        if host == "localhost" or ip_address(host).is_loopback:
-            return
+    if is_loopback(host):
+        return
     raise SystemFault(
         f"front: {front} is open to other machines, and there is no encryption yet; use "
         "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines",
