@@ -32,6 +32,17 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_TINY = {
+    **_COMMON,
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.5,
+}
 SHAPES = ("llama", "gpt2", "qwen2")
 ties: list[str] = []
 """Where a token differed because its two candidates were that close; told at the end of a run."""
@@ -59,6 +70,12 @@ def make(shape: str) -> Any:
         )
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def tiny_model() -> Any:
+    """A Llama of one layer and 64 tokens, always the same."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**_TINY)).eval()
 
 
 def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:

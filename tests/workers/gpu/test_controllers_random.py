@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,34 +15,14 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import wrap_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from .shapes import TIE, tiny_model
 from .steered import Bench, one_thread
 from .test_steering import Told, only
 
 VOCAB = 64
 MAX_FORKS = 8
-TIE = 1e-4
 Key = tuple[int, int]
-
-
-def model() -> Any:
-    """A tiny model, always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @dataclass
@@ -82,7 +61,9 @@ class Play:
             max_forks=MAX_FORKS,
         )
         self.rng = rng
-        self.bench = Bench(Engine(wrap_model("tiny", model()), config), rng.choice([None, "far"]))
+        self.bench = Bench(
+            Engine(wrap_model("tiny", tiny_model()), config), rng.choice([None, "far"])
+        )
         self.sequences: dict[Key, Expected] = {}
         self.parents: dict[Key, int] = {}
         self.drawn: list[tuple[list[int], set[int] | None, int]] = []
@@ -220,7 +201,7 @@ class Reference:
     """The plain model."""
 
     def __init__(self) -> None:
-        self._model = model()
+        self._model = tiny_model()
 
     @torch.inference_mode()
     def check(

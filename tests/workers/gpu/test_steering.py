@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from .shapes import tiny_model
 
 PROMPT = list(range(5, 45))
 STEPS = 100_000
@@ -417,21 +417,7 @@ def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
 
 
 def _tiny() -> Engine:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = LlamaForCausalLM(config).eval()
-    loaded = wrap_model("tiny", model)
+    loaded = wrap_model("tiny", tiny_model())
     page = 16 * 2 * 8 * 4
     return Engine(
         loaded,
