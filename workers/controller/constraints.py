@@ -15,6 +15,8 @@ from .grammar.guests import GrammarGuests
 from .grammar.tables import GrammarTables, choice_tables, regex_tables, substring_tables
 from .host import Host
 from .interface import Controller, Program
+from .llguidance.matchers import Matchers
+from .llguidance.programs import JsonSchemaProgram, LarkProgram
 
 
 class GrammarProgram:
@@ -57,9 +59,12 @@ class Constraints:
         memories = folder / "memories" if folder is not None else None
         tables = folder / "tables" if folder is not None else None
         self._guests = GrammarGuests(engine, memories)
+        self._matchers = Matchers()
         self._programs: dict[str, Program] = {
             "choice": GrammarProgram(self._guests, choice_tables),
             "combination": CombinationProgram(self._guests),
+            "json_schema": JsonSchemaProgram(self._matchers),
+            "lark": LarkProgram(self._matchers),
             "regex": GrammarProgram(self._guests, regex_tables),
             "substring": GrammarProgram(self._guests, substring_tables),
             "yacc": GrammarProgram(self._guests, GrammarTables(tables)),
@@ -77,3 +82,4 @@ class Constraints:
     def close(self) -> None:
         """Writes what is to be kept: the worker ends."""
         self._guests.close()
+        self._matchers.close()

@@ -53,7 +53,7 @@ _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 _NEW = ".new-"
 
-BUILT_IN = ("choice", "combination", "regex", "substring", "yacc")
+BUILT_IN = ("choice", "combination", "json_schema", "lark", "regex", "substring", "yacc")
 """The constraints that need no code: names that no tag can have."""
 
 

@@ -370,3 +370,28 @@ def test_streams_match_their_pattern(client: Client, pattern: str) -> None:
 def test_a_wrong_argument_is_the_clients_error(client: Client, constraint: str) -> None:
     with pytest.raises(RequestError, match=r"missing|starts nothing"):
         _ = client.generate("x", controller=constraint, controller_arg="(a").text
+
+
+def test_schemas_and_lark_grammars_steer_streams(client: Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+    lark = 'start: "(" (start | NUMBER) ")"\nNUMBER: /[0-9]{1,3}/'
+    sampled = {"temperature": 1.0, "max_tokens": 120}
+    for seed in range(5):
+        [value] = client.generate(
+            "x = ", controller="json_schema", controller_arg=schema, seed=seed, **sampled
+        ).wait()
+        assert value.finish_reason == "stop"
+        assert set(json.loads(value.text)) == {"name", "old"}
+        [nested] = client.generate(
+            "x = ", controller="lark", controller_arg=lark, seed=seed, **sampled
+        ).wait()
+        if nested.finish_reason == "stop":
+            assert re.fullmatch(r"(\(+)\d{1,3}(\)+)", nested.text)
+            assert nested.text.count("(") == nested.text.count(")")
+    with pytest.raises(RequestError, match="json_schema"):
+        client.generate("x", controller="json_schema", controller_arg={"type": "x"}).wait()

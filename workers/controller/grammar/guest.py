@@ -195,14 +195,13 @@ class GrammarGuest:
                 tokens = self.vocabulary.tokenize(text)
             except ControllerError:
                 return []  # Some of it cannot be written: the mask says how far one gets.
-            at = len(text)
-            while tokens:
-                at -= len(self.vocabulary.token(tokens[-1]))
+            at, kept = len(text), len(tokens)
+            for number in range(len(tokens) - 1, -1, -1):
+                at -= len(self.vocabulary.token(tokens[number]))
                 self._block[_ARG] = at
-                if not self._call("overhang"):
-                    break
-                tokens.pop()
-            return tokens
+                if self._call("overhang"):
+                    kept = number
+            return tokens[:kept]
 
     def closing(self, place: int) -> list[int] | None:
         """Tokens that bring the text to its end, about as few as there can be; none where it is
@@ -260,7 +259,7 @@ class GrammarGuest:
         if place < 0:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "this worker has 4,096 sequences of this grammar already; try again",
+                "this worker has as many sequences of this grammar as it can take; try again",
             )
         return place
 

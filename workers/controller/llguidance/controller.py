@@ -6,11 +6,12 @@ import ctypes
 import time
 from collections.abc import Sequence
 
+import numpy as np
 from llguidance import LLMatcher
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
-from ..interface import GO_ON, STOP, Answer, Controller, Then
+from ..interface import COMPLETE, GO_ON, STOP, Answer, Controller, Then
 from .matchers import Grammar
 from .trial import reason
 
@@ -33,7 +34,8 @@ class MatcherController:
         self._host = host
         self._text = list(text)
         self._mask: memoryview | None = None
-        """The one whose address is ``_address``."""
+        """The one that ``_words`` and ``_address`` are of."""
+        self._words: np.ndarray[tuple[int], np.dtype[np.uint32]]
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
@@ -49,22 +51,30 @@ class MatcherController:
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """What the grammar allows next; appends what must come, and stops where nothing can.
 
-        The mask is first, although it is not needed where tokens are forced: llguidance finds
-        these for it as well, and then without Python's lock, which compute_ff_tokens holds.
+        llguidance finds what is forced for its mask too, which has then the first such token only,
+        and does that without Python's lock, which compute_ff_tokens holds. So that is called only
+        where the mask has next to nothing.
         """
-        matcher = self._matcher
+        left = self._host.max_tokens - len(self._text)
+        if left <= 0:
+            return STOP
+        if mask is not self._mask:
+            self._look_at(mask)
         with self._grammar.lock:
-            if matcher.is_stopped():
-                return self._stopped()
             self._fill(mask)
-            forced = matcher.compute_ff_tokens()
-            if matcher.is_error():
+            if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
+                return _MASKED
+            forced = self._matcher.compute_ff_tokens()
+            complete = self._matcher.is_accepting()
+            if self._matcher.is_error():
                 raise self._failed()
         if forced:
-            return Answer(Then.SPLICE, tokens=forced)
-        if bytes(mask) == self._grammar.tokens.only_end:
-            return self._stopped()
-        return _MASKED
+            return Answer(Then.SPLICE, tokens=forced[:left])
+        if bytes(mask) != self._grammar.tokens.only_end:
+            return _MASKED
+        if not complete:
+            raise self._failed()
+        return COMPLETE
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Follows what was appended; stops at the end of the sequence."""
@@ -91,12 +101,14 @@ class MatcherController:
     def close(self) -> None:
         """Nothing: a matcher goes with its controller."""
 
+    def _look_at(self, mask: memoryview) -> None:
+        self._mask = mask
+        self._words = np.frombuffer(mask, np.uint32)
+        place = mask if self._own_mask is None else self._own_mask
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+
     def _fill(self, mask: memoryview) -> None:
         own = self._own_mask
-        if self._mask is not mask:
-            place = mask if own is None else own
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(place))
-            self._mask = mask
         if own is None:
             self._matcher.unsafe_compute_mask_ptr(self._address, len(mask))
             return
@@ -104,12 +116,6 @@ class MatcherController:
         end = self._grammar.tokens.size - 1
         own[end >> 3] &= ~(1 << (end & 7))
         mask[:] = own[: len(mask)]
-
-    def _stopped(self) -> Answer:
-        """Nothing can follow; raises ControllerError where the text is not complete."""
-        if self._matcher.is_error() or not self._matcher.is_accepting():
-            raise self._failed()
-        return STOP
 
     def _failed(self) -> ControllerError:
         self._grammar.give_up()

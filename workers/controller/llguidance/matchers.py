@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -16,43 +18,60 @@ from ..host import Vocabulary
 from .trial import GrammarError, Trials, parser_limits, reason
 
 KEPT_TOKENIZERS = 4
+KEPT_TEXTS = 1024
+SHORT = 100
+"""Characters of forced texts whose tokens are kept."""
 KEPT_GRAMMARS = 32
 """Each may come to ``trial.MAX_LEXER_STATES``."""
 
 
-class Tokens:
-    """A vocabulary as llguidance is given it (its TokenizerWrapper), and the tokenizer of that.
+class _Wrapper:
+    """A vocabulary as llguidance asks for one (its TokenizerWrapper).
 
-    Tokens without bytes, special ones among them, are in no text, so no mask has them; the ends of
-    a sequence are allowed where the text is complete. A vocabulary that has none gets one beyond
-    its last token, which ``Matchers`` never lets out.
+    Tokens without bytes, special ones among them, are in no text, so no mask has them.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
     special_token_ids: tuple[int, ...] = ()
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        """Takes about 0.4 s for 131,072 tokens."""
-        size = vocabulary.size
-        self.tokens = [vocabulary.token(number) for number in range(size)]
-        ends = list(vocabulary.eos_ids) or [size]
-        self.eos_token_id = ends[0]
-        self.endless = not vocabulary.eos_ids
-        if self.endless:
+    def __init__(self, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
+        self.tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
+        if ends[0] == vocabulary.size:
             self.tokens.append(b"")
+        self.eos_token_id = ends[0]
         self._vocabulary = vocabulary
-        self.tokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
-        self.size = len(self.tokens)
-        self.tokens = []
+        self._short = lru_cache(KEPT_TEXTS)(self._tokenize)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokenizer's own choice for a text that is forced. Short ones come again: for the mask
+        and for what is appended, and in each sequence of a grammar."""
+        return self._short(text) if len(text) <= SHORT else self._tokenize(text)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self._vocabulary.tokenize(text.encode())
+
+
+class Tokens:
+    """A vocabulary for llguidance. The ends of a sequence are allowed where a text is complete; a
+    vocabulary that has none gets one beyond its last token, which is never let out."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Takes about 0.4 s for 131,072 tokens, with Python's lock in hand."""
+        size = vocabulary.size
+        ends = vocabulary.eos_ids or (size,)
+        wrapper = _Wrapper(vocabulary, ends)
+        # It must not know of ``self``: the collector does not see what llguidance holds.
+        self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
+        wrapper.tokens = []
+        self.endless = not vocabulary.eos_ids
+        self.size = size + self.endless
         self.only_end = sum(1 << end for end in ends if end < size).to_bytes(
             4 * -(-size // 32), "little"
         )
         """The mask that allows the end and nothing else."""
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """The tokenizer's own choice for a text that is forced."""
-        return self._vocabulary.tokenize(text.encode() if isinstance(text, str) else text)
+        self.end_words = len({end // 32 for end in ends})
+        """Words of a mask that such a one has set at most, or one with a single token."""
 
 
 class Grammar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -14,15 +15,26 @@ from .controller import MatcherController
 from .matchers import Matchers
 from .trial import GrammarError
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_BYTES = 1024 * 1024
 """Of a schema or a grammar. What compiling it may cost is bounded apart from that (``trial``)."""
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """As Python's ``json.dumps`` writes: a model cannot lose itself in spaces, and most of what is
 between values is forced. A schema's own ``x-guidance`` says otherwise where that is wanted."""
 
 _LEXEME = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?:\#|//)[^\n]*|(?P<special><[^<>\s]+>)', re.DOTALL
+    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    r"|/(?!/)[^/\\]*(?:\\.[^/\\]*)*/"
+    r"|(?:\#|//)[^\n]*"
+    r"|(?P<special><[^<>\s]+>)",
+    re.DOTALL,
 )
 """What of a Lark grammar may hold a ``<``: strings (JSON's too), regular expressions, comments, and
 the names of special tokens; as llguidance's own lexer has them."""

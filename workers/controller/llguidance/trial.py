@@ -20,11 +20,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import BinaryIO
+from contextlib import suppress
+from typing import IO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from ....protocol.errors import Code, ServiceError
+from ....protocol.errors import Code, ServiceError, UnavailableError
 
 CPU_S = 2
 """Time that a trial may take, in seconds of CPU; up to a second more, as the system counts."""
@@ -38,8 +39,8 @@ there."""
 MAX_LEXER_STATES = 100_000
 """Of one grammar, for all its sequences, about 0.5 kB each. A string of bounded length takes some 5
 for each character."""
-KEPT = 2
-"""Processes that are kept for the next trial."""
+AT_ONCE = 2
+"""Trials at the same time, and processes that are kept for the next one."""
 SHOWN = 400
 """Characters of a reason that are told."""
 
@@ -70,29 +71,40 @@ class Trials:
     """The processes. Safe from any thread; each trial has one to itself."""
 
     def __init__(self) -> None:
+        self._turns = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def run(self, grammar: str) -> None:
-        """Raises GrammarError where a grammar is wrong or takes more than the bounds above."""
+        """Raises GrammarError where a grammar is wrong or takes more than the bounds above, and
+        UnavailableError where others take so long that its turn does not come."""
+        if not self._turns.acquire(timeout=WALL_S):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"other grammars have been tried out for {WALL_S:g} s, {AT_ONCE} at once",
+                retry_after_s=1.0,
+            )
+        try:
+            said = self._tried(grammar.encode())
+        finally:
+            self._turns.release()
+        if said:
+            raise GrammarError(said)
+
+    def _tried(self, grammar: bytes) -> str:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None or process.poll() is not None:
             process = self._spawn()
         try:
-            said = _asked(process, grammar.encode())
+            said = _asked(process, grammar)
         except BaseException:
             process.kill()
-            process.wait()
+            _end(process)
             raise
         with self._lock:
-            keep = len(self._idle) < KEPT
-            if keep:
-                self._idle.append(process)
-        if not keep:
-            _end(process)
-        if said:
-            raise GrammarError(said)
+            self._idle.append(process)
+        return said
 
     def close(self) -> None:
         """Ends the processes that wait."""
@@ -140,12 +152,13 @@ def _asked(process: subprocess.Popen[bytes], grammar: bytes) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.close()
+    with suppress(BrokenPipeError):
+        process.stdin.close()
     process.stdout.close()
     process.wait()
 
 
-def _read(source: BinaryIO) -> bytes | None:
+def _read(source: IO[bytes]) -> bytes | None:
     """The next message; None at the end."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

@@ -64,8 +64,8 @@ static inline uint32_t reduced_by(uint32_t stack, uint32_t production) {
     return put(stack, to);
 }
 
-// A stack that nobody builds on yet, with its top moved down to where the nodes that still count end:
-// those of the stack itself, and the first `kept` of all. So a long way of reductions takes few.
+// A stack that nobody builds on yet, with its top moved down to where the nodes in use end: those of
+// the stack itself, and the first `kept` of all. So a long way of reductions takes few.
 static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     const stack_node top = stack_nodes[stack - DEEPEST];
     uint32_t to = top.below < DEEPEST ? 0 : top.below - DEEPEST + 1;
