@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import wasmtime
 
 from ...grammars.regex import prepare
-from .grammar.combination import combine
+from ...protocol.errors import RequestError
+from .grammar.combination import Part, automaton, read_combination
 from .grammar.controller import GrammarController
 from .grammar.guests import GrammarGuests
+from .grammar.parts import PartsController, Plan, make_plan
+from .grammar.refusals import refusal
 from .grammar.tables import GrammarTables, choice_tables, regex_tables, substring_tables
 from .host import Host
 from .interface import Controller, Program
 from .llguidance.matchers import Matchers
 from .llguidance.programs import JsonSchemaProgram, LarkProgram
+
+COMBINATIONS_KEPT = 64
+"""Combinations whose tables are kept in memory; one may have a megabyte and more."""
 
 
 class GrammarProgram:
@@ -36,18 +45,52 @@ class GrammarProgram:
             raise
 
 
-class CombinationProgram:
-    """The constraint ``combination``, whose argument may also bound the tokens of its text."""
+class Combination(NamedTuple):
+    """An argument of ``combination``, ready to run: its tables by the places of their parts."""
 
-    def __init__(self, guests: GrammarGuests) -> None:
+    root: Part
+    plan: Plan
+    tables: dict[str, bytes]
+
+
+@lru_cache(maxsize=COMBINATIONS_KEPT)
+def _combination(arg: bytes) -> Combination:
+    root = read_combination(arg)
+    plan = make_plan(root)
+    regular = {part.place: part for part in plan.parts if part.regular}
+    tables = {place: automaton(part).to_bytes() for place, part in regular.items()}
+    return Combination(root, plan, tables)
+
+
+class CombinationProgram:
+    """The constraint ``combination``: one automaton where it can be, else parts in turn."""
+
+    def __init__(self, guests: GrammarGuests, others: Mapping[str, Program]) -> None:
+        """``others``: what makes the controllers of parts that are no automata."""
         self._guests = guests
+        self._others = others
 
     def start(self, host: Host) -> Controller:
         """Raises RequestError where the argument is wrong."""
-        made = combine(host.arg)
-        if made.max_tokens is not None:
-            host = replace(host, max_tokens=min(host.max_tokens, made.max_tokens))
-        return GrammarProgram(self._guests, lambda _: made.tables).start(host)
+        made = _combination(host.arg)
+        if made.root.max_tokens is not None:
+            host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
+        if made.root.regular:
+            return self._part(made, made.root, host)
+        # A part that is wrong is so now, and not when its turn comes.
+        for part in {part.place: part for part in made.plan.parts}.values():
+            self._part(made, part, host).close()
+        return PartsController(made.plan, partial(self._part, made), host)
+
+    def _part(self, made: Combination, part: Part, host: Host) -> Controller:
+        if part.regular:
+            return GrammarProgram(self._guests, lambda _: made.tables[part.place]).start(host)
+        value = part.value
+        arg = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+        try:
+            return self._others[part.kind].start(replace(host, arg=arg))
+        except RequestError as error:
+            raise refusal(f"combination: {part.place}: {error.message}") from None
 
 
 class Constraints:
@@ -62,13 +105,13 @@ class Constraints:
         self._matchers = Matchers()
         self._programs: dict[str, Program] = {
             "choice": GrammarProgram(self._guests, choice_tables),
-            "combination": CombinationProgram(self._guests),
             "json_schema": JsonSchemaProgram(self._matchers),
             "lark": LarkProgram(self._matchers),
             "regex": GrammarProgram(self._guests, regex_tables),
             "substring": GrammarProgram(self._guests, substring_tables),
             "yacc": GrammarProgram(self._guests, GrammarTables(tables)),
         }
+        self._programs["combination"] = CombinationProgram(self._guests, self._programs)
 
     @property
     def names(self) -> set[str]:

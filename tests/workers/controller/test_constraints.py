@@ -25,7 +25,7 @@ from tokenbus.workers.controller.variables import SequenceVariables
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...processes import Bus
-from .played import EOS, WORDS, Steered, engine
+from .played import BYTES, EOS, WORDS, Steered, engine
 
 TOKENS = [*WORDS, b"12", b"2026", b"-0", b"-11-", "é".encode(), "né".encode(), b"\xc3", b"\xa9a"]
 PATTERNS = [
@@ -86,6 +86,59 @@ def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Co
     run = Steered(named(constraints, "combination"), WORDS, '{"stop_at": "cat"}')
     run.post([WORDS.index(b"dog"), WORDS.index(b" cat")])
     assert run.mid() is None
+
+
+def allowed_after(run: Steered, text: bytes) -> set[bytes] | None:
+    """What may come after a text that is given byte by byte, or must be."""
+    for byte in text:
+        may = run.mid()
+        assert may is not None
+        assert 1 + byte in (may if isinstance(may, set) else may[:1])
+        run.post([1 + byte])
+    may = run.mid()
+    if isinstance(may, list):
+        may = set(may[:1])
+    return None if may is None else {BYTES[token] for token in may}
+
+
+def test_a_combination_has_grammars_and_schemas_as_parts(constraints: Constraints) -> None:
+    arg = {
+        "sequence": [
+            {"alternation": ["a: ", {"regex": "b+: "}]},
+            {"repetition": {"sequence": [{"yacc": "json"}, ";"]}, "least": 1, "most": 2},
+            {"json_schema": {"enum": [True, 12]}},
+        ]
+    }
+    combination = named(constraints, "combination")
+    begin = Steered(combination, BYTES, json.dumps(arg))
+    assert allowed_after(begin, b"") == {b"a", b"b"}
+    assert b" " in (allowed_after(begin, b"a: ") or set())
+    run = Steered(combination, BYTES, json.dumps(arg))
+    after = allowed_after(run, b"bb: [1, 2]") or set()
+    assert b";" in after
+    assert b"," not in after
+    # Once or twice JSON and its semicolon, then the schema.
+    assert {b"t", b"1", b"["} < (allowed_after(run, b";") or set())
+    assert b"r" in (allowed_after(run, b"t") or set())
+    # What is read in two ways so far stays so: the schema's true, or JSON's.
+    assert {b";", BYTES[EOS]} < (allowed_after(run, b"rue") or set())
+    fork = Steered(combination, BYTES, json.dumps(arg))
+    variables = SequenceVariables(1, 1, VariableStorage().apply, lambda: None)
+    host = Host(1, 1, b"", run.vocabulary, variables, Log(1000), Limits(), 100)
+    fork.controller.close()
+    fork.controller = run.controller.fork(host)
+    assert allowed_after(fork, b";") == {b"t", b"1"}
+    assert allowed_after(fork, b"12") is None
+    run.controller.close()
+
+
+def test_a_part_has_tokens_of_its_own_and_is_closed_in_time(constraints: Constraints) -> None:
+    arg = {"sequence": [{"yacc": "json", "max_tokens": 6}, " and ", {"yacc": "arithmetic"}]}
+    run = Steered(named(constraints, "combination"), BYTES, json.dumps(arg))
+    assert allowed_after(run, b"[[1") == {b"]"}
+    run.post([1 + ord("]"), 1 + ord("]")])
+    assert allowed_after(run, b"") == {b" "}
+    assert b"(" in (allowed_after(run, b" and ") or set())
 
 
 def test_no_tag_can_have_the_name_of_a_constraint(constraints: Constraints) -> None:
@@ -208,7 +261,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
             '{"regex": "a", "choice": ["b"]}',
             "is a text or an object of one of regex",
         ),
-        ("combination", '{"yacc": "json"}', "is a text or an object of one of regex"),
+        ("combination", '{"grammar": "json"}', "is a text or an object of one of regex"),
         ("combination", '{"sequence": ["a", {"regex": "(b"}]}', r"\$.sequence\[1\].regex: missing"),
         ("combination", '{"repetition": "a", "least": -1}', "least is a whole number from 0"),
         (
@@ -218,6 +271,14 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         ),
         ("combination", '{"regex": "a", "max_tokens": 0}', "max_tokens is a whole number from 1"),
         ("combination", '{"sequence": "ab"}', "sequence is a list"),
+        (
+            "combination",
+            '{"sequence": ["a", {"yacc": "x"}]}',
+            r"\$.sequence\[1\].yacc: yacc: line",
+        ),
+        ("combination", '{"stop_at": "x", "of": {"yacc": "json"}}', "stop_at.of is a text, regex"),
+        ("combination", '{"repetition": {"yacc": "json"}, "most": 300}', "more than 256 parts"),
+        ("combination", '{"yacc": 3}', "yacc is a text"),
         ("combination", "[" * 60 + "]" * 60, "is a text or an object"),
         ("combination", '{"sequence": [' * 60 + "]}" * 60, "50 deep"),
         ("yacc", " ", "the library: arithmetic, c, json"),

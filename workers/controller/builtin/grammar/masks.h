@@ -15,6 +15,7 @@ enum {
     EDGES = 1 << 17,
     MOST_EDGES = EDGES / 4 * 3,
     BUCKETS = 4096,
+    DEEPEST_KEPT = 512,
 };
 
 typedef struct kept_mask {
@@ -243,6 +244,8 @@ static const result *find_result(const sequence *s) {
     const outlook seen = look(s, stack);
     if (out_of_nodes) return 0;
     result *found = keep_result(seen);
+    // Who reads so much of a stack would fill the tree for all others.
+    if (found && s->depth - lowest > DEEPEST_KEPT) return found;
     return found && hang(s, lowest, found) ? found : 0;
 }
 
