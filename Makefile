@@ -7,8 +7,7 @@ TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PACKAGES := protocol broker workers clients grammars
-GUESTS := $(wildcard workers/controller/builtin/*.c workers/controller/builtin/*/*.h \
-	workers/controller/sdk/*.h workers/controller/sdk/*/*.h)
+GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
 .PHONY: install demo test lint bench clean
@@ -17,8 +16,8 @@ FOLDERS := $(PACKAGES) tests benchmarks
 install: $(INSTALLED)
 
 # torch goes first and alone: it is most of the download, and what follows then finds it there.
-# The built-in controllers are compiled with the package.
-$(INSTALLED): pyproject.toml setup.py $(GUESTS)
+# The guest that runs grammars is compiled with the package.
+$(INSTALLED): pyproject.toml setup.py $(GUEST)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet $(TORCH)
 	$(PY) -m pip install --quiet --editable '.[dev]'
@@ -46,6 +45,6 @@ bench: install
 	@set -e; for b in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
 
 clean:
-	rm -f workers/controller/builtin/*.wasm
+	rm -f grammars/guest/*.wasm
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) -name __pycache__ -type d -prune -exec rm -rf {} +

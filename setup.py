@@ -7,24 +7,23 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-CONTROLLER = Path("workers", "controller")
+GUEST = Path("grammars", "guest")
 FLAGS = ["-target", "wasm32-freestanding", "-O3", "-g0", "-nostdlib", "-Wl,--no-entry"]
 FLAGS += ["-Wl,-z,stack-size=65536", "-mcpu=generic+simd128+bulk_memory"]
 
 
-class BuildGuests(build_py):
-    """``build_py``, and ``builtin/*.wasm`` beside the Python files."""
+class BuildGuest(build_py):
+    """``build_py``, and ``grammar.wasm`` beside the guest's C."""
 
     def run(self) -> None:
         """Copies the modules, then compiles."""
         super().run()
         root = Path() if self.editable_mode else Path(self.build_lib, "tokenbus")
-        folder = root / CONTROLLER / "builtin"
+        folder = root / GUEST
         folder.mkdir(parents=True, exist_ok=True)
-        for source in sorted((CONTROLLER / "builtin").glob("*.c")):
-            target = str(folder / f"{source.stem}.wasm")
-            command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, "-o", target]
-            subprocess.check_call([*command, str(source)])
+        command = [sys.executable, "-m", "ziglang", "cc", *FLAGS]
+        command += ["-o", str(folder / "grammar.wasm"), str(GUEST / "grammar.c")]
+        subprocess.check_call(command)
 
 
-setup(cmdclass={"build_py": BuildGuests})
+setup(cmdclass={"build_py": BuildGuest})

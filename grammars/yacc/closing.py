@@ -2,7 +2,7 @@
 
 A state's kernel items are what the text is in the middle of. For each, ``Rest`` has the shortest
 terminals that complete it. Whoever wants to close a text takes rests, from the top of the stack
-down to its bottom: the guest engine does, by a shortest path over the stack (builtin/grammar).
+down to its bottom: the guest engine does, by a shortest path over the stack (guest/closing.h).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
     wanted = {
         "tokenbus/clients/supervisord.conf",
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
-        f"{controller}/builtin/grammar.wasm",
+        "tokenbus/grammars/guest/grammar.wasm",
         f"{controller}/sdk/tokenbus.h",
         f"{controller}/sdk/tokenbus/trie.h",
         f"{controller}/sdk/examples/upper4.c",

@@ -1,7 +1,7 @@
 """The guest that runs one grammar over one vocabulary, for all sequences of a worker.
 
 What is found out for one sequence is known to all: masks are looked up wherever the lexer state and
-as much of the parser's stack as matters were seen before. The guest is ``builtin/grammar.c``.
+as much of the parser's stack as matters were seen before. The guest is ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import array
 import ctypes
 import threading
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Final
 
 import wasmtime
 
+from ....grammars.guest import wasm
 from ....protocol.errors import Code, ControllerError
 from ..guest import Guest, HostFunction, Template, make_linker
 from ..host import Vocabulary
@@ -65,10 +65,9 @@ class GrammarModule:
     """The guest's code, compiled for one Wasm engine."""
 
     def __init__(self, engine: wasmtime.Engine) -> None:
-        wasm = (files(__package__).joinpath("..", "builtin", "grammar.wasm")).read_bytes()
+        self.wasm = wasm()
         linker = make_linker(engine, {("tokenbus", "fail"): HostFunction("ii", "", _fail)})
-        self.template = Template(linker, wasmtime.Module(engine, wasm), engine)
-        self.wasm = wasm
+        self.template = Template(linker, wasmtime.Module(engine, self.wasm), engine)
 
 
 class GrammarGuest:

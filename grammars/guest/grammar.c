@@ -2,7 +2,7 @@
 //
 // One instance serves all sequences of a grammar and a vocabulary in a worker, so that whatever one
 // of them finds out, all know. A sequence is a place here: a lexer state and a stack.
-#include "grammar/closing.h"
+#include "closing.h"
 
 // What host and guest tell each other; the host writes the upper part before a call.
 static struct {
