@@ -82,7 +82,7 @@ def _add_run(actions: Any) -> None:
         "served. A file's module leaves the store after the run, unless it was there before.",
     )
     parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or what the system has")
-    parser.add_argument("--arg", metavar="A", help="what the controller is given")
+    parser.add_argument("--arg", metavar="A|@FILE", help="what the controller is given")
     parser.add_argument(
         "--prompt", metavar="P", default=DEFAULT_PROMPT, help="what it continues (a new line)"
     )

@@ -17,7 +17,7 @@ from ...protocol.settings import Settings
 from .. import Client, Stream
 from .exits import report
 from .generate import begin
-from .module_files import is_file, read_module
+from .module_files import FileFault, is_file, read_module
 from .notices import Notices
 from .options import client_for, parameters
 from .own_system import interrupted, own_system, somebody_answers
@@ -28,6 +28,16 @@ DEFAULT_PROMPT = "\n"
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """The tag by which a run holds the module of its file."""
+
+
+def _argument(given: str) -> str:
+    """An argument as it was typed, or the text of the file that ``@FILE`` names."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFault(f"--arg {given}: cannot read the file: {error}") from None
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
@@ -42,7 +52,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
     options["controller"] = args.program
     if args.arg is not None:
-        options["controller_arg"] = args.arg
+        options["controller_arg"] = _argument(args.arg)
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
         if named or somebody_answers(settings.front):

@@ -263,7 +263,7 @@ class GpuWorker:
                     controller=message.controller,
                     arg=message.controller_arg,
                     prompt=prompt,
-                    max_tokens=message.max_tokens,
+                    max_tokens=min(message.max_tokens, engine.max_length - len(prompt)),
                     model=stream.model,
                     vocabulary=Vocabulary(
                         fingerprint=engine.loaded.fingerprint,

@@ -11,10 +11,12 @@ from tokenbus.clients import Client
 from tokenbus.grammars import library
 from tokenbus.grammars.regex import compile_regex
 from tokenbus.grammars.yacc import Recognizer, compile_grammar
+from tokenbus.workers.controller.constraints import Constraints
 from tokenbus.workers.controller.grammar.guest import GrammarGuest, GrammarModule
+from tokenbus.workers.controller.interface import Then
 
 from ...processes import Bus
-from .played import BYTES, engine, vocabulary
+from .played import BYTES, Steered, engine, vocabulary
 
 MODULE = GrammarModule(engine)
 LETTERS = vocabulary(BYTES)
@@ -93,6 +95,41 @@ def client() -> Iterator[Client]:
         bus.wait_for_roles("controller")
         with bus.client() as client:
             yield client
+
+
+def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
+    module = Constraints(engine, None).get("yacc")
+    assert module is not None
+    wide = b"(" * 12
+    tokens = [*BYTES, wide]
+    grammar = '%start s\n%%\ns: "a" | "[" s "]" | "(" s "tobeclosed" ")" ;'
+    run = Steered(module, tokens, grammar)
+    kept = [1 + ord("[")] * 40 + [tokens.index(wide)] + [1 + ord("[")] * 59
+    for number, token in enumerate(kept):
+        before = run.controller.mid_process((0,), memoryview(run._mask))
+        if before.then is Then.SPLICE:
+            kept = kept[:number]
+            break
+        run.post([token])
+    assert before.then is Then.SPLICE
+    assert before.backtrack > 0
+    whole = [*kept[: len(kept) - before.backtrack], *before.tokens]
+    assert len(whole) < 100
+    text = run.vocabulary.bytes_of(whole)
+    assert check_whole(text)
+    assert run.controller.post_process(before.tokens, before.backtrack).then is Then.GO_ON
+    assert run.mid() is None
+    assert "taken back" in run.log.take()
+
+
+def check_whole(text: bytes) -> bool:
+    """Whether a text is one of the nested ones above."""
+    while text != b"a":
+        inner = re.fullmatch(rb"\[(.*)\]|\((.*)tobeclosed\)", text)
+        if inner is None:
+            return False
+        text = inner[1] or inner[2]
+    return True
 
 
 @pytest.mark.parametrize("max_tokens", [5, 24, 100])

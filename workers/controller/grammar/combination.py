@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from ....grammars import library
 from ....grammars.combine import alternation, repetition, sequence, stop_at
 from ....grammars.regex import Dfa, compile_choice, compile_regex
 from ....grammars.substring import compile_substring
@@ -89,12 +90,16 @@ class _Reading:
         if isinstance(given, str):
             return Part("text", place, given)
         named = [name for name in _FIELDS if isinstance(given, dict) and name in given]
-        if len(named) != 1 or set(given) - _FIELDS[named[0]] - {"max_tokens"}:
+        if len(named) != 1:
             raise refusal(
                 f"combination: {place} is a text or an object of one of {', '.join(_FIELDS)}; this "
                 f"is {msgspec.json.encode(given).decode()[:100]}"
             )
         [name] = named
+        unknown = set(given) - _FIELDS[name] - {"max_tokens"}
+        if unknown:
+            known = ", ".join(sorted(_FIELDS[name] | {"max_tokens"}))
+            raise refusal(f"combination: {place} has {min(unknown)!r}; {name} knows {known}")
         most = given.get("max_tokens")
         most = None if most is None else _number(most, f"{place}: max_tokens", 1)
         return self._of(name, given, f"{place}.{name}", depth + 1, most)
@@ -104,6 +109,12 @@ class _Reading:
     ) -> Part:
         value = given[name]
         match name, value:
+            case ("regex", {"library": str(word)}) if len(value) == 1:
+                try:
+                    pattern = library.regex(word)
+                except KeyError as error:
+                    raise refusal(f"combination: {place}: {error.args[0]}") from None
+                return Part(name, place, pattern, max_tokens=max_tokens)
             case (("regex" | "substring"), str()):
                 return Part(name, place, value, max_tokens=max_tokens)
             case "choice", list() if all(isinstance(text, str) for text in value):

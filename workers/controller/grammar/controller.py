@@ -32,8 +32,10 @@ class GrammarController:
         self._place = place
         self._text = text
         self._spare = min(SPARE, host.max_tokens // 16)
-        self._look_at = max(0, host.max_tokens - 2 * LOOK_EVERY)
+        self._look_at = 0
         """The length at which it is asked again."""
+        self._way_back: tuple[int, list[int]] | None = None
+        """The last length from which there was time for a closing, and that."""
         self._closed = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -51,15 +53,11 @@ class GrammarController:
         if left <= 0:
             return STOP
         if len(self._text) >= self._look_at and (closing := self._closing()) is not None:
-            self._closed = True
-            most = self._host.max_tokens
-            told = f"closed with {len(closing)} tokens: max_tokens is {most}\n"
-            self._host.log.write(told.encode())
-            return Answer(Then.SPLICE, tokens=closing) if closing else interface.COMPLETE
+            return closing
         flags = self._guest.mask(self._place, mask)
         if flags & ANY:
             if flags & FORCED:
-                tokens = self._guest.forced(self._place)[:left]
+                tokens = self._guest.forced(self._place)[: left - 1]
                 if tokens:
                     return Answer(Then.SPLICE, tokens=tokens)
             return _MASKED
@@ -76,6 +74,8 @@ class GrammarController:
         eos = self._host.vocabulary.eos_ids
         if tokens and tokens[-1] in eos:
             return STOP
+        if self._closed:
+            return GO_ON
         if self._guest.append(self._place, tokens) < len(tokens):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -95,18 +95,35 @@ class GrammarController:
         self._guest.end(self._place)
         self._shared.release()
 
-    def _closing(self) -> list[int] | None:
-        """Tokens that end the text, where it is time: later there might be no room for them."""
+    def _closing(self) -> Answer | None:
+        """Closes the text, where it is time: later there might be no room for it."""
         # With its last token a sequence has ended by its length, complete or not.
-        room = self._host.max_tokens - len(self._text) - 1
+        length, most = len(self._text), self._host.max_tokens
+        room = most - length - 1
         closing = self._guest.closing(self._place)
-        if closing is None or len(closing) > room:
-            self._look_at = len(self._text) + 1
+        if closing is not None and len(closing) <= room:
+            self._way_back = length, closing
+            spare = room - len(closing)
+            if spare > self._spare:
+                self._look_at = length + max(1, min(LOOK_EVERY, spare // 8))
+                return None
+        elif room > 0:
+            self._look_at = length + 1
             return None
-        if len(closing) + self._spare >= room:
-            return closing
-        self._look_at = len(self._text) + max(1, min(LOOK_EVERY, (room - len(closing)) // 8))
-        return None
+        if self._way_back is None:
+            self._say(f"not closed: there was no time for it, as max_tokens is {most}")
+            return None
+        at, tokens = self._way_back
+        back = length - at
+        self._closed = True
+        after = f" after {back} were taken back" if back else ""
+        self._say(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
+        if not tokens and not back:
+            return interface.COMPLETE
+        return Answer(Then.SPLICE, backtrack=back, tokens=tokens)
+
+    def _say(self, what: str) -> None:
+        self._host.log.write(f"{what}\n".encode())
 
     def _shown(self) -> str:
         token = self._host.vocabulary.token

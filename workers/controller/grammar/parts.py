@@ -180,14 +180,14 @@ class PartsController:
         """Follows what was appended, in the ways that allow it."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
             return STOP
-        self._length += len(tokens)
+        self._length += len(tokens) - backtrack
         self._complete = False
         kept = []
         for way in self._ways:
             if len(self._ways) > 1 and not _allows(way.mask, tokens[0]):
                 way.controller.close()
                 continue
-            way.controller.post_process(tokens, 0)
+            way.controller.post_process(tokens, backtrack)
             kept.append(way)
         self._ways = kept
         return GO_ON

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
 import threading
 from collections import OrderedDict
@@ -88,6 +89,8 @@ def _choices(choices: tuple[str, ...]) -> bytes:
 def substring_tables(arg: bytes) -> bytes:
     """Of the text whose parts are wanted, itself or as ``{"text": TEXT}``."""
     text = _named(arg, "substring", "text")
+    if not text:
+        raise refusal("substring needs a text as its argument")
     try:
         return compile_substring(text).to_bytes()
     except ValueError as error:
@@ -116,6 +119,9 @@ class GrammarTables:
                 "yacc needs a grammar as its argument, or the name of one in the library: "
                 + ", ".join(library.names())
             )
+        if re.fullmatch(r"\w+", text) and text not in self._names:
+            known = ", ".join(sorted(self._names))
+            raise refusal(f"yacc: {text!r} is not in the library; there are {known}")
         if text in self._names:
             text = library.grammar(text)
         if len(text) > GRAMMAR_CHARACTERS:
