@@ -6,6 +6,13 @@
 
 %start file
 
+%reserved "_Imaginary"
+// What is one lexeme of the preprocessor and none of C, as `0x1e+1` and `1.0.x`; and after `#` what is
+// no directive's name.
+%reserved "/\.?[0-9]([0-9A-Za-z_.]|[eEpP][+-])*[eEpP][+-]/"
+%reserved "/(\.[0-9]|[0-9]+[A-Za-z_.])([0-9A-Za-z_.]|[eEpP][+-])*\./"
+%reserved "/(\n[ \t\v\f\r]*)?#[ \t\r]*([^ \t\r\n]|(define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)[A-Za-z_0-9\\\x80-\U0010ffff])/"
+
 // A name in parentheses, and one before "*" where a declaration may stand, are rules of their own:
 // read on. After `( name )` a sign is an operator between two values, and a parenthesis a cast's
 // operand or a call's arguments.
@@ -18,11 +25,12 @@
 %%
 
 SKIP
-    : "/\/\*[^*]*\*+([^\/*][^*]*\*+)*\//"       // block comment
-    | "/\/\/[^\n]*/"                            // line comment
-    | "/\n[ \t\v\f\r]*#(.*\\\r?\n)*.*/"         // directive on a line of its own
+    : "/\/\*([^*]|\*+[^\/*\\])*\*+\//"          // block comment
+    | "/\/\/(.*\\\r?\n)*.*/"                    // line comment
     | "/\n?[ \t\v\f\r]*/"                       // white space
-    | "/\\\r?\n/"                               // line joined to the next
+    | "/\\\r?\n[ \t\v\f\r\n]/"                  // line joined to the next, not within a lexeme
+    // Directive on a line of its own: its name, and anything. A block comment in it ends on its line.
+    | "/\n[ \t\v\f\r]*#[ \t\r]*((define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)([^A-Za-z_0-9\\\/\n\x80-\U0010ffff]([^\/\n]|\\\r?\n)*)?((\/(\\\r?\n)*)+(\*([^*\n]|\*+[^\/*\n])*\*+\/|[^*\/\n])([^\/\n]|\\\r?\n)*)*(\/(\\\r?\n)*)*)?/"
     ;
 
 IDENTIFIER: "/([A-Za-z_]|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})([A-Za-z_0-9]|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})*/" ;
@@ -32,13 +40,13 @@ CONSTANT
     | "/([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?[fFlL]?/"
     | "/[0-9]+[eE][+-]?[0-9]+[fFlL]?/"
     | "/0[xX]([0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)[pP][+-]?[0-9]+[fFlL]?/"
-    | "/[LuU]?'([^'\\\n]|\\(['\x22?\\abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))+'/"
+    | "/[LuU]?'([^'\\\n\x00]|\\(['\x22?\\abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))+'/"
     ;
 
-STRING: '/(L|u8?|U)?"([^"\\\n]|\\([\x27"?\\abfnrtv\n]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*"/' ;
+STRING: '/(L|u8?|U)?"([^"\\\n\x00]|\\([\x27"?\\abfnrtv\n]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*"/' ;
 
 // Only a text's first lexeme is a directive of the grammar; SKIP takes the others.
-FIRST_DIRECTIVE: "/#(.*\\\r?\n)*.*/" ;
+FIRST_DIRECTIVE: "/#[ \t\r]*((define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)([^A-Za-z_0-9\\\/\n\x80-\U0010ffff]([^\/\n]|\\\r?\n)*)?((\/(\\\r?\n)*)+(\*([^*\n]|\*+[^\/*\n])*\*+\/|[^*\/\n])([^\/\n]|\\\r?\n)*)*(\/(\\\r?\n)*)*)?/" ;
 
 file
     : translation_unit
@@ -53,12 +61,14 @@ translation_unit
 
 external_declaration
     : specifiers declarator compound_statement
-    | specifiers ";"
+    | IDENTIFIER ";"                // a macro
+    | tagged_type ";"
     | specifiers init_declarators ";"
     | static_assert
     ;
 
-// Specifiers. At most one typedef name, and none beside a type's own word.
+// Specifiers. At most one typedef name, and none beside a type's own word. `void`, `_Bool`, structs,
+// unions, enums and `_Atomic(...)` stand alone; of `char int float double` there is one.
 
 specifiers
     : named_specifiers
@@ -82,11 +92,42 @@ plain_specifiers_after_name
     ;
 
 typed_specifiers
-    : type_specifier
-    | words type_specifier
-    | typed_specifiers type_specifier
-    | typed_specifiers specifier_word
+    : single_specifiers
+    | size_specifiers
+    | number_specifiers
     ;
+
+single_specifiers
+    : single_type
+    | words single_type
+    | single_specifiers specifier_word
+    ;
+
+single_type
+    : tagged_type
+    | "void"
+    | "_Bool"
+    | "_Atomic" "(" any_type_name ")"
+    ;
+
+size_specifiers
+    : SIZE
+    | words SIZE
+    | size_specifiers SIZE
+    | size_specifiers specifier_word
+    ;
+
+number_specifiers
+    : NUMBER
+    | words NUMBER
+    | size_specifiers NUMBER
+    | number_specifiers SIZE
+    | number_specifiers specifier_word
+    ;
+
+SIZE: "short" | "long" | "signed" | "unsigned" | "_Complex" ;
+
+NUMBER: "char" | "int" | "float" | "double" ;
 
 words
     : specifier_word
@@ -107,15 +148,8 @@ STORAGE_WORD
 
 QUALIFIER: "const" | "restrict" | "volatile" ;
 
-BASIC_TYPE
-    : "void" | "char" | "short" | "int" | "long" | "float" | "double" | "signed" | "unsigned"
-    | "_Bool" | "_Complex"
-    ;
-
-type_specifier
-    : BASIC_TYPE
-    | "_Atomic" "(" any_type_name ")"
-    | STRUCT_OR_UNION IDENTIFIER
+tagged_type
+    : STRUCT_OR_UNION IDENTIFIER
     | STRUCT_OR_UNION "{" fields "}"
     | STRUCT_OR_UNION IDENTIFIER "{" fields "}"
     | "enum" IDENTIFIER
@@ -174,10 +208,30 @@ keyword_specifiers                  // begin with a keyword
     ;
 
 typed_field_specifiers
-    : type_specifier
-    | qualifiers type_specifier
-    | typed_field_specifiers type_specifier
-    | typed_field_specifiers qualifier
+    : single_field_specifiers
+    | size_field_specifiers
+    | number_field_specifiers
+    ;
+
+single_field_specifiers
+    : single_type
+    | qualifiers single_type
+    | single_field_specifiers qualifier
+    ;
+
+size_field_specifiers
+    : SIZE
+    | qualifiers SIZE
+    | size_field_specifiers SIZE
+    | size_field_specifiers qualifier
+    ;
+
+number_field_specifiers
+    : NUMBER
+    | qualifiers NUMBER
+    | size_field_specifiers NUMBER
+    | number_field_specifiers SIZE
+    | number_field_specifiers qualifier
     ;
 
 qualifiers
@@ -361,7 +415,7 @@ block_item
     ;
 
 declaration
-    : plain_specifiers ";"
+    : tagged_type ";"
     | plain_specifiers init_declarators ";"
     | IDENTIFIER named_declarators ";"
     | IDENTIFIER words init_declarators ";"
@@ -397,13 +451,13 @@ pointer_or_product
 
 product_declarator
     : IDENTIFIER "*" operation
-    | IDENTIFIER "*" operation "=" initializer
+    | IDENTIFIER "*" place "=" initializer
     | IDENTIFIER "*" postfix "[" "]" "=" initializer
     ;
 
 product_next
     : assignment
-    | unary "=" braces
+    | place "=" braces
     ;
 
 // Expressions.
@@ -415,8 +469,8 @@ expression
 
 assignment
     : conditional
-    | unary "=" assignment
-    | unary ASSIGN assignment
+    | place "=" assignment
+    | place ASSIGN assignment
     ;
 
 ASSIGN: "*=" | "/=" | "%=" | "+=" | "-=" | "<<=" | ">>=" | "&=" | "^=" | "|=" ;
@@ -457,11 +511,11 @@ pointer_tail
 name_in_parentheses: "(" IDENTIFIER ")" ;
 
 unary
-    : postfix
+    : place
+    | postfix_value
     | "++" unary
     | "--" unary
     | "&" cast
-    | "*" cast
     | "+" cast
     | "-" cast
     | SIGN cast
@@ -470,37 +524,46 @@ unary
     | "_Alignof" "(" any_type_name ")"
     ;
 
+place                               // what may be assigned to: no constant, no sum
+    : postfix_place
+    | "*" cast
+    ;
+
 SIGN: "~" | "!" ;
 
 postfix
-    : primary
+    : postfix_place
+    | postfix_value
+    ;
+
+postfix_place
+    : IDENTIFIER %prec NAME
+    | "(" expression ")"
+    | product_in_parentheses ")"
+    | name_in_parentheses %prec VALUE
+    | name_in_parentheses "(" ")"
+    | type_in_parentheses braces
+    | name_in_parentheses braces
     | postfix "[" expression "]"
     | postfix "(" ")"
     | postfix "(" arguments ")"
     | postfix "." IDENTIFIER
     | postfix "->" IDENTIFIER
+    ;
+
+postfix_value
+    : CONSTANT
+    | strings
     | postfix "++"
     | postfix "--"
-    | name_in_parentheses "(" ")"
-    | type_in_parentheses braces
-    | name_in_parentheses braces
+    | "_Generic" "(" assignment "," associations ")"
+    | "va_arg" "(" assignment "," any_type_name ")"
+    | "offsetof" "(" any_type_name "," member ")"
     ;
 
 arguments
     : assignment
     | arguments "," assignment
-    ;
-
-primary
-    : IDENTIFIER %prec NAME
-    | CONSTANT
-    | strings
-    | "(" expression ")"
-    | product_in_parentheses ")"
-    | name_in_parentheses %prec VALUE
-    | "_Generic" "(" assignment "," associations ")"
-    | "va_arg" "(" assignment "," any_type_name ")"
-    | "offsetof" "(" any_type_name "," member ")"
     ;
 
 // `( name * ...` is a cast to a pointer or a product; here the product.

@@ -1,14 +1,17 @@
 // A Python expression on one line: what eval() takes, as of Python 3.11.
 //
-// The binary operators and comparisons are one list, and so are "and" and "or": which of them binds
-// tighter makes no difference to which texts are right.
+// The binary operators are one list, and so are comparisons, and "and" and "or": which of them binds
+// tighter makes no difference to which texts are right. After "*" and "**" stands no comparison.
 
 %start expressions
-%reserved "as" "assert" "break" "class" "continue" "def" "del" "except" "finally" "from"
+%reserved "as" "assert" "break" "class" "continue" "def" "del" "elif" "except" "finally" "from"
 %reserved "global" "import" "nonlocal" "pass" "raise" "return" "try" "while" "with" "yield"
+// A word right after a number, as in `1if`: decimal numbers, then those that end in j or have a base.
+%reserved "/([0-9](_?[0-9])*(\.([0-9](_?[0-9])*)?)?|\.[0-9](_?[0-9])*)([eE][+-]?[0-9](_?[0-9])*)?([A-IK-Za-ik-z_]|[jJ][A-Za-z_])/"
+%reserved "/0([xX](_?[0-9a-fA-F])+[G-Zg-z_]|[oO](_?[0-7])+[A-Za-z_]|[bB](_?[01])+[A-Za-z_])/"
 %%
 
-SKIP: "/([ \t\f]|\\\r?\n)+/" ;
+SKIP: "/[ \t\f]+/" ;
 
 NAME: "/[A-Za-z_][A-Za-z_0-9]*/" ;
 
@@ -72,9 +75,20 @@ boolean
     ;
 
 inversion
-    : operation
+    : comparison
     | "not" inversion
     ;
+
+comparison
+    : operation
+    | comparison COMPARE operation
+    | comparison "in" operation
+    | comparison "not" "in" operation
+    | comparison "is" operation
+    | comparison "is" "not" operation
+    ;
+
+COMPARE: "==" | "!=" | "<" | "<=" | ">" | ">=" ;
 
 operation
     : factor
@@ -83,16 +97,9 @@ operation
     | operation "-" factor
     | operation "*" factor
     | operation "/" factor
-    | operation "in" factor
-    | operation "not" "in" factor
-    | operation "is" factor
-    | operation "is" "not" factor
     ;
 
-BINARY
-    : "|" | "^" | "&" | "<<" | ">>" | "//" | "%" | "@"
-    | "==" | "!=" | "<" | "<=" | ">" | ">="
-    ;
+BINARY: "|" | "^" | "&" | "<<" | ">>" | "//" | "%" | "@" ;
 
 factor
     : power

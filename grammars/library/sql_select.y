@@ -4,65 +4,70 @@
 // difference to which texts are right. Keywords in any case.
 
 %start statement
-%reserved "/(?i:add|alter|any|array|begin|both|check|column|commit|constraint|create)/"
-%reserved "/(?i:current|cursor|database|declare|default|delete|describe|div|drop)/"
-%reserved "/(?i:execute|explain|fetch|filter|for|foreign|function|grant|if|ignore|index)/"
-%reserved "/(?i:insert|interval|into|key|lateral|leading|lock|loop|map|match|merge)/"
-%reserved "/(?i:natural|of|only|overlaps|pivot|primary|procedure|qualify|references)/"
-%reserved "/(?i:regexp|replace|return|revoke|rlike|row|rows|schema|set|show|similar)/"
-%reserved "/(?i:some|start|struct|table|tablesample|top|trailing|trigger|truncate)/"
-%reserved "/(?i:unique|unnest|unpivot|update|use|values|view|window)/"
+%reserved "/(?ai:add|alter|anti|any|array|asof|asymmetric|begin|both|check|collate|column)/"
+%reserved "/(?ai:commit|connect_by_root|constraint|create|cube|current|cursor|database)/"
+%reserved "/(?ai:declare|default|delete|describe|div|drop|execute|explain|fetch|filter|for)/"
+%reserved "/(?ai:foreign|function|glob|grant|if|ignore|ilike|index|insert|interval|into)/"
+%reserved "/(?ai:isnull|key|lateral|leading|lock|loop|map|match|merge|natural|notnull|of|only)/"
+%reserved "/(?ai:overlaps|partitioned_by|pivot|primary|procedure|qualify|references|regexp)/"
+%reserved "/(?ai:replace|return|returning|revoke|rlike|rollback|rollup|row|rows|schema|semi)/"
+%reserved "/(?ai:set|show|similar|some|start|straight_join|struct|symmetric|table|tablesample)/"
+%reserved "/(?ai:top|trailing|trigger|truncate|uncache|unique|unnest|unpivot|update|use)/"
+%reserved "/(?ai:values|view|window|xor)/"
+// A word right after a number, as in `1and`.
+%reserved "/([0-9]+(\.[0-9]+)?|\.[0-9]+)([eE][+-]?[0-9]+)?[A-Za-z_]/"
 %%
 
-SKIP: "/([ \t\r\n]+|--[^\n]*|\/\*[^*]*\*+([^\/*][^*]*\*+)*\/)/" ;
+// No comment in a comment: some dialects nest them. Nor a lone \r, which ends a line in some.
+SKIP: "/(([ \t\n]|\r\n)+|--[^\r\n]*|\/\*(\**[^*\/]|\/+[^*\/])*\*+\/)/" ;
 
-ALL: "/(?i:all)/" ;
-AND: "/(?i:and)/" ;
-AS: "/(?i:as)/" ;
-BETWEEN: "/(?i:between)/" ;
-BY: "/(?i:by)/" ;
-CASE: "/(?i:case)/" ;
-CAST: "/(?i:cast)/" ;
-DIRECTION: "/(?i:asc|desc)/" ;
-DISTINCT: "/(?i:distinct)/" ;
-ELSE: "/(?i:else)/" ;
-END: "/(?i:end)/" ;
-ESCAPE: "/(?i:escape)/" ;
-EXISTS: "/(?i:exists)/" ;
-FROM: "/(?i:from)/" ;
-GROUP: "/(?i:group)/" ;
-HAVING: "/(?i:having)/" ;
-IN: "/(?i:in)/" ;
-IS: "/(?i:is)/" ;
-CROSS: "/(?i:cross)/" ;
-INNER: "/(?i:inner)/" ;
-SIDE: "/(?i:left|right|full)/" ;
-OUTER: "/(?i:outer)/" ;
-JOIN: "/(?i:join)/" ;
-LIKE: "/(?i:like)/" ;
-LIMIT: "/(?i:limit)/" ;
-NOT: "/(?i:not)/" ;
-NULL: "/(?i:null)/" ;
-NULLS: "/(?i:nulls)/" ;
-FIRST_OR_LAST: "/(?i:first|last)/" ;
-OFFSET: "/(?i:offset)/" ;
-ON: "/(?i:on)/" ;
-OR: "/(?i:or)/" ;
-ORDER: "/(?i:order)/" ;
-OVER: "/(?i:over)/" ;
-PARTITION: "/(?i:partition)/" ;
-RECURSIVE: "/(?i:recursive)/" ;
-SELECT: "/(?i:select)/" ;
-SET_OPERATOR: "/(?i:union|intersect|except)/" ;
-THEN: "/(?i:then)/" ;
-TRUTH: "/(?i:true|false)/" ;
-USING: "/(?i:using)/" ;
-WHEN: "/(?i:when)/" ;
-WHERE: "/(?i:where)/" ;
-WITH: "/(?i:with)/" ;
+ALL: "/(?ai:all)/" ;
+AND: "/(?ai:and)/" ;
+AS: "/(?ai:as)/" ;
+BETWEEN: "/(?ai:between)/" ;
+BY: "/(?ai:by)/" ;
+CASE: "/(?ai:case)/" ;
+CAST: "/(?ai:cast)/" ;
+DIRECTION: "/(?ai:asc|desc)/" ;
+DISTINCT: "/(?ai:distinct)/" ;
+ELSE: "/(?ai:else)/" ;
+END: "/(?ai:end)/" ;
+ESCAPE: "/(?ai:escape)/" ;
+EXISTS: "/(?ai:exists)/" ;
+FROM: "/(?ai:from)/" ;
+GROUP: "/(?ai:group)/" ;
+HAVING: "/(?ai:having)/" ;
+IN: "/(?ai:in)/" ;
+IS: "/(?ai:is)/" ;
+CROSS: "/(?ai:cross)/" ;
+INNER: "/(?ai:inner)/" ;
+SIDE: "/(?ai:left|right|full)/" ;
+OUTER: "/(?ai:outer)/" ;
+JOIN: "/(?ai:join)/" ;
+LIKE: "/(?ai:like)/" ;
+LIMIT: "/(?ai:limit)/" ;
+NOT: "/(?ai:not)/" ;
+NULL: "/(?ai:null)/" ;
+NULLS: "/(?ai:nulls)/" ;
+FIRST_OR_LAST: "/(?ai:first|last)/" ;
+OFFSET: "/(?ai:offset)/" ;
+ON: "/(?ai:on)/" ;
+OR: "/(?ai:or)/" ;
+ORDER: "/(?ai:order)/" ;
+OVER: "/(?ai:over)/" ;
+PARTITION: "/(?ai:partition)/" ;
+RECURSIVE: "/(?ai:recursive)/" ;
+SELECT: "/(?ai:select)/" ;
+SET_OPERATOR: "/(?ai:union|intersect|except)/" ;
+THEN: "/(?ai:then)/" ;
+TRUTH: "/(?ai:true|false)/" ;
+USING: "/(?ai:using)/" ;
+WHEN: "/(?ai:when)/" ;
+WHERE: "/(?ai:where)/" ;
+WITH: "/(?ai:with)/" ;
 TYPE
-    : "/(?i:bigint|blob|boolean|char|date|decimal|double|float|int|integer|numeric|real|smallint)/"
-    | "/(?i:text|time|timestamp|varchar)/"
+    : "/(?ai:bigint|blob|boolean|char|date|decimal|double|float|int|integer|numeric|real|smallint)/"
+    | "/(?ai:text|time|timestamp|varchar)/"
     ;
 
 NAME
