@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenbus.clients import Client, ControllerError, RequestError
@@ -445,7 +446,7 @@ def test_schemas_and_lark_grammars_steer_streams(client: Client) -> None:
         "additionalProperties": False,
     }
     lark = 'start: "(" (start | NUMBER) ")"\nNUMBER: /[0-9]{1,3}/'
-    sampled = {"temperature": 1.0, "max_tokens": 120}
+    sampled: dict[str, Any] = {"temperature": 1.0, "max_tokens": 120}
     for seed in range(5):
         [value] = client.generate(
             "x = ", controller="json_schema", controller_arg=schema, seed=seed, **sampled
