@@ -128,6 +128,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     controller: str
     arg: str | dict[str, Any] | list[Any] | None = None
     prompt: list[TokenId]
+    n: int = 1
+    """Sequences to begin with: sequence 0 is forked into them before its first round."""
     max_tokens: int
     """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
     model: str

@@ -83,9 +83,11 @@ class Rounds:
         self._fork = fork
         self._changes = changes
 
-    def begin(self, sequence: SteeredSequence, prompt: Sequence[int]) -> list[StepResult]:
-        """The first round."""
-        return self._guarded(sequence, lambda: self._begin(sequence, prompt))
+    def begin(
+        self, sequence: SteeredSequence, prompt: Sequence[int], n: int = 1
+    ) -> list[StepResult]:
+        """The first round; of ``n`` sequences, into which this one is forked before."""
+        return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
     def sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
         """The round after tokens were sampled."""
@@ -101,9 +103,11 @@ class Rounds:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _begin(self, sequence: SteeredSequence, prompt: Sequence[int]) -> list[StepResult]:
+    def _begin(self, sequence: SteeredSequence, prompt: Sequence[int], n: int) -> list[StepResult]:
         sequence.controller.init_prompt(prompt)
-        return self._decide(sequence)
+        if n == 1:
+            return self._decide(sequence)
+        return self._forked(sequence, Change(), n - 1, unasked=True)
 
     def _sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
@@ -189,12 +193,15 @@ class Rounds:
         sequence.length += len(tokens) - drop
         return sequence.controller.post_process(tokens, drop).then is Then.STOP
 
-    def _forked(self, sequence: SteeredSequence, change: Change, more: int) -> list[StepResult]:
-        """The fork itself, and the first round of all that came of it."""
+    def _forked(
+        self, sequence: SteeredSequence, change: Change, more: int, unasked: bool = False
+    ) -> list[StepResult]:
+        """The fork itself, and the first round of all that came of it; from its beginning, where
+        the controller has not asked for the fork."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]
-        group = [sequence.seq, *forked.children]
+        group = None if unasked else [sequence.seq, *forked.children]
         results = [forked]
         for one in (sequence, *children):
             results += self._guarded(one, lambda one=one: self._decide(one, group))  # type: ignore[misc]

@@ -77,10 +77,10 @@ class Session:
     # --- rounds ---------------------------------------------------------------------------------
 
     def begin(
-        self, program: Program, vocabulary: Vocabulary, prompt: Sequence[int]
+        self, program: Program, vocabulary: Vocabulary, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """Makes the controller and plays its first round; raises TokenbusError where none can be
-        made."""
+        """Makes the controller, and forks it into ``n``, and plays the first rounds; raises
+        TokenbusError where none can be made."""
         self._vocabulary = vocabulary
         variables = self._variables(0)
         host = self._host(0, variables, self._limits)
@@ -88,7 +88,7 @@ class Session:
         sequence = SteeredSequence(0, controller, host, variables, self._buffer())
         with self._lock:
             self._sequences[0] = sequence
-        return self._rounds.begin(sequence, prompt)
+        return self._rounds.begin(sequence, prompt, n)
 
     def step(
         self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None

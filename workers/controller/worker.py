@@ -242,7 +242,7 @@ class ControllerWorker:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
             program = self._programs.get(tenant, start.controller)
-            results = session.begin(program, vocabulary, start.prompt)
+            results = session.begin(program, vocabulary, start.prompt, start.n)
         except TokenbusError as failed:
             results = [_failed(session.request, failed.message, failed.code)]
         except Exception as failed:

@@ -247,22 +247,19 @@ class GpuWorker:
                 scored = tokenize(scored, tokenizer, start=False)
             engine.score(stream.request, prompt, scored, text=message.text, **common)
         else:
-            if message.controller is not None and message.n > 1:
-                raise RequestError(
-                    Code.INVALID_FIELD,
-                    "a controller forks by itself; leave n at 1",
-                    path="$.n",
-                )
-            stream.save, stream.prompt, stream.live = message.save, prompt, message.n
-            # With a controller, it decides what an end-of-sequence token is.
             steered = message.controller is not None
-            sampling = msgspec.structs.replace(message, ignore_eos=True) if steered else message
+            sampling = message
+            if steered:
+                # Its controller decides what an end-of-sequence token is, and is forked with it.
+                sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
+            stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
             engine.add(stream.request, prompt, sampling, text=message.text, **common)
             if message.controller is not None:
                 start = Start(
                     controller=message.controller,
                     arg=message.controller_arg,
                     prompt=prompt,
+                    n=message.n,
                     max_tokens=min(message.max_tokens, engine.max_length - len(prompt)),
                     model=stream.model,
                     vocabulary=Vocabulary(

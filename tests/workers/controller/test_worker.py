@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 import shutil
 import threading
 from collections import Counter
@@ -472,10 +473,11 @@ def test_without_a_controller_worker_a_stream_that_wants_one_is_refused(client: 
     assert len(client.generate(PROMPT, max_tokens=3, ignore_eos=True).tokens) == 3
 
 
-def test_a_controller_takes_one_sequence_to_begin_with(system: System) -> None:
-    with pytest.raises(RequestError, match="leave n at 1") as caught:
-        system.run(controller="guest", n=2)
-    assert caught.value.code == "invalid_field"
+def test_sequences_that_a_client_asks_for_have_a_controller_each(system: System) -> None:
+    sequences = system.run(controller="regex", controller_arg="[a-z]{8}", n=5, temperature=1.5)
+    assert sorted(sequence.seq for sequence in sequences) == [0, 1, 2, 3, 4]
+    assert all(re.fullmatch("[a-z]{8}", sequence.text) for sequence in sequences)
+    assert len({sequence.text for sequence in sequences}) > 1
 
 
 def test_a_controller_that_fails_at_the_start_ends_its_stream_with_its_own_words(
