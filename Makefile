@@ -41,7 +41,9 @@ lint: install
 		--namespace-packages --explicit-package-bases \
 		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py benchmarks/*.py)
 
+# xgrammar without what it depends on: triton is a gigabyte, and is not needed on a CPU.
 bench: install
+	$(PY) -m pip install --quiet --no-deps 'xgrammar==0.2.8' 'apache-tvm-ffi'
 	@set -e; for b in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
 
 clean:

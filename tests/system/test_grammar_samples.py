@@ -23,7 +23,7 @@ from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ErrorLevel
 from sqlglot.parser import Parser
 
-from ..processes import Bus
+from ..processes import Bus, steered_bus
 
 SAMPLES = 200
 TEMPERATURE = 1.5
@@ -209,11 +209,7 @@ JUDGES: dict[str, Callable[[str], None]] = {
 @pytest.fixture(scope="module")
 def steered() -> Iterator[Bus]:
     """A bus with the embedded model and a controller worker."""
-    with Bus() as bus:
-        bus.start_worker()
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller")
+    with steered_bus() as bus:
         yield bus
 
 

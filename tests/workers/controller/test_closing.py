@@ -15,7 +15,7 @@ from tokenbus.workers.controller.constraints import Constraints
 from tokenbus.workers.controller.grammar.guest import GrammarGuest, GrammarModule
 from tokenbus.workers.controller.interface import Then
 
-from ...processes import Bus
+from ...processes import steered_bus
 from .played import BYTES, Steered, engine, vocabulary
 
 MODULE = GrammarModule(engine)
@@ -88,13 +88,8 @@ def test_a_regular_expression_is_closed_by_the_shortest_way(pattern: str) -> Non
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with Bus() as bus:
-        bus.start_worker()
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller")
-        with bus.client() as client:
-            yield client
+    with steered_bus() as bus, bus.client() as client:
+        yield client
 
 
 def test_what_leads_where_there_is_no_time_is_taken_back() -> None:

@@ -25,7 +25,7 @@ from tokenbus.workers.controller.store import BUILT_IN
 from tokenbus.workers.controller.variables import SequenceVariables
 from tokenbus.workers.state.variables import VariableStorage
 
-from ...processes import Bus
+from ...processes import steered_bus
 from .played import BYTES, EOS, WORDS, Steered, engine
 
 TOKENS = [*WORDS, b"12", b"2026", b"-0", b"-11-", "é".encode(), "né".encode(), b"\xc3", b"\xa9a"]
@@ -399,13 +399,8 @@ def walk(program: Program, text: bytes) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with Bus() as bus:
-        bus.start_worker()
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller")
-        with bus.client() as client:
-            yield client
+    with steered_bus() as bus, bus.client() as client:
+        yield client
 
 
 @pytest.mark.parametrize("pattern", [r"\d{4}-(0[1-9]|1[0-2])-\d\d", r'\["[a-z ]{3,12}"\]', "é+x"])
