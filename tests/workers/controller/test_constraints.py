@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tokenbus.grammars.yacc import Recognizer, compile_grammar
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.constraints import Constraints
 from tokenbus.workers.controller.grammar import compiling
+from tokenbus.workers.controller.grammar.kept_files import KeptFiles
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Program, Then
 from tokenbus.workers.controller.limits import Limits
@@ -360,6 +362,17 @@ def test_a_memory_on_disk_that_is_damaged_is_made_again(tmp_path: Path, damage: 
     for path in [*(tmp_path / "memories").iterdir(), *(tmp_path / "tables").iterdir()]:
         path.write_bytes(damage)
     assert walk(named(Constraints(engine, tmp_path), "yacc"), text) == masks
+
+
+def test_what_is_kept_on_disk_has_a_bound_and_the_least_used_goes(tmp_path: Path) -> None:
+    files = KeptFiles(tmp_path, ".kept", 250)
+    for age, key in enumerate(("old", "older", "new")):
+        files.write(key, bytes(50), bytes(50))
+        if key != "new":
+            os.utime(tmp_path / f"{key}.kept", (age, 1000 - age))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.kept", "old.kept"]
+    assert files.path("old").read_bytes() == bytes(100)
+    assert not files.path("older").exists()
 
 
 def test_sequences_of_a_grammar_share_what_was_found_and_guests_without_any_make_room(

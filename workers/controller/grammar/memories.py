@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ....protocol.errors import ControllerError
+from .kept_files import KeptFiles
 
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 1024**3
-"""Of the folder; the files that were used least recently go first."""
 _MAGIC = b"TBGM\x01\0\0\0"
-_SUFFIX = ".memory"
 
 
 class Memories:
-    """Files of one folder, written under another name and renamed."""
+    """The memories in a folder; they are written by one thread of this process."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
+        self._files = KeptFiles(folder, ".memory", MOST_BYTES)
         self._writer = ThreadPoolExecutor(1, "grammar-memories")
 
     @contextmanager
     def read(self, key: str) -> Iterator[memoryview | None]:
         """A memory; None where there is none."""
-        path = self._path(key)
         try:
-            with path.open("rb") as file:
+            with self._files.path(key).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             yield None
             return
-        with suppress(OSError):
-            os.utime(path)
         view = memoryview(mapped)
         head = len(_MAGIC) + 8
         size = int.from_bytes(view[len(_MAGIC) : head], "little")
@@ -71,26 +64,6 @@ class Memories:
         except ControllerError:
             return  # The guest is gone.
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
-                new.write(_MAGIC + len(data).to_bytes(8, "little"))
-                new.write(data)
-            os.replace(new.name, self._path(key))
-            self._bound()
-        except Exception:
-            log.exception("the memory of a grammar cannot be kept")
-
-    def _bound(self) -> None:
-        files = []
-        for path in self._folder.iterdir():
-            with suppress(OSError):
-                found = path.stat()
-                files.append((found.st_mtime, found.st_size, path))
-        used = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if used <= MOST_BYTES:
-                break
-            path.unlink(missing_ok=True)
-            used -= size
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}{_SUFFIX}"
+            self._files.write(key, _MAGIC + len(data).to_bytes(8, "little"), data)
+        except OSError as error:
+            log.warning("the memory %s of a grammar cannot be kept: %s", key[:12], error)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from ....grammars.substring import compile_substring
 from ....grammars.yacc import CompiledGrammar, GrammarError
 from ....protocol.errors import Code, UnavailableError
 from .compiling import compile_apart
+from .kept_files import KeptFiles
 from .refusals import refusal
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,8 @@ MOST_STATES = 65_000
 """Of an automaton; the guest counts them in 16 bits."""
 WAIT_S = 5.0
 """How long a request waits for the same grammar to be compiled for another one, in seconds."""
+MOST_BYTES = 256 * 1024**2
+"""Of tables on disk."""
 KEPT = 256
 """Tables of patterns, and of grammars, that are kept in memory."""
 GRAMMAR_CHARACTERS = 1 << 20
@@ -102,9 +103,7 @@ class GrammarTables:
 
     def __init__(self, folder: Path | None) -> None:
         """``folder`` is where they are kept; None: nowhere. It is made for this user alone."""
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
+        self._files = None if folder is None else KeptFiles(folder, ".tables", MOST_BYTES)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
@@ -164,10 +163,10 @@ class GrammarTables:
         return tables
 
     def _read(self, key: str) -> bytes | None:
-        if self._folder is None:
+        if self._files is None:
             return None
         try:
-            tables = (self._folder / f"{key}.tables").read_bytes()
+            tables = self._files.path(key).read_bytes()
             CompiledGrammar.from_bytes(tables)
         except OSError:
             return None
@@ -177,12 +176,10 @@ class GrammarTables:
         return tables
 
     def _write(self, key: str, tables: bytes) -> None:
-        if self._folder is None:
+        if self._files is None:
             return
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
-                new.write(tables)
-            os.replace(new.name, self._folder / f"{key}.tables")
+            self._files.write(key, tables)
         except OSError as error:
             log.warning("the tables %s cannot be kept: %s", key[:12], error)
 
