@@ -135,6 +135,43 @@ def test_a_combination_has_grammars_and_schemas_as_parts(constraints: Constraint
     run.controller.close()
 
 
+def test_a_combination_that_fails_gives_back_all_of_its_ways_once(
+    constraints: Constraints,
+) -> None:
+    one = {"sequence": [{"yacc": "json"}, {"regex": ";"}], "max_tokens": 90}
+    arg = json.dumps({"alternation": [one] * 40})
+    run = Steered(named(constraints, "combination"), BYTES, arg)
+    shared = Steered(named(constraints, "yacc"), BYTES, "json").controller._shared  # type: ignore[attr-defined]
+    before = shared.users
+    for byte in b"[1]":
+        run.mid()
+        run.post([1 + byte])
+    with pytest.raises(ControllerError, match="more than 32 ways"):
+        run.mid()
+    assert shared.users == before + 40
+    run.controller.close()
+    assert shared.users == before
+    assert not shared.guest.dead
+
+
+def test_a_way_that_fails_does_not_end_another_ways_sequence(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arg = json.dumps({"alternation": [{"yacc": "arithmetic"}, {"yacc": "json"}]})
+    run = Steered(named(constraints, "combination"), BYTES, arg)
+    assert 1 + ord("[") in (run.mid() or ())
+    other = Steered(named(constraints, "yacc"), BYTES, "arithmetic")
+
+    def fail(*_: object) -> None:
+        raise ControllerError("controller_failed", "not today")
+
+    monkeypatch.setattr(run.controller._ways[1].controller, "post_process", fail)  # type: ignore[attr-defined]
+    with pytest.raises(ControllerError, match="not today"):
+        run.post([1 + ord("[")])
+    run.controller.close()
+    assert 1 + ord("(") in (other.mid() or ())
+
+
 def test_a_part_has_tokens_of_its_own_and_is_closed_in_time(constraints: Constraints) -> None:
     arg = {"sequence": [{"yacc": "json", "max_tokens": 6}, " and ", {"yacc": "arithmetic"}]}
     run = Steered(named(constraints, "combination"), BYTES, json.dumps(arg))

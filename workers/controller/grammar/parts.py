@@ -119,6 +119,8 @@ class PartsController:
         self._host = host
         self._length = 0
         self._ways: list[Way] = []
+        self._waiting: list[Way] = []
+        """Ways that have not been asked in this round; none between rounds."""
         self._complete = plan.empty
         """Whether the text so far is whole as it is, in a way that cannot go on."""
         self._begun = False
@@ -135,22 +137,25 @@ class PartsController:
         come."""
         if self._length >= self._host.max_tokens:
             return STOP
-        waiting = list(self._ways)
+        waiting = self._waiting = self._ways
+        self._ways = []
+        begun: set[int] = set()
         if not self._begun:
-            waiting = [self._open(position) for position in sorted(self._plan.first)]
-        begun = {way.position for way in waiting} if not self._begun else set()
-        self._begun = True
-        self._ways, forced = [], []
+            self._begun = True
+            begun |= self._plan.first
+            waiting += [self._open(position) for position in sorted(begun)]
+        forced: list[Answer] = []
         complete = self._complete
         while waiting:
-            way = waiting.pop(0)
+            way = waiting[0]
             mask[:] = bytes(len(mask))
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.then is Then.SPLICE and not np.frombuffer(mask, np.uint32).any():
                 # It closes its text: there is no time for other ways.
-                self._only(way, waiting)
+                self._only(waiting.pop(0))
                 return answer
+            del waiting[0]
             if answer.then is not Then.STOP:
                 ended = self._takes_end(mask)
                 way.mask = bytes(mask)
@@ -182,31 +187,36 @@ class PartsController:
             return STOP
         self._length += len(tokens) - backtrack
         self._complete = False
-        kept = []
+        if len(self._ways) > 1:
+            ways, self._ways = self._ways, []
+            for way in ways:
+                if _allows(way.mask, tokens[0]):
+                    self._ways.append(way)
+                else:
+                    way.controller.close()
         for way in self._ways:
-            if len(self._ways) > 1 and not _allows(way.mask, tokens[0]):
-                way.controller.close()
-                continue
             way.controller.post_process(tokens, backtrack)
-            kept.append(way)
-        self._ways = kept
         return GO_ON
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says."""
         other = PartsController(self._plan, self._start, host)
         other._length, other._complete, other._begun = self._length, self._complete, self._begun
-        other._ways = [
-            Way(way.position, way.controller.fork(self._within(host, way.position)), way.mask)
-            for way in self._ways
-        ]
+        try:
+            for way in self._ways:
+                controller = way.controller.fork(self._within(host, way.position))
+                other._ways.append(Way(way.position, controller, way.mask))
+        except BaseException:
+            other.close()
+            raise
         return other
 
     def close(self) -> None:
         """As ``interface.Controller`` says."""
-        for way in self._ways:
+        ways = self._ways + self._waiting
+        self._ways, self._waiting = [], []
+        for way in ways:
             way.controller.close()
-        self._ways = []
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -219,9 +229,8 @@ class PartsController:
         budget = self._plan.budgets[position]
         return replace(host, max_tokens=left if budget is None else min(left, budget))
 
-    def _only(self, way: Way, waiting: Sequence[Way]) -> None:
-        for other in (*self._ways, *waiting):
-            other.controller.close()
+    def _only(self, way: Way) -> None:
+        self.close()
         self._ways = [way]
         self._complete = False
 
