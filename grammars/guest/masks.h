@@ -253,13 +253,13 @@ static const result *find_result(const sequence *s) {
 // followed.
 static const result *mask_of(const sequence *s) {
     const result *found = known(s);
-    if (!found) found = find_result(s);
-    if (!found && g.has_parser && out_of_nodes) return 0;
-    if (!found) {
-        forget();
-        found = find_result(s);
-        if (!found) FAIL("the masks of this grammar do not fit into the memory");
-    }
+    if (found) return found;
+    out_of_nodes = false;  // which an earlier call may have left
+    found = find_result(s);
+    if (found || out_of_nodes) return found;
+    forget();
+    found = find_result(s);
+    if (!found && !out_of_nodes) FAIL("the masks of this grammar do not fit into the memory");
     return found;
 }
 
