@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from tokenbus.grammars import library
 from tokenbus.grammars.regex import compile_regex
 from tokenbus.grammars.yacc import compile_grammar
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 LARK_JSON = r"""
 %llguidance {"allow_initial_skip": true}

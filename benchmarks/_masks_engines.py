@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from tokenbus.workers.controller.grammar.guest import GrammarGuest, GrammarModule
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.backends.grammar.grammar_instance import (
+    GrammarGuest,
+    GrammarModule,
+)
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 _clock = time.perf_counter
 

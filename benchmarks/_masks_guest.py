@@ -14,8 +14,8 @@ from _masks_world import C_FILE, MICRO, MILLI, TEXTS, World, p99
 from tokenbus.grammars import library
 from tokenbus.grammars.substring import compile_substring
 from tokenbus.grammars.yacc import compile_grammar
-from tokenbus.workers.controller.constraints import Constraints
-from tokenbus.workers.controller.grammar.guest import GrammarGuest
+from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.controller.backends.grammar.grammar_instance import GrammarGuest
 from tokenbus.workers.controller.interface import Controller
 
 _clock = time.perf_counter

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from _masks_engines import LLGuidance
 from _masks_world import TEXTS, World, steady_us
 from llguidance import LLMatcher
+from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
+from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 from tokenbus.workers.controller.interface import Controller, Then
-from tokenbus.workers.controller.llguidance.matchers import Matchers
-from tokenbus.workers.controller.llguidance.programs import JsonSchemaProgram
 
 _clock = time.perf_counter
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wasmtime
-from tokenbus.workers.controller.grammar.guest import GrammarModule
+from tokenbus.workers.controller.backends.grammar.grammar_instance import GrammarModule
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.sandbox import make_engine
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.wasm.sandbox import make_engine
 
 ROOT = Path(__file__).parents[1]
 TEXTS = Path(__file__).parent / "texts"

@@ -26,16 +26,16 @@ from tokenbus.clients import Client, TokenbusError
 from tokenbus.protocol.messages import PROTOCOL_VERSION
 from tokenbus.protocol.worker_messages import Register
 from tokenbus.workers.bus import Bus, FromBus
-from tokenbus.workers.controller.aici import AiciProgram
-from tokenbus.workers.controller.guest import SPARES
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Controller
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.native import NativeProgram
-from tokenbus.workers.controller.sandbox import make_engine
-from tokenbus.workers.controller.variables import SequenceVariables, VariableCalls
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import SequenceVariables, VariableCalls
+from tokenbus.workers.controller.wasm.aici import AiciProgram
+from tokenbus.workers.controller.wasm.instance import SPARES
+from tokenbus.workers.controller.wasm.native import NativeProgram
+from tokenbus.workers.controller.wasm.sandbox import make_engine
 
 GUESTS = Path(__file__).parent / "guests"
 FORWARD_S = 0.025

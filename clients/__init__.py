@@ -23,7 +23,7 @@ from ..protocol.errors import (
 from ..protocol.messages import ModelInfo, Status, StoredModule, System, Token
 from .async_client import AsyncClient, AsyncStream
 from .client import Client, Stream
-from .requests import GenerateOptions, RequestOptions
+from .request_options import GenerateOptions, RequestOptions
 from .results import Scores, Sequence
 
 __all__ = [

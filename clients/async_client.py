@@ -16,7 +16,7 @@ from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, System, To
 from ..protocol.settings import load
 from .calls import Call, Ended, Event
 from .connection import Connection, Delivery
-from .requests import (
+from .request_options import (
     ASK_S,
     UPLOAD_S,
     GenerateOptions,

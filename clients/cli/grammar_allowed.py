@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from ...workers.controller.vocabulary import TokenizerVocabulary
+from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
 from .exits import FAILED, OK
 from .grammar_output import (
     disagreement,

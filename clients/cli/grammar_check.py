@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ...workers.controller.vocabulary import TokenizerVocabulary
+from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
 from .exits import FAILED, OK
 from .grammar_output import (
     disagreement,

@@ -8,7 +8,7 @@ import msgspec
 
 from ...grammars.yacc import Refusal
 from ...protocol.errors import Code, ServiceError
-from ...workers.controller.vocabulary import TokenizerVocabulary
+from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
 from .languages import Language
 from .source_places import Lines
 

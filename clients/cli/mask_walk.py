@@ -8,10 +8,15 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ...protocol.errors import Code, ServiceError
-from ...workers.controller.grammar.guest import COMPLETE, FORCED, GrammarGuest, GrammarModule
+from ...workers.controller.backends.grammar.grammar_instance import (
+    COMPLETE,
+    FORCED,
+    GrammarGuest,
+    GrammarModule,
+)
 from ...workers.controller.limits import Limits
-from ...workers.controller.sandbox import make_engine
-from ...workers.controller.vocabulary import TokenizerVocabulary
+from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
+from ...workers.controller.wasm.sandbox import make_engine
 
 
 class Mask(NamedTuple):

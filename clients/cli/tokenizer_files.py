@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from ...protocol.errors import ControllerError
-from ...workers.controller.vocabulary import TokenizerVocabulary
+from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
 from ...workers.gpu import embedded
 from .module_files import FileFault
 

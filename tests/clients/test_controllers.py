@@ -22,7 +22,7 @@ from tokenbus.clients import AsyncClient, Client, ControllerError, RequestError,
 from tokenbus.clients.calls import Ended
 from tokenbus.clients.cli.module_files import FileFault, read_module
 from tokenbus.clients.cli.own_system import somebody_answers
-from tokenbus.clients.requests import stored_module, upload_call
+from tokenbus.clients.request_options import stored_module, upload_call
 from tokenbus.clients.results import Sequences
 from tokenbus.clients.system.processes import started_by
 from tokenbus.clients.system.run_dir import RunDir

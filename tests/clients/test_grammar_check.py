@@ -16,11 +16,11 @@ from tokenbus.clients.cli.source_places import Lines
 from tokenbus.clients.cli.tokenizer_files import read_vocabulary
 from tokenbus.grammars import library
 from tokenbus.grammars.yacc import compile_grammar
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.gpu import embedded
 
 from ..processes import clean_environment
-from ..workers.controller import real_tokenizers as real
+from ..workers.controller.tokens import real_tokenizers as real
 
 PROGRAM = "int main(void)\n{\n    return 0;\n}\n"
 

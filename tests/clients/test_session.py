@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.clients.calls import Call, Ended, Event
-from tokenbus.clients.requests import buffer_call, generate_call, status_call
+from tokenbus.clients.request_options import buffer_call, generate_call, status_call
 from tokenbus.clients.session import Session
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.messages import Token

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from .sandbox import HOST_STACK_BYTES
+from .wasm.sandbox import HOST_STACK_BYTES
 
 log = logging.getLogger(__name__)
 

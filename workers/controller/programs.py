@@ -9,11 +9,11 @@ from pathlib import Path
 import wasmtime
 
 from ...protocol.errors import Code, RequestError
-from .aici import AiciProgram
-from .constraints import Constraints
+from .backends.constraints import Constraints
 from .interface import Program
-from .native import NativeProgram
-from .store import ModuleStore
+from .wasm.aici import AiciProgram
+from .wasm.native import NativeProgram
+from .wasm.store import ModuleStore
 
 MAX_KEPT = 256
 """Modules that are kept ready to start."""

@@ -10,7 +10,7 @@ from ...protocol.bodies import encode_body
 from ...protocol.header import encode_header
 from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, StepResult
-from .session import Play, Session
+from .sequence_group import Play, Session
 
 LATE_S = 0.003
 """How long what is done waits for what is not, in seconds."""

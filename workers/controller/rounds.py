@@ -16,7 +16,7 @@ from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import StepResult
 from .host import Host
 from .interface import Answer, Controller, Then
-from .variables import SequenceVariables
+from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
 

@@ -47,12 +47,12 @@ from .pool import Job, Pool
 from .programs import Programs
 from .replies import Reply
 from .rounds import SteeredSequence
-from .sandbox import TICK_S, make_engine
-from .session import Play, Session
-from .store import ModuleStore
-from .tokenizers import Vocabularies
-from .variables import VariableCalls
-from .vocabulary import TokenizerVocabulary
+from .sequence_group import Play, Session
+from .tokens.tokenizers import Vocabularies
+from .tokens.vocabulary import TokenizerVocabulary
+from .variable_calls import VariableCalls
+from .wasm.sandbox import TICK_S, make_engine
+from .wasm.store import ModuleStore
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Controller, Program, Then
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.native import NativeProgram
-from tokenbus.workers.controller.sandbox import make_engine
-from tokenbus.workers.controller.session import Play, Session
-from tokenbus.workers.controller.variables import SequenceVariables
-from tokenbus.workers.controller.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.wasm.native import NativeProgram
+from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.state.variables import VariableStorage
 
-from .guests import compile_guest
+from .wasm.guests import compile_guest
 
 EOS = 0
 BYTES = [b"", *(bytes([byte]) for byte in range(256))]

@@ -15,10 +15,10 @@ from tokenbus.clients import Client, ControllerError, TokenbusError, Unavailable
 from tokenbus.clients.client import Stream
 from tokenbus.protocol.messages import WorkerStatus
 from tokenbus.protocol.worker_messages import Variable
-from tokenbus.workers.controller import variables
+from tokenbus.workers.controller import variable_calls
 
 from ...processes import Bus, Process, until
-from .hostile.guests import FREE, call, guest, set_word
+from .wasm.hostile.guests import FREE, call, guest, set_word
 
 PROMPT = "def add(a, b):"
 BOUND_S = 20.0
@@ -209,10 +209,10 @@ def test_a_killed_state_worker_loses_no_write_and_doubles_none(system: System) -
 
 
 def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variables, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
     posted: list[list[bytes]] = []
     with pytest.raises(ControllerError) as caught:
-        variables.VariableCalls(posted.append).ask(Variable(1, 0, 1, "get", "name"))
+        variable_calls.VariableCalls(posted.append).ask(Variable(1, 0, 1, "get", "name"))
     assert len(posted) == 2
     assert caught.value.code == "controller_failed"
     assert caught.value.message == (
@@ -251,7 +251,13 @@ def test_cancelling_frees_what_is_suspended_or_in_a_round(system: System) -> Non
 def test_a_client_that_disappears_frees_its_controllers(system: System) -> None:
     system.with_controllers(1)
     client = subprocess.Popen(
-        [sys.executable, "-m", "tests.workers.controller.hostile.beside", system.bus.front, "calm"],
+        [
+            sys.executable,
+            "-m",
+            "tests.workers.controller.wasm.hostile.beside",
+            system.bus.front,
+            "calm",
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
     )

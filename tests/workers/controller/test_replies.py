@@ -8,15 +8,15 @@ from functools import cache
 import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.native import NativeProgram
 from tokenbus.workers.controller.replies import Reply
-from tokenbus.workers.controller.sandbox import make_engine
-from tokenbus.workers.controller.session import Play, Session
-from tokenbus.workers.controller.wasm_binary import with_exported_globals
+from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.wasm.native import NativeProgram
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
 from tokenbus.workers.state.variables import VariableStorage
 
-from .hostile.guests import call, guest
 from .played import WORDS, vocabulary
+from .wasm.hostile.guests import call, guest
 
 MORE = """(if (i32.eq (global.get $round) (i32.const 1)) (then
   (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))"""

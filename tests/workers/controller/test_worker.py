@@ -30,8 +30,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ...processes import Bus, Process, until
 from ..gpu import shapes
-from .guests import compile_guest
-from .small_tokenizers import byte_level
+from .tokens.small_tokenizers import byte_level
+from .wasm.guests import compile_guest
 
 PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]

@@ -1,11 +1,11 @@
 """Controllers in Python: trusted code of the operator's, as a class or as a script."""
 
 from .classes import Controller, PythonProgram
-from .constraints import Constraint
 from .context import Context, Label
 from .decisions import Decision, append, fork, go_on, sample, splice, stop, suspend
 from .loading import load_program
 from .script import ScriptProgram
+from .script_constraints import Constraint
 from .token_set import TokenSet
 
 __all__ = [

@@ -10,11 +10,11 @@ from typing import Any
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host, Stored, Variables, Written
-from . import constraints
+from . import script_constraints
 from .arguments import parsed
 from .asks import Ask, asks
-from .constraints import Allowed, Constraint, Grammar
-from .requests import Append, Fork, Generate, Request, Stop, WaitFor
+from .operations import Append, Fork, Generate, Request, Stop, WaitFor
+from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
 from .transcript import Question, Transcript
@@ -229,16 +229,16 @@ class Context:
     def _constraint(self, kinds: dict[str, object]) -> Constraint | None:
         match kinds:
             case {"regex": str(pattern)}:
-                grammar = constraints.regex(pattern)
+                grammar = script_constraints.regex(pattern)
             case {"choice": tuple(options)}:
-                grammar = constraints.choice(options)
+                grammar = script_constraints.choice(options)
             case {"json_schema": str(schema)}:
                 try:
-                    grammar = constraints.json_schema(schema)
+                    grammar = script_constraints.json_schema(schema)
                 except ValueError as error:
                     raise _wrong(f"gen(json_schema=…): {error}") from None
             case {"lark": str(text)}:
-                grammar = constraints.lark(text)
+                grammar = script_constraints.lark(text)
             case {"allow": TokenSet() as tokens}:
                 if not tokens or tokens.size != self._host.vocabulary.size:
                     size = self._host.vocabulary.size

@@ -19,7 +19,7 @@ from ..interface import GO_ON, Answer, Then
 from .asks import check_awaited
 from .calls import Calls
 from .context import Context
-from .requests import Request, Stop
+from .operations import Request, Stop
 from .transcript import Question, Transcript
 
 Script = Callable[[Context], Coroutine[Request, None, object]]

@@ -1,0 +1,207 @@
+"""Masks by brute force, and a walk that holds those of the grammar guest against them."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from tokenbus.workers.controller.backends.grammar.grammar_instance import (
+    ANY,
+    COMPLETE,
+    FORCED,
+    GrammarGuest,
+    GrammarModule,
+)
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+
+from .grammar_cases import Case
+
+
+@cache
+def module() -> GrammarModule:
+    """The guest's code, compiled once."""
+    return GrammarModule(make_engine(Limits()))
+
+
+def guest_of(
+    vocabulary: TokenizerVocabulary, tables: bytes, memory: bytes | None = None
+) -> GrammarGuest:
+    """A guest, from another one's memory where that is given."""
+    return GrammarGuest(
+        module(), vocabulary, tables, None if memory is None else memoryview(memory)
+    )
+
+
+def look(guest: GrammarGuest, place: int) -> tuple[int, Set[int]]:
+    """The flags of a sequence and what its mask allows; bits beyond the vocabulary are seen too."""
+    mask = bytearray(4 * -(-guest.vocabulary.size // 32))
+    flags = guest.mask(place, memoryview(mask))
+    return flags, members(mask)
+
+
+def allows(guest: GrammarGuest, place: int, token: int) -> bool:
+    """Whether a sequence's mask has a token."""
+    mask = bytearray(4 * -(-guest.vocabulary.size // 32))
+    guest.mask(place, memoryview(mask))
+    return bool(mask[token // 8] >> token % 8 & 1)
+
+
+def members(mask: bytearray) -> frozenset[int]:
+    """The bits that are set."""
+    return frozenset(
+        8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
+    )
+
+
+# --- brute force --------------------------------------------------------------------------------
+
+
+class Expected(NamedTuple):
+    """What a mask has to be."""
+
+    flags: int
+    tokens: frozenset[int]
+
+
+class Oracle:
+    """Masks of a case by trying each token's bytes."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._known: dict[bytes, Expected] = {}
+
+    def fits(self, text: bytes, number: int) -> bool:
+        """Whether a token can follow a text, the end of the text apart."""
+        token = self.case.vocabulary.token(number)
+        return bool(token) and self.case.reference.allows(text + token)
+
+    def expected(self, text: bytes) -> Expected:
+        """After a text of at most ``depth`` bytes."""
+        if text not in self._known:
+            vocabulary, reference = self.case.vocabulary, self.case.reference
+            tokens = {number for number in range(vocabulary.size) if self.fits(text, number)}
+            flags = ANY if tokens else 0
+            if reference.complete(text):
+                flags |= COMPLETE
+                tokens |= {vocabulary.eos} - {-1}
+            elif len(self.next_bytes(text)) == 1:
+                flags |= FORCED
+            self._known[text] = Expected(flags, frozenset(tokens))
+        return self._known[text]
+
+    def next_bytes(self, text: bytes) -> list[bytes]:
+        """The bytes that can follow."""
+        return [byte for byte in _BYTES if self.case.reference.allows(text + byte)]
+
+    def forced(self, text: bytes) -> bytes:
+        """What must follow, as far as the reference can tell."""
+        end = text
+        while len(end) < self.case.reference.longest and not self.case.reference.complete(end):
+            following = self.next_bytes(end)
+            if len(following) != 1:
+                break
+            end += following[0]
+        return end[len(text) :]
+
+
+_BYTES = [bytes((byte,)) for byte in range(256)]
+
+
+def walk(guest: GrammarGuest, oracle: Oracle, most: int = 150) -> int:
+    """Compares the masks of all texts that tokens reach, up to a depth and a number, the shortest
+    first, and what each token of the vocabulary does there; returns how many texts there were."""
+    case = oracle.case
+    waiting = [(guest.start(), b"")]
+    seen = {b""}
+    for place, text in waiting:
+        assert look(guest, place) == oracle.expected(text), text
+        assert guest.complete(place) == case.reference.complete(text), text
+        check_forced(guest, oracle, place, text)
+        for number in range(case.vocabulary.size):
+            child = guest.fork(place)
+            fits = oracle.fits(text, number)
+            after = text + case.vocabulary.token(number) if fits else text
+            assert guest.append(child, [number]) == fits, (text, number)
+            if len(after) <= case.depth:
+                assert look(guest, child) == oracle.expected(after), after
+            if after in seen or len(after) > case.depth or len(seen) == most:
+                guest.end(child)
+            else:
+                seen.add(after)
+                waiting.append((child, after))
+        guest.end(place)
+    return len(seen)
+
+
+def check_forced(guest: GrammarGuest, oracle: Oracle, place: int, text: bytes) -> None:
+    """Forced tokens write what must follow and no more, each may follow in turn, and no longer
+    token that begins where one of them does could go on beyond all that must follow."""
+    vocabulary, reference = oracle.case.vocabulary, oracle.case.reference
+    must = oracle.forced(text)
+    tokens = guest.forced(place)
+    what = vocabulary.bytes_of(tokens)
+    is_all = len(text + must) < reference.longest
+    assert must.startswith(what) if is_all else (must.startswith(what) or what.startswith(must))
+    child = guest.fork(place)
+    at = 0
+    for token in tokens:
+        assert token in look(guest, child)[1]
+        assert guest.append(child, [token]) == 1
+        rest = must[at:]
+        for number in range(vocabulary.size) if is_all else ():
+            other = vocabulary.token(number)
+            if len(other) > len(rest) and other.startswith(rest):
+                longer = text + must[:at] + other
+                assert len(longer) > reference.longest or not reference.allows(longer), longer
+        at += len(vocabulary.token(token))
+    guest.end(child)
+
+
+# --- real vocabularies --------------------------------------------------------------------------
+
+
+class Bytewise(Protocol):
+    """A text under a grammar, byte by byte: ``grammars.yacc.Recognizer``."""
+
+    def byte(self, byte: int) -> bool:
+        """Adds a byte, if it can follow."""
+
+    def copy(self) -> Bytewise:
+        """Another one at the same place."""
+
+
+def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]:
+    """The tokens whose bytes can follow, one by one; what tokens have in common is tried once."""
+    allowed: set[int] = set()
+    path = [start]
+    previous = b""
+    for token, numbers in _in_order(vocabulary):
+        shared = 0
+        for one, other in zip(previous, token, strict=False):
+            if one != other:
+                break
+            shared += 1
+        del path[shared + 1 :]
+        previous = token
+        if len(path) <= shared:
+            continue
+        for byte in token[shared:]:
+            longer = path[-1].copy()
+            if not longer.byte(byte):
+                break
+            path.append(longer)
+        else:
+            allowed.update(numbers)
+    return frozenset(allowed)
+
+
+@cache
+def _in_order(vocabulary: TokenizerVocabulary) -> list[tuple[bytes, list[int]]]:
+    numbers: dict[bytes, list[int]] = {}
+    for number in range(vocabulary.size):
+        if token := vocabulary.token(number):
+            numbers.setdefault(token, []).append(number)
+    return sorted(numbers.items())

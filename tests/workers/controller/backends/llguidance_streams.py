@@ -1,0 +1,115 @@
+"""Sequences under json_schema and lark, whose tokens a test chooses, call by call."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from tokenbus.workers.controller.host import Host, Vocabulary
+from tokenbus.workers.controller.interface import Answer, Program, Then
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.state.variables import VariableStorage
+
+from ..played import BYTES
+from ..tokens.real_tokenizers import TEKKEN_SIZE, tekken_json
+
+TOKENS = [
+    *BYTES,
+    *(b'{"', b'": ', b', "', b'"}', b'["', b'", "', b"name", b'name"', b"age", b"true", b"tru"),
+    *(b"ru", b"null", b"10", b"12", b": 1", b"}}", b"red", b're"', b"ed", b"\xc3", b"\xa9x"),
+    *("né".encode(), b"ab", b"aba", b"b+", b"+a", b"(a", b"))", b"a)", b" ", b"  ", b""),
+]
+"""Token 0 ends, the last one is special."""
+SPECIAL = len(TOKENS) - 1
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["red", "né"]},
+        "age": {"type": "integer", "minimum": 8, "maximum": 112},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def tekken() -> TokenizerVocabulary:
+    return TokenizerVocabulary.from_json(
+        tekken_json(), size=TEKKEN_SIZE, eos=[2], fingerprint="tekken"
+    )
+
+
+def host(arg: object, vocabulary: Vocabulary, seq: int = 0, max_tokens: int = 100_000) -> Host:
+    if not isinstance(arg, str | bytes):
+        arg = json.dumps(arg)
+    variables = SequenceVariables(1, seq, VariableStorage().apply, lambda: None)
+    data = arg.encode() if isinstance(arg, str) else arg
+    return Host(1, seq, data, vocabulary, variables, Log(1000), Limits(), max_tokens)
+
+
+class Stream:
+    """A sequence whose tokens the test chooses."""
+
+    def __init__(
+        self, program: Program, arg: object, on: Vocabulary, max_tokens: int = 100_000
+    ) -> None:
+        self.vocabulary = on
+        self.controller = program.start(host(arg, on, 0, max_tokens))
+        self.controller.init_prompt([1])
+        self.tokens: list[int] = []
+        self._mask = bytearray(b"\xff" * (4 * -(-on.size // 32)))
+        self._view = memoryview(self._mask)
+
+    def mid(self) -> Answer:
+        assert self.controller.pre_process().then is Then.GO_ON
+        return self.controller.mid_process((0,), self._view)
+
+    @property
+    def allowed(self) -> set[int]:
+        """What the last mask has."""
+        return set(self._bits().tolist())
+
+    def _bits(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
+        return np.flatnonzero(bits)
+
+    def push(self, tokens: Sequence[int]) -> Then:
+        then = self.controller.post_process(tokens, 0).then
+        if then is Then.GO_ON:
+            self.tokens += tokens
+        return then
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(map(self.vocabulary.token, self.tokens))
+
+    def fork(self) -> Stream:
+        other = Stream.__new__(Stream)
+        other.vocabulary, other.tokens = self.vocabulary, list(self.tokens)
+        other.controller = self.controller.fork(host("", self.vocabulary, 1))
+        other._mask = bytearray(len(self._mask))
+        other._view = memoryview(other._mask)
+        return other
+
+    def random(self, rng: random.Random, most: int = 300) -> bool:
+        """Tokens by chance until the end; whether it came within ``most`` samples."""
+        for _ in range(most):
+            answer = self.mid()
+            if answer.then is Then.STOP:
+                return True
+            if answer.then is Then.SPLICE:
+                assert self.push(answer.tokens) is Then.GO_ON
+                continue
+            bits = self._bits()
+            end = [bit for bit in self.vocabulary.eos_ids if bit in bits and rng.random() < 0.3]
+            if self.push(end or [int(rng.choice(bits))]) is Then.STOP:
+                return True
+        return False

@@ -1,0 +1,592 @@
+"""Sessions, rounds, answers, threads and rows of masks, each for itself."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.errors import Code
+from tokenbus.protocol.header import decode_header
+from tokenbus.protocol.worker_messages import Result, StepResult, Vocabulary
+from tokenbus.workers.controller import sequence_group
+from tokenbus.workers.controller.host import allowed
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.masks import MaskFiles, MaskRows
+from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.python import (
+    Controller,
+    Decision,
+    PythonProgram,
+    append,
+    fork,
+    go_on,
+    sample,
+    splice,
+    stop,
+    suspend,
+)
+from tokenbus.workers.controller.replies import Reply
+from tokenbus.workers.controller.rounds import Change
+from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.tokens.tokenizers import Vocabularies
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.state.variables import VariableStorage
+
+from .played import BYTES, EOS, vocabulary
+from .tokens.small_tokenizers import byte_level
+
+SIZE = len(BYTES)
+Decisions = list[Decision]
+
+
+class Decides(Controller):
+    """Answers from lists: of what pre_process says, and mid_process; then it samples."""
+
+    pre: Decisions = []
+    mid: Decisions = []
+
+    def __init__(self) -> None:
+        self.next_pre, self.next_mid = list(self.pre), list(self.mid)
+        self.posted: list[tuple[list[int], int]] = []
+
+    def pre_process(self) -> Decision:
+        return self.next_pre.pop(0) if self.next_pre else go_on()
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        return self.next_mid.pop(0) if self.next_mid else sample()
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision:
+        self.posted.append((tokens, backtrack))
+        self.log(tokens, backtrack, end=";")
+        return go_on()
+
+
+def decides(pre: Decisions = [], mid: Decisions = []) -> type[Decides]:  # noqa: B006
+    return type("Decides", (Decides,), {"pre": pre, "mid": mid})
+
+
+def opened(
+    kind: type[Controller], limits: Limits | None = None, ignore_eos: bool = False
+) -> tuple[Session, list[StepResult]]:
+    """A session and what comes of its first round, which has been told."""
+    session = Session(1, 9, limits or Limits(), b"", 100, ignore_eos, VariableStorage().apply)
+    results = session.begin(PythonProgram(kind), vocabulary(BYTES), [1, 2, 3])
+    assert session.told(results) == ([], [])
+    return session, results
+
+
+def stepped(
+    session: Session, *tokens: int, seq: int = 0, ended: bool = False, rows: MaskRows | None = None
+) -> list[StepResult]:
+    """The round of a sequence after these tokens."""
+    found = session.step(seq, tokens, ended, rows)
+    assert found is not None
+    return found[1]()
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=4)), max_size=8))
+def test_splices_of_a_round_add_up_to_one(splices: list[tuple[int, list[int]]]) -> None:
+    before = [100 + i for i in range(20)]
+    wanted, change = list(before), Change()
+    for drop, tokens in splices:
+        drop = min(drop, len(wanted))
+        del wanted[len(wanted) - drop :]
+        wanted += tokens
+        change.splice(drop, tokens)
+    assert before[: len(before) - change.backtrack] + change.tokens == wanted
+
+
+def test_what_a_controller_does_by_itself_is_one_result() -> None:
+    kind = decides([append([5, 6]), append([7])], [splice(2, [8]), splice(1, []), sample({3})])
+    session, [result] = opened(kind)
+    assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 0, [5])
+    assert result.logs == "[5, 6] 0;[7] 0;[8] 2;[] 1;"
+    mask = session.mask(0)
+    assert mask is not None
+    assert list(allowed(mask, SIZE)) == [3]
+
+
+def test_more_is_taken_back_than_was_appended() -> None:
+    session, _ = opened(decides([], [sample(), sample(), splice(2, [4]), sample()]))
+    session.told(stepped(session, 10))
+    [result] = stepped(session, 11)
+    assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 2, [4])
+
+
+@pytest.mark.parametrize(
+    ("pre", "mid", "says"),
+    [
+        ([], [splice(1, [4])], "drops 1 tokens, and the sequence has 0"),
+        ([append([4])], [splice(2, [4])], "drops 2 tokens, and the sequence has 1"),
+        ([], [splice(0, [])], "does neither"),
+        ([append([4])] * 300, [], "256 rounds by itself"),
+        ([fork(200)], [], "128 are allowed"),
+    ],
+)
+def test_a_wrong_decision_ends_its_sequence_and_says_why(
+    pre: Decisions, mid: Decisions, says: str
+) -> None:
+    session, [result] = opened(decides(pre, mid))
+    assert (result.then, result.code) == ("error", "controller_failed")
+    assert says in (result.error or "")
+    assert session.over
+
+
+@pytest.mark.parametrize(
+    ("mid", "ignore_eos", "then", "finish"),
+    [
+        ([], False, "stop", "stop"),
+        ([sample({3})], False, "stop", "stop"),
+        ([stop()], False, "stop", "stop"),
+        ([], True, "sample", "controller"),
+        ([splice(1, []), sample()], False, "sample", "controller"),
+        ([append([5]), sample()], False, "sample", "controller"),
+        ([append([5]), stop()], False, "stop", "controller"),
+        ([append([5])], True, "sample", "controller"),
+    ],
+)
+def test_after_the_end_of_sequence_token_only_a_controller_that_does_more_goes_on(
+    mid: Decisions, ignore_eos: bool, then: str, finish: str
+) -> None:
+    session, _ = opened(decides([], [sample(), *mid]), ignore_eos=ignore_eos)
+    [result] = stepped(session, EOS)
+    assert (result.then, result.finish, result.attachment) == (then, finish, None)
+
+
+def test_an_end_told_by_the_model_s_side_is_passed_on_and_answered_with_the_last_log() -> None:
+    session, _ = opened(decides())
+    results = stepped(session, 7, ended=True)
+    assert [(r.then, r.logs) for r in results] == [("stop", "[7] 0;")]
+    session.told(results)
+    assert session.over
+    session, _ = opened(decides())
+    assert [(r.then, r.logs) for r in stepped(session, ended=True)] == [("stop", "")]
+
+
+def test_the_log_of_a_round_is_bounded_and_counts_what_is_dropped() -> None:
+    class Talks(Controller):
+        def mid_process(self, fork_group: list[int]) -> Decision:
+            self.log("x" * 100, end="")
+            return sample()
+
+    session, [result] = opened(Talks, Limits(log_bytes=64))
+    assert result.logs == "x" * 64 + "\n[36 more bytes of log were dropped]\n"
+    session.told([result])
+    [result] = stepped(session, 5)
+    assert result.logs.startswith("x" * 64)
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+class Pair(Controller):
+    """Two sequences; the first does what ``waits`` says, the other what ``acts`` does."""
+
+    def __init__(self) -> None:
+        self.forked = False
+        self.log_of: list[str] = []
+
+    def pre_process(self) -> Decision:
+        if not self.forked:
+            self.forked = True
+            return fork(2)
+        return self.waits() if self.seq == 0 else self.acts()
+
+    def waits(self) -> Decision:
+        return suspend() if self.vars.get("go") is None else stop()
+
+    def acts(self) -> Decision:
+        return go_on()
+
+
+def test_a_fork_is_told_first_and_each_of_its_sequences_after_it() -> None:
+    _, results = opened(Pair)
+    assert [(r.seq, r.then, r.children) for r in results] == [
+        (0, "fork", [1]),
+        (0, "sample", []),
+        (1, "sample", []),
+    ]
+
+
+def test_who_waits_for_a_variable_is_woken_by_another_s_write_and_not_by_its_own() -> None:
+    class Writes(Pair):
+        def waits(self) -> Decision:
+            self.vars.set("mine", "x")
+            return suspend() if self.vars.get("go") is None else stop()
+
+        def acts(self) -> Decision:
+            self.vars.set("go", "now")
+            return go_on()
+
+    session, _ = opened(Writes)
+    assert session.told(stepped(session, 5)) == ([], []), "its own write wakes nobody"
+    results = stepped(session, 6, seq=1)
+    assert [w["WriteVar"]["name"] for w in results[0].storage] == ["go"]
+    [play], [] = session.told(results)
+    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+
+
+def test_a_write_of_a_round_that_began_before_the_suspension_is_not_missed() -> None:
+    class Writes(Pair):
+        def acts(self) -> Decision:
+            self.vars.set("go", "now")
+            return go_on()
+
+    session, _ = opened(Writes)
+    waits = stepped(session, 5)
+    acts = stepped(session, 6, seq=1)
+    [play], [] = session.told([*waits, *acts])
+    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+
+
+def test_the_end_of_a_fork_wakes_who_waits() -> None:
+    class Ends(Pair):
+        woken = False
+
+        def waits(self) -> Decision:
+            self.woken, before = True, self.woken
+            return stop() if before else suspend()
+
+        def acts(self) -> Decision:
+            return stop()
+
+    session, _ = opened(Ends)
+    session.told(stepped(session, 5))
+    [play], [] = session.told(stepped(session, 6, seq=1))
+    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+
+
+def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
+    class Both(Pair):
+        def acts(self) -> Decision:
+            self.log("waiting", end="")
+            return suspend()
+
+    session, _ = opened(Both)
+    session.told(stepped(session, 5))
+    plays, failed = session.told(stepped(session, 6, seq=1))
+    assert plays == []
+    assert {(r.seq, r.then, r.code) for r in failed} == {
+        (seq, "error", str(Code.DEADLOCK)) for seq in (0, 1)
+    }
+    session.told(failed)
+    assert session.over
+
+
+def test_sequences_that_only_wake_each_other_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PingPong(Pair):
+        def waits(self) -> Decision:
+            self.vars.append("turn", "x")
+            return suspend()
+
+        acts = waits
+
+    monkeypatch.setattr(sequence_group, "MAX_WAKES", 50)
+    session, _ = opened(PingPong)
+    plays, failed = session.told([*stepped(session, 5), *stepped(session, 6, seq=1)])
+    for _ in range(60):
+        if failed:
+            break
+        results = [result for play in plays for result in play()]
+        plays, failed = session.told(results)
+    assert all("woke each other" in (r.error or "") for r in failed)
+
+
+def test_more_forks_than_are_allowed_end_the_sequence_that_wants_them_and_no_other() -> None:
+    session, results = opened(decides([fork(3), fork(3)]), Limits(forks=4))
+    assert [r.seq for r in results if r.then == "sample"] == [0, 1, 2]
+    [failed] = stepped(session, 5)
+    assert "2 more forks would make 5 sequences" in (failed.error or "")
+    session.told([failed])
+    assert [r.then for r in stepped(session, 5, seq=1)] == ["error"]
+    assert not session.over
+
+
+def test_a_sequence_that_the_model_does_not_have_is_not_played() -> None:
+    session, _ = opened(decides())
+    assert session.step(3, [5], False, None) is None
+    found = session.step(0, [5], False, None)
+    assert found is not None
+    assert session.step(0, [6], False, None) is None, "its round is under way"
+    session.told(found[1]())
+    assert session.step(0, [6], False, None) is not None
+
+
+def test_a_session_that_is_closed_keeps_what_is_in_a_round_until_it_is_over() -> None:
+    session, _ = opened(Pair)
+    found = session.step(0, [5], False, None)
+    assert found is not None
+    session.close()
+    assert not session.over
+    assert session.told(found[1]()) == ([], [])
+    assert session.over
+
+
+def test_a_session_whose_controller_is_being_made_may_be_closed() -> None:
+    session = Session(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    session.close()
+    results = session.begin(PythonProgram(Pair), vocabulary(BYTES), [1])
+    assert session.told(results) == ([], [])
+    assert session.over
+
+
+# --- rows of masks --------------------------------------------------------------------------------
+
+
+def path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}#{os.fstat(descriptor).st_ino}"
+
+
+@pytest.fixture
+def file() -> Iterator[Callable[[int], tuple[MaskRows, mmap.mmap]]]:
+    """Makes a file of so many rows: those of the controller worker, and the GPU worker's map."""
+    descriptors = []
+
+    def make(rows: int) -> tuple[MaskRows, mmap.mmap]:
+        size = 4 * -(-SIZE // 32)
+        descriptor = os.memfd_create("rows")
+        descriptors.append(descriptor)
+        os.ftruncate(descriptor, rows * size)
+        made = MaskRows(path_of(descriptor), rows, size)
+        return made, mmap.mmap(descriptor, rows * size)
+
+    yield make
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+MakeRows = Callable[[int], tuple[MaskRows, mmap.mmap]]
+
+
+def test_masks_are_written_where_the_gpu_worker_reads_them(file: MakeRows) -> None:
+    rows, seen = file(4)
+    session, _ = opened(decides([], [sample({1}), sample({2, 40})]))
+    [result] = stepped(session, 5, rows=rows)
+    assert result.attachment is None
+    assert result.row is not None
+    size = rows.row_bytes
+    assert list(allowed(seen[result.row * size : (result.row + 1) * size], SIZE)) == [2, 40]
+
+
+def test_sequences_without_a_row_send_their_masks(file: MakeRows) -> None:
+    rows, _ = file(1)
+    mid = [sample({seq}) for seq in range(1, 5)]
+    session, _ = opened(decides([fork(3)], mid))
+    results = [stepped(session, 5, seq=seq, rows=rows)[0] for seq in range(3)]
+    assert [(r.row, r.attachment) for r in results] == [(0, None), (None, 0), (None, 0)]
+    mask = session.mask(2)
+    assert mask is not None
+    assert list(allowed(mask, SIZE)) == [2]
+
+
+def test_a_row_is_given_back_with_its_sequence(file: MakeRows) -> None:
+    rows, _ = file(2)
+    for _ in range(5):
+        session, _ = opened(decides([fork(2)]))
+        session.told([*stepped(session, 5, rows=rows), *stepped(session, 5, seq=1, rows=rows)])
+        assert rows.take() is None
+        session.close()
+    assert {rows.take(), rows.take()} == {0, 1}
+
+
+def test_no_row_is_given_to_two_threads(file: MakeRows) -> None:
+    rows, _ = file(200)
+    taken: list[int | None] = []
+    threads = [
+        threading.Thread(target=lambda: taken.extend(rows.take() for _ in range(100)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(row for row in taken if row is not None) == list(range(200))
+    assert taken.count(None) == 200
+
+
+def test_a_file_that_cannot_be_mapped_is_refused_and_its_masks_are_sent() -> None:
+    files = MaskFiles()
+    with open("/dev/null", "rb") as other:
+        place = f"/proc/{os.getpid()}/fd/{other.fileno()}"
+        for path in ("/proc/1/fd/99999#5", place, place + "#1", path_of(other.fileno())):
+            assert files.get(path, 4, 4) is None
+            assert files.get(path, 4, 4) is None
+
+
+def test_another_file_at_the_same_place_is_not_taken_for_the_first() -> None:
+    """As when a GPU worker is started again and has the number that the last one had."""
+    files, found = MaskFiles(), []
+    descriptor = os.memfd_create("rows")
+    for fill in range(2):
+        new = os.memfd_create("rows")
+        os.dup2(new, descriptor)
+        os.close(new)
+        os.ftruncate(descriptor, 64)
+        rows = files.get(path_of(descriptor), 4, 16)
+        assert rows is not None
+        rows.view(0)[:] = bytes([fill + 1]) * 16
+        found.append(os.pread(descriptor, 16, 0))
+    os.close(descriptor)
+    assert found == [bytes([1]) * 16, bytes([2]) * 16]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class Answered:
+    """What an answer of so many parts has posted."""
+
+    def __init__(self, parts: int) -> None:
+        self.results: list[Result] = []
+        self.attachments: list[list[bytes]] = []
+        self.woken: list[tuple[list[Play], list[StepResult]]] = []
+        self.on_post: Callable[[], None] = lambda: None
+        self.reply = Reply(9, parts, self._post, self._woken, threading.Lock())
+
+    def _post(self, frames: list[bytes]) -> None:
+        word, header, body, *attachments = frames
+        assert (word, decode_header(header).address) == (b"RESULT", 9)
+        self.results.append(decode_as(Result, body, "msgpack"))
+        self.attachments.append(attachments)
+        self.on_post()
+
+    def _woken(self, _: Session, plays: list[Play], failed: list[StepResult]) -> None:
+        assert self.results, "what follows comes after the answer"
+        self.woken.append((plays, failed))
+
+
+def untold(kind: type[Controller]) -> tuple[Session, list[StepResult]]:
+    session = Session(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    return session, session.begin(PythonProgram(kind), vocabulary(BYTES), [1])
+
+
+def test_an_answer_is_one_message_when_its_last_part_is_there() -> None:
+    answered = Answered(3)
+    for token in (3, 4):
+        answered.reply.add(*untold(decides([], [sample({token})])))
+    assert not answered.results
+    assert not answered.reply.complete
+    answered.reply.add(*untold(decides()))
+    assert answered.reply.complete
+    [result] = answered.results
+    assert [r.attachment for r in result.sequences] == [0, 1, None]
+    assert [list(allowed(mask, SIZE)) for mask in answered.attachments[0]] == [[3], [4]]
+
+
+def test_what_is_done_does_not_wait_for_ever_for_what_is_not() -> None:
+    answered = Answered(2)
+    answered.reply.add(*untold(decides()))
+    answered.reply.flush(answered.reply._began)
+    assert not answered.results
+    answered.reply.flush(answered.reply._began + 1)
+    answered.reply.flush(answered.reply._began + 1)
+    assert len(answered.results) == 1
+    assert not answered.reply.complete
+    answered.reply.add(*untold(decides()))
+    assert len(answered.results) == 2
+    assert answered.reply.complete
+
+
+def test_a_step_that_comes_at_once_finds_its_sequence_with_the_model() -> None:
+    answered = Answered(1)
+    session, results = untold(decides())
+    found = []
+    answered.on_post = lambda: found.append(session.step(0, [5], False, None))
+    answered.reply.add(session, results)
+    assert found[0] is not None
+    [after] = found[0][1]()
+    assert session.told([after]) == ([], [])
+    assert session.step(0, [6], False, None) is not None
+
+
+def test_the_masks_of_a_session_that_was_closed_are_left_out() -> None:
+    answered = Answered(1)
+    session, results = opened(decides([], [sample({3}), sample({4})]))
+    session.close()
+    answered.reply.add(session, results)
+    assert [result.sequences for result in answered.results] in ([], [[]])
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_quick_jobs_go_one_after_another_and_slow_ones_do_not_hold_them_up() -> None:
+    pool = Pool(3)
+    done: list[int] = []
+    gate, over = threading.Event(), threading.Semaphore(0)
+
+    def job(number: int) -> Callable[[], None]:
+        def run() -> None:
+            if number == 0:
+                gate.wait(10)
+            done.append(number)
+            over.release()
+
+        return run
+
+    pool.submit([job(number) for number in range(5)])
+    for _ in range(4):
+        while not over.acquire(timeout=0.01):
+            pool.help()
+    assert done == [1, 2, 3, 4]
+    assert pool.busy
+    gate.set()
+    assert over.acquire(timeout=10)
+    assert done[-1] == 0
+
+
+def test_a_job_that_fails_leaves_its_thread_for_the_next() -> None:
+    pool = Pool(1)
+    over = threading.Event()
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    pool.submit([fails, over.set])
+    assert over.wait(10)
+
+
+# --- vocabularies ---------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_is_asked_for_and_built_once_for_all_who_wait() -> None:
+    asked: list[tuple[str, int]] = []
+    vocabularies = Vocabularies(lambda fingerprint, gpu: asked.append((fingerprint, gpu)))
+    came: list[TokenizerVocabulary | None] = []
+
+    def then(found: TokenizerVocabulary | None, error: str) -> None:
+        came.append(found)
+
+    json = byte_level().to_str().encode()
+    small, large = (Vocabulary(fingerprint="f", size=size, eos=[0]) for size in (400, 512))
+    vocabularies.want(small, 1, then)
+    vocabularies.want(small, 2, then)
+    vocabularies.want(large, 2, then)
+    assert came == []
+    vocabularies.arrived("f", json, "")
+    assert [found.size for found in came if found is not None] == [400, 400, 512]
+    assert came[0] is came[1]
+    count = len(asked)
+    vocabularies.want(small, 3, then)
+    assert came[3] is came[0]
+    assert len(asked) == count
+
+
+def test_who_waits_for_a_vocabulary_that_cannot_be_had_hears_why() -> None:
+    vocabularies = Vocabularies(lambda fingerprint, gpu: None)
+    heard: list[str] = []
+    name = Vocabulary(fingerprint="f", size=400, eos=[])
+    for json, error in ((None, "no such tokenizer"), (b"{}", "")):
+        vocabularies.want(name, 1, lambda found, why: heard.append(why))
+        vocabularies.arrived("f", json, error)
+    assert heard[0] == "no such tokenizer"
+    assert "cannot be used" in heard[1]

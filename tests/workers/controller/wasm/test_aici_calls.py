@@ -1,0 +1,175 @@
+"""AICI's JSON: what the results of calls and the storage commands mean."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.protocol.errors import ControllerError
+from tokenbus.workers.controller.interface import GO_ON, STOP, SUSPEND, Answer, Then
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.wasm.aici_calls import (
+    check_init_prompt,
+    init_prompt_argument,
+    mid_process_answer,
+    mid_process_argument,
+    post_process_answer,
+    post_process_argument,
+    pre_process_answer,
+)
+from tokenbus.workers.controller.wasm.aici_storage import run_command
+from tokenbus.workers.state.variables import VariableStorage
+
+
+@pytest.mark.parametrize(
+    ("result", "answer"),
+    [
+        ({"attention_masks": [[]]}, GO_ON),
+        ({"attention_masks": [[1, 1.0]], "suspend": False, "ff_tokens": []}, GO_ON),
+        ({"attention_masks": []}, STOP),
+        ({"attention_masks": [[], [1], []]}, Answer(Then.FORK, count=3)),
+        ({"attention_masks": [[]], "suspend": True}, SUSPEND),
+        ({"attention_masks": [[]], "ff_tokens": [1, 2]}, Answer(Then.SPLICE, tokens=[1, 2])),
+        ({"attention_masks": [], "suspend": True, "ff_tokens": [1]}, STOP),
+        ({"attention_masks": [[], []], "suspend": True, "ff_tokens": [1]}, SUSPEND),
+        ({"attention_masks": [[], []], "ff_tokens": [1]}, Answer(Then.SPLICE, tokens=[1])),
+        ({"attention_masks": [[]], "of_a_later_version": {}}, GO_ON),
+    ],
+)
+def test_pre_process_says(result: object, answer: Answer) -> None:
+    assert pre_process_answer(json.dumps(result).encode()) == answer
+
+
+@pytest.mark.parametrize("weights", [[0.5], [1, 0], [1, 1, 2.5]])
+def test_attention_with_weights_is_refused(weights: list[float]) -> None:
+    with pytest.raises(ControllerError, match="attends to all tokens alike") as error:
+        pre_process_answer(json.dumps({"attention_masks": [[], weights]}).encode())
+    assert f"weight {weights[-1]:g}" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("result", "answer"),
+    [
+        ("Stop", STOP),
+        ({"Stop": {}}, STOP),
+        ({"SampleWithBias": {}}, GO_ON),
+        ({"Splice": {"backtrack": 0, "ff_tokens": [1]}}, Answer(Then.SPLICE, tokens=[1])),
+        ({"Splice": {"backtrack": 1, "ff_tokens": [1]}}, Answer(Then.SPLICE, tokens=[1])),
+        ({"Splice": {"backtrack": 3, "ff_tokens": []}}, Answer(Then.SPLICE, 1, 2, [])),
+    ],
+)
+def test_mid_process_says(result: object, answer: Answer) -> None:
+    assert mid_process_answer(json.dumps(result).encode(), masked=False) == answer
+
+
+@pytest.mark.parametrize("backtrack", [0, 1])
+def test_a_splice_that_does_nothing_is_refused(backtrack: int) -> None:
+    result = {"Splice": {"backtrack": backtrack, "ff_tokens": []}}
+    with pytest.raises(ControllerError, match=f"backtrack {backtrack} and no ff_tokens, does noth"):
+        mid_process_answer(json.dumps(result).encode(), masked=False)
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def storage(*commands: object) -> list[object]:
+    """The answers to storage commands of one sequence."""
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    return [json.loads(run_command(json.dumps(c).encode(), variables, 1000)) for c in commands]
+
+
+def read(name: str) -> object:
+    return {"ReadVar": {"name": name}}
+
+
+def write(name: str, value: str, op: str = "Set", when: int | None = None) -> object:
+    command = {"name": name, "value": value, "op": op, "when_version_is": when}
+    return {"WriteVar": command}
+
+
+MISSING: dict[str, dict[str, Any]] = {"VariableMissing": {}}
+
+
+def test_variables_are_set_appended_to_and_read() -> None:
+    assert storage(
+        read("a"), write("a", "00ff"), write("a", "AB", "Append"), read("a"), read("b")
+    ) == [
+        MISSING,
+        {"WriteVar": {"version": 1}},
+        {"WriteVar": {"version": 2}},
+        {"ReadVar": {"version": 2, "value": "00ffab"}},
+        MISSING,
+    ]
+
+
+def test_a_write_of_another_version_is_answered_with_what_is_there() -> None:
+    assert storage(
+        write("a", "01", when=1),
+        write("a", "01", when=0),
+        write("a", "02", when=0),
+        write("a", "02", "Append", when=1),
+        read("a"),
+    ) == [
+        MISSING,
+        {"WriteVar": {"version": 1}},
+        {"ReadVar": {"version": 1, "value": "01"}},
+        {"WriteVar": {"version": 2}},
+        {"ReadVar": {"version": 2, "value": "0102"}},
+    ]
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+WORDS = [
+    *("Stop", "Splice", "SampleWithBias", "backtrack", "ff_tokens", "attention_masks", "suspend"),
+    *("stop", "ReadVar", "WriteVar", "name", "value", "op", "when_version_is"),
+]
+ids = st.integers(0, 2**32 - 1)
+nonsense = st.one_of(
+    st.binary(max_size=60),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(WORDS),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=10,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@given(nonsense)
+def test_whatever_a_guest_gives_is_an_answer_or_a_clear_error(data: bytes) -> None:
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    for take in (
+        check_init_prompt,
+        pre_process_answer,
+        lambda data: mid_process_answer(data, masked=True),
+        post_process_answer,
+        lambda data: run_command(data, variables, 1000),
+    ):
+        with suppress(ControllerError):
+            take(data)
+
+
+@given(st.lists(ids), st.integers(0, 1000))
+def test_arguments_are_json(numbers: list[int], backtrack: int) -> None:
+    assert json.loads(init_prompt_argument(numbers)) == {"prompt": numbers}
+    assert json.loads(mid_process_argument(numbers)) == {"fork_group": numbers}
+    told = json.loads(post_process_argument(numbers, backtrack))
+    assert told == {"tokens": numbers, "backtrack": backtrack}
+
+
+@given(st.lists(ids, min_size=1), st.integers(0, 2**32 - 1))
+def test_a_splice_is_read_as_it_was_written(tokens: list[int], backtrack: int) -> None:
+    result = json.dumps({"Splice": {"backtrack": backtrack, "ff_tokens": tokens}}).encode()
+    answer = mid_process_answer(result, masked=False)
+    assert answer == Answer(Then.SPLICE, backtrack=max(0, backtrack - 1), tokens=tokens)

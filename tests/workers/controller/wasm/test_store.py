@@ -1,0 +1,475 @@
+"""The store of modules: by tenant, over several processes, with compiled forms that are checked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import wasmtime
+from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableError
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.wasm import compiled_modules, store
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.controller.wasm.store import ModuleStore
+from tokenbus.workers.controller.wasm.wasm_binary import encode_u32
+
+LIMITS = Limits()
+
+
+def module(number: int = 0, more: str = "") -> bytes:
+    """A module of the native ABI; each number gives another one."""
+    calls = "".join(
+        f'(func (export "tokenbus_{name}") (result i32) i32.const {number})'
+        for name in ("abi_v1", "init_prompt", "pre_process", "mid_process", "post_process")
+    )
+    return bytes(
+        wasmtime.wat2wasm(
+            f"""(module (memory (export "memory") 1) (table 2 funcref)
+              (global $count (mut i32) (i32.const {number})) {calls} {more}
+              (func (export "tokenbus_grow") (param i32) (result i32) i32.const 0))"""
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> wasmtime.Engine:
+    return make_engine(LIMITS)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, engine: wasmtime.Engine) -> ModuleStore:
+    return ModuleStore(tmp_path / "store", LIMITS, engine)
+
+
+def another(modules: ModuleStore, engine: wasmtime.Engine) -> ModuleStore:
+    """The same store, as another worker sees it."""
+    return ModuleStore(modules._folder, LIMITS, engine)
+
+
+# --- what clients ask for -------------------------------------------------------------------------
+
+
+def test_a_module_is_stored_under_its_hash_and_found_by_it_and_by_its_tag(
+    modules: ModuleStore,
+) -> None:
+    wasm = module(1)
+    stored = modules.put("anna", wasm, "best")
+    assert stored.module == hashlib.sha256(wasm).hexdigest()
+    assert (stored.tags, stored.size, stored.abi, stored.forks) == (
+        ["best"],
+        len(wasm),
+        "native",
+        True,
+    )
+    assert modules.resolve("anna", "best") == modules.resolve("anna", stored.module)
+    assert modules.wasm(stored.module) == wasm
+    assert modules.list("anna") == [stored]
+    loaded = modules.load(stored.module)
+    assert (loaded.abi, loaded.why_no_fork) == ("native", None)
+    assert "tokenbus:global:0" in [export.name for export in loaded.module.exports]
+
+
+def test_the_same_module_again_stays_as_it_was(modules: ModuleStore) -> None:
+    first = modules.put("anna", module(), "a")
+    again = modules.put("anna", module(), "b")
+    assert again.uploaded == first.uploaded
+    assert again.tags == ["a", "b"]
+    assert len(modules.list("anna")) == 1
+
+
+def test_a_tag_moves_from_module_to_module(modules: ModuleStore) -> None:
+    one, two = (modules.put("anna", module(n)).module for n in (1, 2))
+    modules.tag("anna", one, ["x", "y"])
+    assert modules.tag("anna", two, ["x"]).tags == ["x"]
+    assert modules.resolve("anna", "x") == two
+    assert modules.resolve("anna", "y") == one
+    assert modules.tag("anna", "x", ["y"]).tags == ["x", "y"]
+    assert {m.module: m.tags for m in modules.list("anna")} == {one: [], two: ["x", "y"]}
+
+
+def test_a_tag_is_dropped_alone_and_a_module_with_all_its_tags(modules: ModuleStore) -> None:
+    stored = modules.put("anna", module(), "a")
+    modules.tag("anna", "a", ["b", "c"])
+    assert modules.delete("anna", "b").tags == ["b"]
+    assert modules.list("anna")[0].tags == ["a", "c"]
+    assert modules.delete("anna", stored.module).tags == ["a", "c"]
+    assert modules.list("anna") == []
+    for name in ("a", stored.module):
+        with pytest.raises(RequestError, match="no module has been uploaded"):
+            modules.resolve("anna", name)
+
+
+def test_a_tenant_sees_and_names_only_its_own(modules: ModuleStore) -> None:
+    stored = modules.put("anna", module(1), "mine")
+    modules.put("", module(2), "other")
+    assert [m.tags for m in modules.list("")] == [["other"]]
+    for name in ("mine", stored.module):
+        for act in (
+            lambda n: modules.resolve("", n),
+            lambda n: modules.tag("", n, ["t"]),
+            lambda n: modules.delete("", n),
+        ):
+            with pytest.raises(RequestError) as caught:
+                act(name)
+            assert caught.value.code == "unknown_controller"
+            assert "tags: other" in caught.value.message
+            assert stored.module not in caught.value.message.replace(repr(name), "")
+
+
+def test_contents_of_two_tenants_are_kept_until_neither_has_them(
+    modules: ModuleStore, engine: wasmtime.Engine
+) -> None:
+    name = modules.put("anna", module()).module
+    modules.put("ben", module())
+    modules.delete("anna", name)
+    assert another(modules, engine).load(modules.resolve("ben", name)).abi == "native"
+    modules.delete("ben", name)
+    assert sorted(f.name for f in modules._folder.rglob("*") if f.is_file()) == ["key", "lock"]
+    with pytest.raises(RequestError, match="not there any more"):
+        another(modules, engine).load(name)
+
+
+def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) -> None:
+    tags = [f"tag{i:02}" for i in range(store.SHOWN + 5)]
+    first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
+    modules.tag("anna", first, tags)
+    says = (
+        r"^there is no controller 'x'; built in: choice, combination, .*, yacc; "
+        r"tags: tag00, .*, tag19 and 5 more; "
+        "modules without tags: 2"
+    )
+    with pytest.raises(RequestError, match=says) as caught:
+        modules.resolve("anna", "x")
+    assert (caught.value.code, caught.value.path) == ("unknown_controller", "$.controller")
+    with pytest.raises(RequestError, match="there is no module 'x'; tags: tag00") as caught:
+        modules.delete("anna", "x")
+    assert caught.value.path == "$.module"
+
+
+def test_an_unknown_name_is_answered_with_those_like_it_first(modules: ModuleStore) -> None:
+    name = modules.put("anna", module()).module
+    modules.tag("anna", name, ["aardvark", "best", "race"])
+    with pytest.raises(RequestError, match="tags: race, aardvark, best"):
+        modules.resolve("anna", "raec")
+
+
+def test_the_answer_to_an_unknown_name_is_short_whatever_tags_there_are(
+    modules: ModuleStore,
+) -> None:
+    name = modules.put("anna", module()).module
+    modules.tag("anna", name, [f"{i:04}" * 60 for i in range(2000)])
+    with pytest.raises(RequestError, match=" and 1999 more") as caught:
+        modules.resolve("anna", "0001" * 64)
+    assert len(caught.value.message) < 1000
+
+
+def test_the_name_of_a_python_controller_is_answered_with_how_to_serve_it(
+    modules: ModuleStore,
+) -> None:
+    says = "'my.mod:Name': Python controllers are served by `tokenbus controller serve`, and none"
+    with pytest.raises(RequestError, match=says):
+        modules.resolve("anna", "my.mod:Name")
+
+
+def test_an_id_may_be_named_by_its_first_8_characters(modules: ModuleStore) -> None:
+    one, two = (modules.put("anna", module(n)).module for n in (1, 2))
+    modules.tag("anna", one[:8], ["x"])
+    assert modules.resolve("anna", "x") == modules.resolve("anna", one[:63]) == one
+    for short in (one[:7], one[:8].upper(), one[1:20]):
+        with pytest.raises(RequestError, match="no controller"):
+            modules.resolve("anna", short)
+    with pytest.raises(RequestError, match="no controller"):
+        modules.resolve("ben", one[:8])
+    assert modules.delete("anna", two[:8]).module == two
+    other = modules.put("anna", module(3)).module
+    modules.tag("anna", other, [one[:8]])
+    assert modules.resolve("anna", one[:8]) == other, "a tag goes before the beginning of an id"
+
+
+def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_told(modules: ModuleStore) -> None:
+    one, two = alike()
+    ids = sorted(modules.put("anna", wasm).module for wasm in (one, two))
+    with pytest.raises(RequestError, match=f"2 modules .*{ids[0]}, {ids[1]}") as caught:
+        modules.resolve("anna", ids[0][:8])
+    assert caught.value.code == "invalid_field"
+    assert modules.delete("anna", ids[1]).module == ids[1]
+    assert modules.resolve("anna", ids[0][:8]) == ids[0]
+
+
+def alike() -> tuple[bytes, bytes]:
+    """Two modules whose hashes have the first 8 digits in common: of 2**16 or so there are two."""
+    seen: dict[str, bytes] = {}
+    start = module() + b"\0\5\1n"
+    for number in count():
+        wasm = start + number.to_bytes(3)  # In a custom section.
+        first = seen.setdefault(hashlib.sha256(wasm).hexdigest()[:8], wasm)
+        if first is not wasm:
+            return first, wasm
+    raise AssertionError
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_module_beyond_the_limit_is_refused_with_both_sizes(
+    modules: ModuleStore, engine: wasmtime.Engine
+) -> None:
+    with pytest.raises(RequestError, match="50000000 bytes; 16777216 are the most") as caught:
+        modules.put("anna", b"\0asm\1\0\0\0" + bytes(50_000_000 - 8))
+    assert caught.value.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("wasm", "says"),
+    [
+        (b"#!/bin/sh", "not Wasm"),
+        (b"\0asm\1\0\0\0", "no controller"),
+        (module(more="(func (result i32))"), r"not valid: .*offset .*type mismatch"),
+        (module(more="(func (param i64) local.get 0 drop) (memory 1)"), "2 memories"),
+    ],
+)
+def test_what_is_no_valid_controller_is_refused(
+    modules: ModuleStore, wasm: bytes, says: str
+) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        modules.put("anna", wasm, "tag")
+    assert len(caught.value.message) < 500
+    assert "\n" not in caught.value.message
+    assert modules.list("anna") == []
+
+
+@pytest.mark.parametrize("tag", ["", "a\nb", "0" * 64, "\ud800"])
+def test_what_can_be_no_tag_is_refused(modules: ModuleStore, tag: str) -> None:
+    name = modules.put("anna", module()).module
+    for act in (
+        lambda: modules.put("anna", module(), tag),
+        lambda: modules.tag("anna", name, [tag]),
+    ):
+        with pytest.raises(RequestError, match="can be no tag"):
+            act()
+
+
+def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
+    modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.put("anna", module(1))
+    monkeypatch.setattr(store, "MOST_MODULES", 1)
+    with pytest.raises(RequestError, match="1 modules are stored, which is the most"):
+        modules.put("anna", module(2))
+    assert modules.put("anna", module(1))
+    assert modules.put("ben", module(2))
+    monkeypatch.setattr(store, "MOST_MODULES", 10)
+    size = modules._compiled._file(modules.list("anna")[0].module).stat().st_size
+    monkeypatch.setattr(store, "MOST_BYTES", int(2.5 * size))
+    assert modules.put("anna", module(3))
+    with pytest.raises(RequestError, match="are the most; delete some first"):
+        modules.put("anna", module(4))
+    kept = {m.module for tenant in ("anna", "ben") for m in modules.list(tenant)}
+    assert {f.name.split("-")[0] for f in (modules._folder / "compiled").glob("*-*")} == kept
+
+
+def slow_module(loops: int) -> bytes:
+    """Small, and very long to compile: loops over many locals."""
+    variables = 2000
+    body = bytearray(b"\x01" + encode_u32(variables) + b"\x7f")
+    for i in range(loops):
+        a, b, c = (encode_u32(i * k % variables) for k in (1, 7, 3))
+        body += b"\x03\x40\x20" + a + b"\x41\x01\x6a\x21" + b + b"\x20" + c + b"\x0d\x00\x0b"
+    body += b"\x0b"
+    wasm = module(more="(func)")
+    # The last function, which is the empty one, in the middle of the section of functions.
+    at = wasm.index(b"\x02\x00\x0b")
+    section = wasm.rindex(b"\x0a", 0, at)
+    size = wasm[section + 1]
+    content = wasm[section + 2 : section + 2 + size]
+    content = content.replace(b"\x02\x00\x0b", encode_u32(len(body)) + bytes(body))
+    return (
+        wasm[:section] + b"\x0a" + encode_u32(len(content)) + content + wasm[section + 2 + size :]
+    )
+
+
+def test_a_module_that_compiles_for_too_long_is_refused(
+    modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenbus.workers.controller.wasm.module_compiler.CPU_S", 1)
+    with pytest.raises(RequestError, match="more than 1 s of CPU time"):
+        modules.put("anna", slow_module(8000))
+    assert modules.list("anna") == []
+
+
+def test_a_third_module_waits_while_two_are_compiled(modules: ModuleStore) -> None:
+    for _ in range(compiled_modules.AT_ONCE):
+        assert modules._compiled._compiling.acquire(blocking=False)
+    with pytest.raises(UnavailableError) as caught:
+        modules.put("anna", module())
+    assert caught.value.retry_after_s == 1.0
+
+
+def test_a_module_that_changes_its_tables_may_not_fork(modules: ModuleStore) -> None:
+    change = "(func (table.set 0 (i32.const 1) (ref.null func)))"
+    stored = modules.put("anna", module(more=change))
+    assert not stored.forks
+    assert modules.load(stored.module).why_no_fork
+
+
+# --- compiled forms -------------------------------------------------------------------------------
+
+
+def test_what_was_compiled_once_is_loaded_by_the_next_process(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = modules.put("anna", module(5)).module
+    monkeypatch.setattr(compiled_modules, "compile_module", _never)
+    loaded = another(modules, engine).load(name)
+    assert run(engine, loaded.module) == 5
+    assert another(modules, engine).put("ben", module(5)).module == name
+
+
+@pytest.mark.parametrize("damage", ["flip a byte", "another module's", "cut it", "empty it"])
+def test_a_compiled_form_that_was_changed_is_not_used(
+    modules: ModuleStore, engine: wasmtime.Engine, damage: str
+) -> None:
+    name, other = (modules.put("anna", module(n)).module for n in (5, 6))
+    file, foreign = (modules._compiled._file(n) for n in (name, other))
+    content = bytearray(file.read_bytes())
+    if damage == "flip a byte":
+        content[len(content) // 2] ^= 1
+    elif damage == "another module's":
+        content = bytearray(foreign.read_bytes())
+    else:
+        content = content[: 100 if damage == "cut it" else 0]
+    file.write_bytes(content)
+    fresh = another(modules, engine)
+    assert run(engine, fresh.load(name).module) == 5
+    assert file.read_bytes() != content
+
+
+def test_a_form_for_another_wasmtime_is_compiled_anew(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = modules.put("anna", module(5)).module
+    monkeypatch.setattr(compiled_modules, "version", lambda package: "99.0")
+    fresh = another(modules, engine)
+    assert run(engine, fresh.load(name).module) == 5
+    assert len(list((modules._folder / "compiled").glob("*-*"))) == 2
+    fresh.delete("anna", name)
+    assert not list((modules._folder / "compiled").glob("*-*"))
+
+
+def test_an_upload_that_was_changed_on_disk_is_not_compiled(
+    modules: ModuleStore, engine: wasmtime.Engine
+) -> None:
+    name = modules.put("anna", module(5)).module
+    modules._compiled._file(name).unlink()
+    modules._file(name).write_bytes(module(6))
+    with pytest.raises(ServiceError, match="was changed"):
+        another(modules, engine).load(name)
+
+
+def test_the_folder_and_its_key_are_for_this_user_alone(modules: ModuleStore) -> None:
+    modules.put("anna", module())
+    folder = modules._folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "compiled" / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_memory_keeps_what_was_used_last(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [modules.put("anna", module(n)).module for n in range(4)]
+    size = modules._compiled._file(names[0]).stat().st_size
+    monkeypatch.setattr(compiled_modules, "KEPT_BYTES", int(2.5 * size))
+    fresh = another(modules, engine)
+    for name in (*names, names[2]):
+        fresh.load(name)
+    assert list(fresh._compiled._kept) == [names[3], names[2]]
+    assert fresh._compiled._kept_bytes < 2.5 * size
+
+
+def test_one_module_is_compiled_once_however_many_want_it(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = modules.put("anna", module(5)).module
+    modules._compiled._file(name).unlink()
+    fresh = another(modules, engine)
+    compile_module, times = compiled_modules.compile_module, []
+
+    def counted(wasm: bytes, limits: Limits) -> bytes:
+        times.append(1)
+        return compile_module(wasm, limits)
+
+    monkeypatch.setattr(compiled_modules, "compile_module", counted)
+    threads = [threading.Thread(target=fresh.load, args=(name,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert times == [1]
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+WRITERS, TAGS = 4, 25
+TAG_MANY = """
+import sys
+from pathlib import Path
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.controller.wasm.store import ModuleStore
+
+folder, name, number, count = sys.argv[1:]
+modules = ModuleStore(Path(folder), Limits(), make_engine(Limits()))
+for i in range(int(count)):
+    modules.tag("anna", name, [f"{number}-{i}"])
+"""
+
+
+def test_processes_that_tag_at_the_same_time_lose_no_tag(modules: ModuleStore) -> None:
+    name = modules.put("anna", module()).module
+    command = [sys.executable, "-c", TAG_MANY, str(modules._folder), name]
+    writers = [subprocess.Popen([*command, str(n), str(TAGS)]) for n in range(WRITERS)]
+    assert [writer.wait(60) for writer in writers] == [0] * WRITERS
+    [stored] = modules.list("anna")
+    assert len(stored.tags) == WRITERS * TAGS
+
+
+def test_what_a_dead_writer_left_is_removed_when_it_is_old(
+    modules: ModuleStore, engine: wasmtime.Engine
+) -> None:
+    left = [modules._folder / "modules" / f".new-{n}" for n in "ab"]
+    for file in left:
+        file.write_bytes(b"half")
+    os.utime(left[0], (0, 0))
+    another(modules, engine)
+    assert [file.exists() for file in left] == [False, True]
+
+
+def test_another_stack_limit_is_another_engine_of_the_same_modules(
+    modules: ModuleStore,
+) -> None:
+    name = modules.put("anna", module(5)).module
+    limits = replace(LIMITS, stack_bytes=64 * 1024)
+    other = make_engine(limits)
+    assert run(other, ModuleStore(modules._folder, limits, other).load(name).module) == 5
+
+
+def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
+    """What a module's first export returns."""
+    instance_store = wasmtime.Store(engine)
+    instance_store.set_epoch_deadline(10)
+    exports = wasmtime.Instance(instance_store, module, []).exports(instance_store)
+    function = exports["tokenbus_abi_v1"]
+    assert isinstance(function, wasmtime.Func)
+    result: int = function(instance_store)
+    return result
+
+
+def _never(wasm: bytes, limits: Limits) -> bytes:
+    raise AssertionError("it was compiled again")

@@ -1,0 +1,1 @@
+"""The grammar backends: built-in constraints by our own grammar engine and by llguidance."""

@@ -1,0 +1,193 @@
+"""The constraint ``combination``: what its argument says, as a tree of parts.
+
+A part is a text, taken as it is, or an object of one of these:
+
+    {"regex": PATTERN}  {"choice": [TEXT, ...]}  {"substring": TEXT}
+    {"yacc": GRAMMAR}  {"json_schema": SCHEMA}  {"lark": GRAMMAR}
+    {"sequence": [PART, ...]}  {"alternation": [PART, ...]}
+    {"repetition": PART, "least": N, "most": N}   "least" is 0 and "most" any number where left out
+    {"stop_at": TEXT, "of": PART}                 of any text where left out
+
+and ``max_tokens`` beside any of them. Parts of the first and last two lines become one automaton;
+where others are among them, ``parts`` plays them one after another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .....grammars import library
+from .....grammars.combine import alternation, repetition, sequence, stop_at
+from .....grammars.regex import Dfa, compile_choice, compile_regex
+from .....grammars.substring import compile_substring
+from .refusals import refusal
+
+COMBINE_S = 2.0
+"""How long the automata of an argument may take in all, in seconds: other rounds share the
+interpreter."""
+MOST_PARTS = 1_000
+DEEPEST = 50
+
+_FIELDS = {
+    "regex": {"regex"},
+    "choice": {"choice"},
+    "substring": {"substring"},
+    "yacc": {"yacc"},
+    "json_schema": {"json_schema"},
+    "lark": {"lark"},
+    "sequence": {"sequence"},
+    "alternation": {"alternation"},
+    "repetition": {"repetition", "least", "most"},
+    "stop_at": {"stop_at", "of"},
+}
+_OTHERS = {"yacc": str | dict, "json_schema": dict | str | bool, "lark": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an argument. ``place`` is where it stands there, for messages."""
+
+    kind: str
+    """A key of ``_FIELDS``, or "text"."""
+    place: str
+    value: Any = None
+    parts: tuple[Part, ...] = ()
+    least: int = 0
+    most: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is one automaton: of such parts, none of which has tokens of its own."""
+        inside = all(part.regular and part.max_tokens is None for part in self.parts)
+        return self.kind not in _OTHERS and inside
+
+
+def read_combination(arg: bytes) -> Part:
+    """The tree of an argument. Raises RequestError where it is wrong."""
+    try:
+        given = msgspec.json.decode(arg)
+    except msgspec.DecodeError as error:
+        raise refusal(f"the argument of combination is JSON, and this is not: {error}") from None
+    return _Reading().part(given, "$", 0)
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def part(self, given: Any, place: str, depth: int) -> Part:
+        self._parts += 1
+        if self._parts > MOST_PARTS or depth > DEEPEST:
+            raise refusal(
+                f"combination: at most {MOST_PARTS:,} parts, {DEEPEST} deep, are taken ({place})"
+            )
+        if isinstance(given, str):
+            return Part("text", place, given)
+        named = [name for name in _FIELDS if isinstance(given, dict) and name in given]
+        if len(named) != 1:
+            raise refusal(
+                f"combination: {place} is a text or an object of one of {', '.join(_FIELDS)}; this "
+                f"is {msgspec.json.encode(given).decode()[:100]}"
+            )
+        [name] = named
+        unknown = set(given) - _FIELDS[name] - {"max_tokens"}
+        if unknown:
+            known = ", ".join(sorted(_FIELDS[name] | {"max_tokens"}))
+            raise refusal(f"combination: {place} has {min(unknown)!r}; {name} knows {known}")
+        most = given.get("max_tokens")
+        most = None if most is None else _number(most, f"{place}: max_tokens", 1)
+        return self._of(name, given, f"{place}.{name}", depth + 1, most)
+
+    def _of(
+        self, name: str, given: dict[str, Any], place: str, depth: int, max_tokens: int | None
+    ) -> Part:
+        value = given[name]
+        match name, value:
+            case ("regex", {"library": str(word)}) if len(value) == 1:
+                try:
+                    pattern = library.regex(word)
+                except KeyError as error:
+                    raise refusal(f"combination: {place}: {error.args[0]}") from None
+                return Part(name, place, pattern, max_tokens=max_tokens)
+            case (("regex" | "substring"), str()):
+                return Part(name, place, value, max_tokens=max_tokens)
+            case "choice", list() if all(isinstance(text, str) for text in value):
+                return Part(name, place, value, max_tokens=max_tokens)
+            case (("yacc" | "json_schema" | "lark"), _) if isinstance(value, _OTHERS[name]):
+                return Part(name, place, value, max_tokens=max_tokens)
+            case (("sequence" | "alternation"), list()) if value:
+                parts = tuple(self.part(p, f"{place}[{i}]", depth) for i, p in enumerate(value))
+                return Part(name, place, parts=parts, max_tokens=max_tokens)
+            case "repetition", _:
+                least = _number(given.get("least", 0), f"{place}: least", 0)
+                most = given.get("most")
+                most = None if most is None else _number(most, f"{place}: most", max(least, 1))
+                part = self.part(value, place, depth)
+                return Part(name, place, None, (part,), least, most, max_tokens)
+            case "stop_at", str():
+                of = (self.part(given["of"], f"{place}.of", depth),) if "of" in given else ()
+                if of and not (of[0].regular and of[0].max_tokens is None):
+                    raise refusal(
+                        f"combination: {place}.of is a text, regex, choice, substring, or made of "
+                        f"these, without max_tokens; this is {of[0].kind}"
+                    )
+                return Part(name, place, value, of, max_tokens=max_tokens)
+        wanted = "a list of texts" if name == "choice" else "a list of parts"
+        if name not in ("choice", "sequence", "alternation"):
+            wanted = "a schema" if name == "json_schema" else "a text"
+        raise refusal(f"combination: {place} is {wanted}")
+
+
+def automaton(part: Part) -> Dfa:
+    """The automaton of a regular part. Raises RequestError where it grows beyond its bounds."""
+    return _Making(time.thread_time() + COMBINE_S).of(part)
+
+
+class _Making:
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def of(self, part: Part) -> Dfa:
+        parts = [self.of(inner) for inner in part.parts]
+        value, place = part.value, part.place
+        match part.kind:
+            case "text":
+                return self._made(place, lambda left: compile_choice([value], max_seconds=left))
+            case "regex":
+                return self._made(place, lambda left: compile_regex(value, max_seconds=left))
+            case "choice":
+                return self._made(place, lambda left: compile_choice(value, max_seconds=left))
+            case "substring":
+                return self._made(place, lambda left: compile_substring(value))
+            case "sequence":
+                return self._made(place, lambda left: sequence(parts, max_seconds=left))
+            case "alternation":
+                return self._made(place, lambda left: alternation(parts, max_seconds=left))
+            case "repetition":
+                least, most = part.least, part.most
+                return self._made(
+                    place, lambda left: repetition(parts[0], least, most, max_seconds=left)
+                )
+        inner = parts[0] if parts else None
+        return self._made(place, lambda left: stop_at(inner, value, max_seconds=left))
+
+    def _made(self, place: str, make: Callable[[float], Dfa]) -> Dfa:
+        left = self._deadline - time.thread_time()
+        if left <= 0:
+            raise refusal(f"combination: it takes more than {COMBINE_S:g} s, at {place}")
+        try:
+            return make(left)
+        except (ValueError, UnicodeEncodeError) as error:
+            raise refusal(f"combination: {place}: {error}") from None
+
+
+def _number(given: Any, what: str, least: int) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise refusal(f"combination: {what} is a whole number from {least} on, not {given!r}")
+    return given

@@ -1,0 +1,259 @@
+"""Parts of a combination that are no one automaton: played one after another, token by token.
+
+A plan has each part that may come, and which ones may follow it (as Glushkov has positions and
+followers). A sequence is in one part or in several at once, where its text so far can be read in
+several ways; each has a controller of its own, and a mask is what any of them allows. A token
+belongs to one part: none goes over the end of one into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .....protocol.errors import Code, ControllerError
+from ... import interface
+from ...host import Host
+from ...interface import GO_ON, STOP, Answer, Controller, Then
+from .combination import Part
+from .refusals import refusal
+
+MOST_POSITIONS = 256
+"""Parts of a plan, each copy of a repeated one counted."""
+MOST_WAYS = 32
+"""In which a text so far may be read."""
+
+_MASKED = Answer(Then.GO_ON, masked=True)
+
+Start = Callable[[Part, Host], Controller]
+"""Makes the controller of a plan's part."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """The parts of a combination by position; ``follow[p]`` may come after part p."""
+
+    parts: list[Part] = field(default_factory=list)
+    budgets: list[int | None] = field(default_factory=list)
+    """Tokens that each may have."""
+    follow: list[set[int]] = field(default_factory=list)
+    first: set[int] = field(default_factory=set)
+    last: set[int] = field(default_factory=set)
+    empty: bool = False
+    """Whether the text may be empty, without any part."""
+
+
+def make_plan(root: Part) -> Plan:
+    """The plan of a combination. Raises RequestError where it has too many parts."""
+    plan = Plan()
+    plan.first, plan.last, plan.empty = _planned(plan, root, None)
+    return plan
+
+
+def _planned(plan: Plan, part: Part, most: int | None) -> tuple[set[int], set[int], bool]:
+    """Adds a part; the positions that it may begin and end with, and whether it may be left out.
+    ``most``: tokens that the parts around it may have."""
+    if part.max_tokens is not None:
+        most = part.max_tokens if most is None else min(most, part.max_tokens)
+    if part.regular or part.kind not in ("sequence", "alternation", "repetition"):
+        if len(plan.parts) == MOST_POSITIONS:
+            raise refusal(
+                f"combination: {part.place} makes more than {MOST_POSITIONS} parts, each copy of "
+                "a repeated one counted"
+            )
+        plan.parts.append(part)
+        plan.budgets.append(most)
+        plan.follow.append(set())
+        here = {len(plan.parts) - 1}
+        return here, here, False
+    if part.kind == "alternation":
+        firsts, lasts, empties = zip(*(_planned(plan, p, most) for p in part.parts), strict=True)
+        return set().union(*firsts), set().union(*lasts), any(empties)
+    if part.kind == "sequence":
+        return _in_a_row(plan, [_planned(plan, p, most) for p in part.parts])
+    [inner] = part.parts
+    copies = max(part.least, 1) if part.most is None else part.most
+    rows = []
+    for number in range(1, copies + 1):
+        first, last, empty = _planned(plan, inner, most)
+        if part.most is None and number == copies:
+            for position in last:
+                plan.follow[position] |= first
+        rows.append((first, last, empty or number > part.least))
+    return _in_a_row(plan, rows)
+
+
+def _in_a_row(
+    plan: Plan, rows: Sequence[tuple[set[int], set[int], bool]]
+) -> tuple[set[int], set[int], bool]:
+    firsts: set[int] = set()
+    lasts: set[int] = set()
+    empty = True
+    for first, last, may_be_left_out in rows:
+        for position in lasts:
+            plan.follow[position] |= first
+        if empty:
+            firsts |= first
+        lasts = lasts | last if may_be_left_out else set(last)
+        empty = empty and may_be_left_out
+    return firsts, lasts, empty
+
+
+@dataclass(slots=True)
+class Way:
+    """One way in which the text so far is read: in a part, at its controller's place."""
+
+    position: int
+    controller: Controller
+    mask: bytes = b""
+
+
+class PartsController:
+    """One sequence under a plan."""
+
+    def __init__(self, plan: Plan, start: Start, host: Host) -> None:
+        self._plan = plan
+        self._start = start
+        self._host = host
+        self._length = 0
+        self._ways: list[Way] = []
+        self._waiting: list[Way] = []
+        """Ways that have not been asked in this round; none between rounds."""
+        self._complete = plan.empty
+        """Whether the text so far is whole as it is, in a way that cannot go on."""
+        self._begun = False
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """Nothing: parts are of what comes after the prompt."""
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        return GO_ON
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """What any way allows; appends what the only one must have, and stops where nothing may
+        come."""
+        if self._length >= self._host.max_tokens:
+            return STOP
+        waiting = self._waiting = self._ways
+        self._ways = []
+        begun: set[int] = set()
+        if not self._begun:
+            self._begun = True
+            begun |= self._plan.first
+            waiting += [self._open(position) for position in sorted(begun)]
+        forced: list[Answer] = []
+        complete = self._complete
+        while waiting:
+            way = waiting[0]
+            mask[:] = bytes(len(mask))
+            answer = way.controller.mid_process((self._host.seq,), mask)
+            ended = answer.complete
+            if answer.then is Then.SPLICE and not np.frombuffer(mask, np.uint32).any():
+                # It closes its text: there is no time for other ways.
+                self._only(waiting.pop(0))
+                return answer
+            del waiting[0]
+            if answer.then is not Then.STOP:
+                ended = self._takes_end(mask)
+                way.mask = bytes(mask)
+                self._ways.append(way)
+                forced.append(answer)
+            else:
+                way.controller.close()
+            if not ended:
+                continue
+            complete = complete or way.position in self._plan.last
+            for position in sorted(self._plan.follow[way.position] - begun):
+                begun.add(position)
+                waiting.append(self._open(position))
+            if len(waiting) + len(self._ways) > MOST_WAYS:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED,
+                    f"the text can be read in more than {MOST_WAYS} ways; make the parts differ",
+                )
+        self._complete = complete
+        if not self._ways:
+            return interface.COMPLETE if complete else STOP
+        if len(self._ways) == 1 and not complete and forced[0].then is Then.SPLICE:
+            return forced[0]
+        return self._joined(mask, complete)
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Follows what was appended, in the ways that allow it."""
+        if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
+            return STOP
+        self._length += len(tokens) - backtrack
+        self._complete = False
+        if len(self._ways) > 1:
+            ways, self._ways = self._ways, []
+            for way in ways:
+                if _allows(way.mask, tokens[0]):
+                    self._ways.append(way)
+                else:
+                    way.controller.close()
+        for way in self._ways:
+            way.controller.post_process(tokens, backtrack)
+        return GO_ON
+
+    def fork(self, host: Host) -> Controller:
+        """As ``interface.Controller`` says."""
+        other = PartsController(self._plan, self._start, host)
+        other._length, other._complete, other._begun = self._length, self._complete, self._begun
+        try:
+            for way in self._ways:
+                controller = way.controller.fork(self._within(host, way.position))
+                other._ways.append(Way(way.position, controller, way.mask))
+        except BaseException:
+            other.close()
+            raise
+        return other
+
+    def close(self) -> None:
+        """As ``interface.Controller`` says."""
+        ways = self._ways + self._waiting
+        self._ways, self._waiting = [], []
+        for way in ways:
+            way.controller.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _open(self, position: int) -> Way:
+        host = self._within(self._host, position)
+        return Way(position, self._start(self._plan.parts[position], host))
+
+    def _within(self, host: Host, position: int) -> Host:
+        left = host.max_tokens - self._length
+        budget = self._plan.budgets[position]
+        return replace(host, max_tokens=left if budget is None else min(left, budget))
+
+    def _only(self, way: Way) -> None:
+        self.close()
+        self._ways = [way]
+        self._complete = False
+
+    def _takes_end(self, mask: memoryview) -> bool:
+        """Whether the end of the sequence is allowed; it is taken out."""
+        eos = self._host.vocabulary.eos
+        if eos < 0 or not mask[eos >> 3] >> (eos & 7) & 1:
+            return False
+        mask[eos >> 3] &= ~(1 << (eos & 7))
+        return True
+
+    def _joined(self, mask: memoryview, complete: bool) -> Answer:
+        whole = np.frombuffer(mask, np.uint32)
+        whole[:] = 0
+        for way in self._ways:
+            whole |= np.frombuffer(way.mask, np.uint32)
+        eos = self._host.vocabulary.eos
+        if complete and eos >= 0:
+            mask[eos >> 3] |= 1 << (eos & 7)
+        if not whole.any():
+            return interface.COMPLETE if complete else STOP
+        return _MASKED
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)

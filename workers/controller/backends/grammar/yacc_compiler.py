@@ -1,0 +1,97 @@
+"""Compiling a grammar in a process of its own, with bounded time and memory.
+
+Tables take from 3 ms to the bound of 20 s, in Python: on a thread of the worker, other rounds would
+wait for the interpreter. ``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler``
+takes a grammar on stdin and writes its tables to stdout, or what is wrong with it to stderr, as
+JSON.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from .....grammars.yacc import GrammarError, compile_grammar
+from .....protocol.errors import Code, ServiceError, UnavailableError
+
+AT_ONCE = 2
+"""Grammars that are compiled at the same time; whoever comes then is to try again."""
+MAX_SECONDS = 20
+CPU_S = 25
+"""Of CPU time, beyond what the compiler bounds itself."""
+WALL_S = 100.0
+"""The same by the clock, in seconds, so that a machine that is too busy is noticed."""
+MEMORY_BYTES = 2 * 1024**3
+
+_WRONG = 3
+"""Exit code: the grammar is wrong."""
+_NO_MEMORY = 4
+
+_turns = threading.Semaphore(AT_ONCE)
+
+
+class _Wrong(msgspec.Struct):
+    message: str
+    line: int
+    column: int
+
+
+def compile_apart(text: str) -> bytes:
+    """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError where it is
+    wrong, or takes more than the bounds above, UnavailableError where others are being compiled."""
+    if not _turns.acquire(blocking=False):
+        raise UnavailableError(
+            Code.QUEUE_FULL,
+            f"{AT_ONCE} grammars are being compiled, which is the most at once",
+            retry_after_s=1.0,
+        )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=text.encode(),
+            capture_output=True,
+            timeout=WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise GrammarError(f"the grammar could not be compiled within {WALL_S:g} s") from None
+    finally:
+        _turns.release()
+    if done.returncode == 0:
+        return done.stdout
+    if done.returncode == _WRONG:
+        wrong = msgspec.json.decode(done.stderr, type=_Wrong)
+        raise GrammarError(wrong.message, wrong.line, wrong.column)
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise GrammarError(f"compiling the grammar takes more than {CPU_S} s of CPU time")
+    if done.returncode in (-signal.SIGABRT, _NO_MEMORY):
+        raise GrammarError(
+            f"compiling the grammar takes more than {MEMORY_BYTES >> 20} MiB of memory"
+        )
+    said = done.stderr.decode("utf-8", "replace").strip()
+    raise ServiceError(Code.INTERNAL, f"the compiler failed ({done.returncode}): {said[-300:]}")
+
+
+def _main() -> int:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        compiled = compile_grammar(sys.stdin.buffer.read().decode(), max_seconds=MAX_SECONDS)
+    except GrammarError as error:
+        wrong = _Wrong(error.message, error.line, error.column)
+        sys.stderr.buffer.write(msgspec.json.encode(wrong))
+        return _WRONG
+    except MemoryError:
+        return _NO_MEMORY
+    sys.stdout.buffer.write(compiled.grammar.to_bytes())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,139 @@
+"""The controller of a sequence under one of llguidance's grammars."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from .....protocol.errors import Code, ControllerError
+from ...host import Host
+from ...interface import COMPLETE, GO_ON, STOP, Answer, Controller, Then
+from .matchers import Grammar
+from .trial import reason
+
+SHOWN = 200
+"""Characters of the text so far that an error shows."""
+AT_ONCE = 256
+"""Tokens that are followed without a break for other threads."""
+
+_MASKED = Answer(Then.GO_ON, masked=True)
+
+
+class MatcherController:
+    """One sequence: its matcher, and its text so far."""
+
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, host: Host, text: Sequence[int] = ()
+    ) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+        self._host = host
+        self._text = list(text)
+        self._mask: memoryview | None = None
+        """The one that ``_words`` and ``_address`` are of."""
+        self._words: np.ndarray[tuple[int], np.dtype[np.uint32]]
+        self._address = 0
+        tokens = grammar.tokens
+        self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
+        """Where the vocabulary has one token more for llguidance than for the model."""
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """Nothing: the grammar is of what comes after the prompt."""
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        return GO_ON
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """What the grammar allows next; appends what must come, and stops where nothing can.
+
+        llguidance finds what is forced for its mask too, which has then the first such token only,
+        and does that without Python's lock, which compute_ff_tokens holds. So that is called only
+        where the mask has next to nothing.
+        """
+        left = self._host.max_tokens - len(self._text)
+        if left <= 0:
+            return STOP
+        if mask is not self._mask:
+            self._look_at(mask)
+        with self._grammar.lock:
+            self._fill(mask)
+            if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
+                return _MASKED
+            forced = self._matcher.compute_ff_tokens()
+            complete = self._matcher.is_accepting()
+            if self._matcher.is_error():
+                raise self._failed()
+        if forced:
+            return Answer(Then.SPLICE, tokens=forced[:left])
+        if bytes(mask) != self._grammar.tokens.only_end:
+            return _MASKED
+        if not complete:
+            raise self._failed()
+        return COMPLETE
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Follows what was appended; stops at the end of the sequence."""
+        if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
+            return STOP
+        matcher = self._matcher
+        for at in range(0, len(tokens), AT_ONCE):
+            some = list(tokens[at : at + AT_ONCE])
+            with self._grammar.lock:
+                began = time.thread_time()
+                followed = matcher.consume_tokens(some)
+                took = time.thread_time() - began
+            if not followed:
+                raise self._failed()
+            if took > self._host.limits.mid_s:
+                raise self._too_slow(took)
+        self._text += tokens
+        return GO_ON
+
+    def fork(self, host: Host) -> Controller:
+        """As ``interface.Controller`` says; the fork has the same place in the text."""
+        return MatcherController(self._grammar, self._grammar.copy(self._matcher), host, self._text)
+
+    def close(self) -> None:
+        """Nothing: a matcher goes with its controller."""
+
+    def _look_at(self, mask: memoryview) -> None:
+        self._mask = mask
+        self._words = np.frombuffer(mask, np.uint32)
+        place = mask if self._own_mask is None else self._own_mask
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+
+    def _fill(self, mask: memoryview) -> None:
+        own = self._own_mask
+        if own is None:
+            self._matcher.unsafe_compute_mask_ptr(self._address, len(mask))
+            return
+        self._matcher.unsafe_compute_mask_ptr(self._address, len(own))
+        end = self._grammar.tokens.size - 1
+        own[end >> 3] &= ~(1 << (end & 7))
+        mask[:] = own[: len(mask)]
+
+    def _failed(self) -> ControllerError:
+        self._grammar.give_up()
+        why = self._matcher.get_error()
+        if why.startswith("NoExtension") or not why:
+            why = "no token of this model can go on with the text as the grammar needs it"
+        return self._error(Code.CONTROLLER_FAILED, reason(why))
+
+    def _too_slow(self, took: float) -> ControllerError:
+        most = self._host.limits.mid_s
+        return self._error(
+            Code.CONTROLLER_TIMEOUT,
+            f"following a token took {1000 * took:.0f} ms of CPU; {1000 * most:g} are allowed: the "
+            "grammar is too ambiguous",
+        )
+
+    def _error(self, code: Code, why: str) -> ControllerError:
+        token = self._host.vocabulary.token
+        text = b"".join(map(token, self._text)).decode("utf-8", "replace")
+        shown = repr(text if len(text) <= SHOWN else f"…{text[-SHOWN:]}")
+        return ControllerError(code, f"{why}; the text so far: {shown}")

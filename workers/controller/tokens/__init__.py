@@ -1,0 +1,1 @@
+"""A model's vocabulary as controllers see it: the bytes of tokens, the trie, text to tokens."""

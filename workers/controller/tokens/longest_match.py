@@ -1,0 +1,63 @@
+"""The tokens of a text by longest match, for what a tokenizer itself does not write exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ....protocol.errors import Code, ControllerError
+
+_SHOWN_BYTES = 20
+
+
+class LongestMatch:
+    """Of tokens with the same bytes the one with the highest id is taken, as in the trie."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        """``tokens[i]`` are the bytes of token i, empty for one that no text may become."""
+        self._number = {token: number for number, token in enumerate(tokens) if token}
+        lengths: dict[bytes, set[int]] = {}
+        for token in self._number:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
+        """By a token's first two bytes, or its only one: the lengths of such tokens, falling."""
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest token at each place, from the first on; a shorter one where the text could
+        not be written otherwise. Raises ControllerError where it cannot be written at all."""
+        starts = [0]
+        choices = [self._at(text, 0)]
+        tokens: list[int] = []
+        hopeless: set[int] = set()
+        while starts and starts[-1] < len(text):
+            length, number = next(choices[-1], (0, -1))
+            at = starts[-1] + length
+            if not length:
+                choices.pop()
+                hopeless.add(starts.pop())
+                if tokens:
+                    tokens.pop()
+            elif at not in hopeless:
+                tokens.append(number)
+                starts.append(at)
+                choices.append(self._at(text, at))
+        if not starts:
+            raise _cannot_write(text, max(hopeless))
+        return tokens
+
+    def _at(self, text: bytes, at: int) -> Iterator[tuple[int, int]]:
+        """The tokens that match at a place, as (length, token), the longest first."""
+        start = text[at : at + 2]
+        for length in self._lengths.get(start, ()):
+            number = self._number.get(text[at : at + length])
+            if number is not None and at + length <= len(text):
+                yield length, number
+        if len(start) == 2 and (number := self._number.get(start[:1])) is not None:
+            yield 1, number
+
+
+def _cannot_write(text: bytes, at: int) -> ControllerError:
+    return ControllerError(
+        Code.CONTROLLER_FAILED,
+        f"no token of the model's vocabulary begins what is at byte {at} of {text[:80]!r}: "
+        f"{text[at : at + _SHOWN_BYTES]!r}",
+    )

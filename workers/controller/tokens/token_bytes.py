@@ -1,0 +1,221 @@
+"""The bytes that each token of a tokenizer writes, read off its ``tokenizers`` JSON.
+
+A piece of the vocabulary is not yet bytes: GPT-2's kind writes bytes as printable characters,
+SentencePiece's writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON says
+which; where there is none, the model and what splits text for it do. A decoder whose text is more
+than its tokens' bytes one after another is refused, since no constraint on bytes could hold there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ....protocol.errors import Code, ControllerError
+
+Spec = Mapping[str, Any]
+"""A part of the JSON."""
+Step = Callable[[str], str | bytes]
+"""What a step of the decoder makes of one piece; bytes where that is the last word on it."""
+
+METASPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_DROPS_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
+
+
+def token_bytes(spec: Spec, size: int) -> list[bytes]:
+    """The bytes of the tokens 0 to ``size - 1``; none for an id that the tokenizer does not have.
+
+    Special tokens and the token for what is unknown have none either. Any other added token has
+    those of its text. Raises ControllerError where the bytes cannot be known.
+    """
+    model: Spec = spec.get("model") or {}
+    pieces = _pieces(model)
+    steps = _steps(spec)
+    table = [b""] * size
+    for piece, number in pieces.items():
+        if number < size:
+            table[number] = _write(piece, steps)
+    byte_level = _byte_level in steps
+    for added in spec.get("added_tokens") or []:
+        number, content = added["id"], added["content"]
+        if number < size:
+            # Text that was added is text; only SentencePiece's own go through the decoder too.
+            written = content.encode() if byte_level else _write(content, steps)
+            table[number] = b"" if added.get("special") else written
+    unknown = model.get("unk_id")
+    if unknown is None:
+        unknown = pieces.get(model.get("unk_token") or "")
+    if unknown is not None and unknown < size:
+        table[unknown] = b""
+    return table
+
+
+def _pieces(model: Spec) -> Mapping[str, int]:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):
+        return {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    kind = model.get("type", "of no type")
+    raise _unknown(f"its model ({kind}) has no vocabulary; BPE, Unigram, WordPiece, WordLevel do")
+
+
+def _write(piece: str, steps: list[Step]) -> bytes:
+    written: str | bytes = piece
+    for step in steps:
+        if isinstance(written, bytes):
+            return written
+        written = step(written)
+    return written if isinstance(written, bytes) else written.encode()
+
+
+# --- which steps --------------------------------------------------------------------------------
+
+
+def _steps(spec: Spec) -> list[Step]:
+    decoder = spec.get("decoder")
+    parts = list(flat(decoder)) if decoder else list(_implied(spec))
+    steps: list[Step] = []
+    fused = False
+    for part in parts:
+        kind = part["type"]
+        if kind == "Fuse":
+            fused = True
+        elif kind == "Strip" and fused:
+            # It cuts at the ends of the whole text, and says nothing of what is in between.
+            continue
+        elif kind == "Replace" and fused and len(part["pattern"].get("String", "")) != 1:
+            raise _unknown(f"its decoder replaces {part['pattern']} across tokens")
+        elif kind in _STEPS:
+            steps.append(_STEPS[kind](part))
+        else:
+            raise _unknown(f"its decoder has {kind}; known are {', '.join(sorted(_STEPS))}")
+    return steps
+
+
+def flat(part: Spec | None) -> Iterator[Spec]:
+    """A normalizer, pre-tokenizer or decoder as its steps, in their order."""
+    if not part:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        for inner in part.get(name, ()):
+            yield from flat(inner)
+
+
+def _implied(spec: Spec) -> Iterator[Spec]:
+    """The decoder of a tokenizer that has none: what undoes its other parts."""
+    model: Spec = spec.get("model") or {}
+    splitters = {part["type"]: part for part in flat(spec.get("pre_tokenizer"))}
+    normalizers = list(flat(spec.get("normalizer")))
+    if "ByteLevel" in splitters or any(part["type"] == "ByteLevel" for part in normalizers):
+        yield {"type": "ByteLevel"}
+    elif "Metaspace" in splitters:
+        yield splitters["Metaspace"]
+    elif any(spells_space(part) for part in normalizers):
+        yield {"type": "Metaspace"}
+    elif model.get("type") == "WordPiece":
+        yield {"type": "WordPiece", "prefix": model["continuing_subword_prefix"], "cleanup": False}
+    elif model.get("end_of_word_suffix"):
+        yield {"type": "BPEDecoder", "suffix": model["end_of_word_suffix"]}
+    elif not _DROPS_SPACES.isdisjoint(splitters):
+        yield {"type": "WordPiece", "prefix": "", "cleanup": False}
+    if model.get("byte_fallback"):
+        yield {"type": "ByteFallback"}
+
+
+def spells_space(part: Spec) -> bool:
+    """Whether a step of a normalizer writes ``▁`` for each space, and does no more."""
+    if part["type"] != "Replace":
+        return False
+    return bool(part["pattern"].get("String") == " " and part["content"] == METASPACE)
+
+
+# --- the steps ----------------------------------------------------------------------------------
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's map of bytes to printable characters, reversed: those that print stand for
+    themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_byte_of = _byte_characters().__getitem__
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(map(_byte_of, piece))
+    except KeyError:
+        # Not in that alphabet, so it is text, as tokenizers itself takes it.
+        return piece.encode()
+
+
+def _byte_fallback(piece: str) -> str | bytes:
+    found = _BYTE.fullmatch(piece)
+    return bytes.fromhex(found[1]) if found else piece
+
+
+def _metaspace(part: Spec) -> Step:
+    replacement = part.get("replacement", METASPACE)
+    return lambda piece: piece.replace(replacement, " ")
+
+
+def _replace(part: Spec) -> Step:
+    old, new = part["pattern"].get("String"), part["content"]
+    if old is None:
+        raise _unknown(f"its decoder replaces by a regular expression: {part['pattern']}")
+    return lambda piece: piece.replace(old, new)
+
+
+def _strip(part: Spec) -> Step:
+    content, start, stop = part["content"], part["start"], part["stop"]
+
+    def strip(piece: str) -> str:
+        begun = len(piece) - len(piece.lstrip(content))
+        piece = piece[min(start, begun) :]
+        ended = len(piece) - len(piece.rstrip(content))
+        return piece[: len(piece) - min(stop, ended)]
+
+    return strip
+
+
+def _word_piece(part: Spec) -> Step:
+    if part.get("cleanup"):
+        raise _unknown('its decoder tidies up the text ("cleanup": true), which moves spaces')
+    prefix = part["prefix"]
+
+    def written(piece: str) -> str:
+        if prefix and piece.startswith(prefix):
+            return piece.removeprefix(prefix)
+        return " " + piece
+
+    return written
+
+
+def _bpe_decoder(part: Spec) -> Step:
+    suffix = part["suffix"]
+    return lambda piece: piece.replace(suffix, " ")
+
+
+_STEPS: dict[str, Callable[[Spec], Step]] = {
+    "ByteLevel": lambda _: _byte_level,
+    "ByteFallback": lambda _: _byte_fallback,
+    "Metaspace": _metaspace,
+    "Replace": _replace,
+    "Strip": _strip,
+    "WordPiece": _word_piece,
+    "BPEDecoder": _bpe_decoder,
+}
+
+
+def _unknown(why: str) -> ControllerError:
+    return ControllerError(
+        Code.CONTROLLER_FAILED, f"the bytes of this tokenizer's tokens cannot be known: {why}"
+    )

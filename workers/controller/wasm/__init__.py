@@ -1,0 +1,1 @@
+"""Wasm controllers: the sandbox, the ABIs that guests are compiled for, the store of modules."""

@@ -1,0 +1,193 @@
+"""Which interface a module was made for, told from its imports and exports alone.
+
+Guests are called without a look at the types of their functions, so what is refused here keeps the
+worker's own memory whole. Source: ``docs/controllers.md`` (native), and AICI's binary interface.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from ....protocol.errors import Code, RequestError
+from ..limits import Limits
+from .aici import FUNCTIONS as AICI_FUNCTIONS
+from .instance import HostFunction
+from .native import FUNCTIONS as NATIVE_FUNCTIONS
+from .native import START, VERSION
+from .wasm_binary import FUNC, KINDS, MEMORY, Binary, FunctionType, Import, read
+from .wasm_code import why_no_copy
+
+Abi = Literal["native", "aici"]
+
+_LETTERS = {"i": "i32", "I": "i64"}
+
+
+def _types(
+    functions: Mapping[tuple[str, str], HostFunction],
+) -> dict[tuple[str, str], FunctionType]:
+    return {name: _type(f.params, f.results) for name, f in functions.items()}
+
+
+def _type(params: str, results: str = "") -> FunctionType:
+    return FunctionType(tuple(_LETTERS[p] for p in params), tuple(_LETTERS[r] for r in results))
+
+
+IMPORTS: dict[Abi, dict[tuple[str, str], FunctionType]] = {
+    "native": _types(NATIVE_FUNCTIONS),
+    "aici": _types(AICI_FUNCTIONS),
+}
+"""All that a module of each interface may import: module and name, and the function's type."""
+
+EXPORTS: dict[Abi, dict[str, FunctionType]] = {
+    "native": {
+        START: _type("", "i"),
+        "tokenbus_grow": _type("i", "i"),
+        "tokenbus_init_prompt": _type("", "i"),
+        "tokenbus_pre_process": _type("", "i"),
+        "tokenbus_mid_process": _type("", "i"),
+        "tokenbus_post_process": _type("", "i"),
+    },
+    "aici": {
+        "aici_init": _type(""),
+        "aici_create": _type("", "i"),
+        "aici_init_prompt": _type("i"),
+        "aici_pre_process": _type("i"),
+        "aici_mid_process": _type("i"),
+        "aici_post_process": _type("i"),
+    },
+}
+"""The functions that a module of each interface exports, all of them."""
+
+OPTIONAL: dict[str, FunctionType] = {
+    "_start": _type(""),
+    "_initialize": _type(""),
+    "aici_panic": _type(""),
+}
+"""Those that are called where there are any."""
+
+_OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
+
+
+class Examined(NamedTuple):
+    """What a module was found to be."""
+
+    abi: Abi
+    why_no_fork: str | None
+    """Why its sequences cannot fork; None: they can."""
+
+
+def examine(wasm: bytes, limits: Limits) -> Examined:
+    """What kind of controller a module is.
+
+    Raises RequestError where it is none that this worker can run: it says what the module would
+    have to export, which import is unknown, or which limit it goes beyond.
+    """
+    binary = read(wasm)
+    abi = _abi(binary)
+    _check_memory(binary, limits)
+    _check_tables(binary, limits)
+    _check_exports(binary, abi)
+    for wanted in binary.imports:
+        _check_import(binary, wanted, abi)
+    return Examined(abi, why_no_copy(binary))
+
+
+def _abi(binary: Binary) -> Abi:
+    functions = binary.exported(FUNC)
+    if START in functions:
+        return "native"
+    if {"aici_create", "aici_mid_process"} & functions.keys():
+        return "aici"
+    for name in functions:
+        other = _OTHER_VERSION.fullmatch(name)
+        if other is not None:
+            raise _refusal(
+                f"the module is for version {other[1]} of the native ABI (it exports {name}); this "
+                f"worker speaks version {VERSION}: compile it with this worker's SDK"
+            )
+    raise _refusal(
+        f"the module is no controller: it exports neither {START} (native, docs/controllers.md) "
+        f"nor {', '.join(EXPORTS['aici'])} (AICI); {_exported(functions)}"
+    )
+
+
+def _check_memory(binary: Binary, limits: Limits) -> None:
+    memories = binary.memories
+    if len(memories) > 1:
+        raise _refusal(f"the module has {len(memories)} memories; one is allowed")
+    if not memories or binary.exported(MEMORY).get("memory") != 0:
+        raise _refusal(
+            "the module exports no memory under the name 'memory'; "
+            f"{_exported(binary.exported(MEMORY))}"
+        )
+    if any(wanted.kind == MEMORY for wanted in binary.imports):
+        raise _refusal("the module imports its memory; it must have one of its own")
+    [memory] = memories
+    if memory.shared:
+        raise _refusal("the module's memory is shared; there are no threads, compile without them")
+    if memory.is_64:
+        raise _refusal("the module has a 64-bit memory; compile it for wasm32")
+    size = memory.minimum * memory.page_bytes
+    if size > limits.memory_bytes:
+        raise _refusal(
+            f"the module's memory begins with {size} bytes; a controller may have "
+            f"{limits.memory_bytes}"
+        )
+
+
+def _check_tables(binary: Binary, limits: Limits) -> None:
+    for table in binary.tables:
+        if table.minimum > limits.table_elements:
+            raise _refusal(
+                f"the module has a table of {table.minimum} elements; a controller may have "
+                f"{limits.table_elements}"
+            )
+
+
+def _check_exports(binary: Binary, abi: Abi) -> None:
+    functions = binary.exported(FUNC)
+    missing = [name for name in EXPORTS[abi] if name not in functions]
+    if missing:
+        raise _refusal(
+            f"the module exports {START if abi == 'native' else 'functions of AICI'}, so it would "
+            f"have to export {', '.join(missing)} too"
+        )
+    for name, kind in {**EXPORTS[abi], **OPTIONAL}.items():
+        if name in functions and (has := binary.function_type(functions[name])) != kind:
+            raise _refusal(f"the export {name} is {has}; it would have to be {kind}")
+
+
+def _check_import(binary: Binary, wanted: Import, abi: Abi) -> None:
+    name = f"{_shown(wanted.module)}.{_shown(wanted.name)}"
+    if wanted.kind != FUNC:
+        raise _refusal(f"the import {name} is a {KINDS[wanted.kind]}; only functions can be had")
+    known = IMPORTS[abi].get((wanted.module, wanted.name))
+    if known is None:
+        modules = sorted({module for module, _ in IMPORTS[abi]})
+        near = [n for m, n in IMPORTS[abi] if m == wanted.module]
+        there = f"{wanted.module} has {', '.join(near)}" if 0 < len(near) < 20 else ""
+        raise _refusal(
+            f"the import {name} is unknown; {there or 'there are ' + ' and '.join(modules)}"
+        )
+    has = binary.type_of(wanted.type)
+    if has != known:
+        raise _refusal(f"the import {name} is {has}; it would have to be {known}")
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(Code.INVALID_FIELD, message, path="$.data")
+
+
+def _exported(names: Mapping[str, int]) -> str:
+    shown = [_shown(name) for name in list(names)[:12]]
+    return f"it exports {', '.join(shown) or 'nothing of that kind'}" + (
+        ", …" if len(names) > 12 else ""
+    )
+
+
+def _shown(name: str) -> str:
+    """A name that somebody else chose, fit for a message."""
+    short = name if len(name) <= 60 else name[:57] + "..."
+    return short if short.isprintable() else repr(short)[1:-1]

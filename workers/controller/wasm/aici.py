@@ -1,0 +1,329 @@
+"""Guests of the AICI ABI: compiled AICI modules, unmodified.
+
+The guest takes the argument of a call as a blob and hands its result back, both as JSON, through
+functions of module ``env``. Source: ``aici-binary.md``.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host
+from ..interface import Answer, Controller
+from .aici_calls import (
+    check_init_prompt,
+    init_prompt_argument,
+    mid_process_answer,
+    mid_process_argument,
+    post_process_answer,
+    post_process_argument,
+    pre_process_answer,
+)
+from .aici_storage import most_bytes, run_command
+from .instance import Guest, HostFunction, Template, make_linker
+from .wasi import MAX_PIECES, OK, WASI, start_function
+from .wasi import MODULE as WASI_MODULE
+
+RESULT_BYTES = 4 * 1024 * 1024
+"""The longest result of a call."""
+TEXT_BYTES = 1024 * 1024
+"""The longest text that is tokenized at once."""
+LAST_WORDS_BYTES = 1000
+"""How much of what a guest logged last becomes its error where it stops itself."""
+CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
+"""What ``aici_host_get_config`` says 1 for."""
+
+_MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
+"""Blobs by number. There is one of each kind, so a guest cannot have them pile up."""
+_KINDS = {
+    _PROCESS_ARG: "the argument of a call (aici_host_process_arg)",
+    _TRIE: "the token trie (aici_host_token_trie)",
+    _TOKENIZED: "tokenized text (aici_host_tokenize)",
+    _STORAGE: "the answer to a storage command (aici_host_storage_cmd)",
+    _TOKENS: "the tokens (aici_host_tokens)",
+}
+
+
+class AiciProgram:
+    """A module of the AICI ABI."""
+
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
+    ):
+        """``forks``: whether instances may be copied; raises wasmtime.WasmtimeError where an import
+        is unknown."""
+        self._template = Template(_linker(engine), module, engine)
+        self._why_no_fork = why_no_fork
+        self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
+
+    def start(self, host: Host) -> Controller:
+        """A fresh instance; each of its start-up calls has ``Limits.init_s``."""
+        state = State(host)
+        if self._keeps_tokens:
+            state.tokens = array.array("I")
+        guest = state.guest = Guest(self._template, state, host.limits)
+        limit = host.limits.init_s
+        try:
+            handle = 0
+            for name in (start_function(self._template.exports), "aici_init", "aici_create"):
+                if name is not None:
+                    handle = guest.call(guest.function(name), limit, name)
+            return AiciController(guest, state, handle, self._why_no_fork)
+        except BaseException:
+            guest.close()
+            raise
+
+
+@cache
+def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
+    return make_linker(engine, FUNCTIONS)
+
+
+class State:
+    """What the host functions of one guest work with."""
+
+    __slots__ = (
+        "blobs",
+        "guest",
+        "host",
+        "last_words",
+        "mask",
+        "mask_type",
+        "masked",
+        "result",
+        "tokens",
+    )
+
+    guest: Guest
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.blobs: list[bytes | None] = [None] * 7
+        self.blobs[_MODULE_ARG] = host.arg
+        self.result: bytes | None = None
+        """What the call under way has returned."""
+        self.mask: memoryview | None = None
+        """Where a mask goes; only while mid_process runs."""
+        self.masked = False
+        self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
+        self.last_words = b""
+        """The end of what the call under way has logged."""
+        self.tokens: array.array[int] | None = None
+        """The sequence, its prompt included; None where the module cannot ask for it."""
+
+
+class AiciController:
+    """The controller of one sequence."""
+
+    def __init__(self, guest: Guest, state: State, handle: int, why_no_fork: str | None) -> None:
+        self._guest = guest
+        self._state = state
+        self._handle = handle
+        self._why_no_fork = why_no_fork
+        limits = state.host.limits
+        self._pre_s, self._mid_s, self._post_s = limits.pre_s, limits.mid_s, limits.post_s
+        self._pre = guest.function("aici_pre_process")
+        self._mid = guest.function("aici_mid_process")
+        self._post = guest.function("aici_post_process")
+        self._alone = mid_process_argument([state.host.seq])
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """As ``interface.Controller`` says."""
+        if self._state.tokens is not None:
+            self._state.tokens.extend(prompt)
+        call = self._guest.function("aici_init_prompt")
+        limit = self._state.host.limits.init_s
+        check_init_prompt(self._call(call, limit, "init_prompt", init_prompt_argument(prompt)))
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        return pre_process_answer(self._call(self._pre, self._pre_s, "pre_process", b"{}"))
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """As ``interface.Controller`` says."""
+        state = self._state
+        argument = self._alone if len(fork_group) == 1 else mid_process_argument(fork_group)
+        state.mask, state.masked = mask, False
+        try:
+            result = self._call(self._mid, self._mid_s, "mid_process", argument)
+        finally:
+            state.mask = None
+        return mid_process_answer(result, state.masked)
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """As ``interface.Controller`` says."""
+        had = self._state.tokens
+        if had is not None:
+            del had[len(had) - backtrack :]
+            had.extend(tokens)
+        argument = post_process_argument(tokens, backtrack)
+        return post_process_answer(self._call(self._post, self._post_s, "post_process", argument))
+
+    def fork(self, host: Host) -> Controller:
+        """As ``interface.Controller`` says."""
+        if self._why_no_fork is not None:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
+            )
+        mine, state = self._state, State(host)
+        state.blobs = list(mine.blobs)
+        if mine.tokens is not None:
+            state.tokens = mine.tokens[:]
+        state.guest = guest = self._guest.clone(state, host.limits)
+        return AiciController(guest, state, self._handle, self._why_no_fork)
+
+    def close(self) -> None:
+        """As ``interface.Controller`` says."""
+        self._guest.close()
+
+    def _call(self, function: Any, limit_s: float, name: str, argument: bytes) -> bytes:
+        """Calls the guest; the JSON that it returned."""
+        state = self._state
+        state.blobs[_PROCESS_ARG] = argument
+        state.result = None
+        state.last_words = b""
+        self._guest.call_with(function, limit_s, name, self._handle)
+        result: bytes | None = state.result
+        if result is None:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"{name} returned without a result: aici_{name} has to call "
+                "aici_host_return_process_result",
+            )
+        return result
+
+
+# --- the functions that a guest may import --------------------------------------------------------
+
+
+def _read_blob(state: State, blob: int, into: int, size: int) -> int:
+    blobs = state.blobs
+    data = blobs[blob] if blob < len(blobs) else None
+    if data is None:
+        kind = _KINDS.get(blob)
+        why = f"{kind}, before there was one" if kind else "which is none"
+        raise ControllerError(Code.CONTROLLER_FAILED, f"it read blob {blob}, {why}")
+    state.guest.write(into, data[:size])
+    return len(data)
+
+
+def _module_arg(state: State) -> int:
+    return _MODULE_ARG
+
+
+def _process_arg(state: State) -> int:
+    return _PROCESS_ARG
+
+
+def _token_trie(state: State) -> int:
+    state.blobs[_TRIE] = state.host.vocabulary.trie
+    return _TRIE
+
+
+def _tokenize(state: State, address: int, size: int) -> int:
+    _check_size("a text to tokenize", size, TEXT_BYTES)
+    tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
+    state.blobs[_TOKENIZED] = array.array("I", tokens).tobytes()
+    return _TOKENIZED
+
+
+def _tokens(state: State) -> int:
+    state.blobs[_TOKENS] = state.tokens.tobytes() if state.tokens is not None else b""
+    return _TOKENS
+
+
+def _storage_cmd(state: State, address: int, size: int) -> int:
+    limit = state.host.limits.variable_bytes
+    _check_size("a storage command", size, most_bytes(limit))
+    command = state.guest.read(address, size)
+    state.blobs[_STORAGE] = run_command(command, state.host.variables, limit)
+    return _STORAGE
+
+
+def _return_process_result(state: State, address: int, size: int) -> None:
+    if size > RESULT_BYTES:
+        _check_size("a result", size, RESULT_BYTES)
+    state.result = state.guest.read(address, size)
+
+
+def _return_logit_bias(state: State, address: int) -> None:
+    mask, mask_type, guest = state.mask, state.mask_type, state.guest
+    if mask is None:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            "aici_host_return_logit_bias was called outside of aici_mid_process, where no token is "
+            "about to be sampled",
+        )
+    guest.check(address, ctypes.sizeof(mask_type))
+    mask[:] = memoryview(mask_type.from_address(guest.base + address)).cast("B")
+    state.masked = True
+
+
+def _self_seq_id(state: State) -> int:
+    return state.host.seq
+
+
+def _eos_token(state: State) -> int:
+    return state.host.vocabulary.eos
+
+
+def _get_config(state: State, address: int, size: int) -> int:
+    return int(state.guest.read(address, min(size, 64)) in CONFIG)
+
+
+def _stop(state: State) -> None:
+    words = state.last_words.decode("utf-8", "replace").strip()
+    raise ControllerError(
+        Code.CONTROLLER_FAILED,
+        words or "it stopped itself, by aici_host_stop, and had logged nothing in this call",
+    )
+
+
+def _fd_write(state: State, fd: int, pieces: int, count: int, written_at: int) -> int | None:
+    """As in WASI; the end of it is kept for ``_stop``."""
+    said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
+    if said == OK:
+        guest = state.guest
+        words = [state.last_words]
+        for address, size in struct.iter_unpack(
+            "<II", guest.read(pieces, 8 * min(count, MAX_PIECES))
+        ):
+            kept = min(size, LAST_WORDS_BYTES)
+            words.append(guest.read(address + size - kept, kept))
+        state.last_words = b"".join(words)[-LAST_WORDS_BYTES:]
+    return said
+
+
+def _check_size(what: str, size: int, most: int) -> None:
+    if size > most:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"{what} has at most {most} bytes; this one has {size}"
+        )
+
+
+FUNCTIONS: dict[tuple[str, str], HostFunction] = {
+    ("env", "aici_host_read_blob"): HostFunction("iii", "i", _read_blob),
+    ("env", "aici_host_token_trie"): HostFunction("", "i", _token_trie),
+    ("env", "aici_host_module_arg"): HostFunction("", "i", _module_arg),
+    ("env", "aici_host_process_arg"): HostFunction("", "i", _process_arg),
+    ("env", "aici_host_return_process_result"): HostFunction("ii", "", _return_process_result),
+    ("env", "aici_host_return_logit_bias"): HostFunction("i", "", _return_logit_bias),
+    ("env", "aici_host_tokenize"): HostFunction("ii", "i", _tokenize),
+    ("env", "aici_host_self_seq_id"): HostFunction("", "i", _self_seq_id),
+    ("env", "aici_host_eos_token"): HostFunction("", "i", _eos_token),
+    ("env", "aici_host_storage_cmd"): HostFunction("ii", "i", _storage_cmd),
+    ("env", "aici_host_stop"): HostFunction("", "", _stop),
+    ("env", "aici_host_tokens"): HostFunction("", "i", _tokens),
+    ("env", "aici_host_get_config"): HostFunction("ii", "i", _get_config),
+    **WASI,
+    (WASI_MODULE, "fd_write"): HostFunction("iiii", "i", _fd_write),
+}
+"""What modules ``env`` and WASI have for AICI guests."""

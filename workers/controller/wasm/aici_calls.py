@@ -1,0 +1,168 @@
+"""The JSON of AICI's four calls: arguments for the guest, and what its results mean here.
+
+Source: ``aici-binary.md``, "JSON of the calls". A result that is anything else than what stands
+there raises ControllerError, with the beginning of what the guest returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ....protocol.errors import Code, ControllerError
+from ..interface import GO_ON, STOP, SUSPEND, Answer, Then
+
+SHOWN_BYTES = 200
+"""How much of what a guest gave is shown to people."""
+
+_U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+
+
+class Nothing(Struct):
+    """``{}``."""
+
+
+class _Pre(Struct):
+    attention_masks: list[list[float]]
+    suspend: bool = False
+    ff_tokens: list[_U32] = []
+
+
+class _Splice(Struct):
+    backtrack: _U32
+    ff_tokens: list[_U32]
+
+
+class _Mid(Struct, rename="pascal", forbid_unknown_fields=True):
+    stop: Nothing | UnsetType = UNSET
+    sample_with_bias: Nothing | UnsetType = UNSET
+    splice: _Splice | UnsetType = UNSET
+
+
+class _Post(Struct):
+    stop: bool
+
+
+_T = TypeVar("_T")
+
+_init = msgspec.json.Decoder(Nothing)
+_pre = msgspec.json.Decoder(_Pre)
+_mid = msgspec.json.Decoder(Literal["Stop"] | _Mid)
+_post = msgspec.json.Decoder(_Post)
+_numbers = msgspec.json.Encoder().encode
+
+_MID_IS = (
+    '"Stop", {"SampleWithBias":{}} or {"Splice":{"backtrack":n,"ff_tokens":[ids]}}; ids and n are '
+    "0 or more"
+)
+
+
+def init_prompt_argument(prompt: Sequence[int]) -> bytes:
+    """What init_prompt is given."""
+    return b'{"prompt":%b}' % _numbers(list(prompt))
+
+
+def mid_process_argument(fork_group: Sequence[int]) -> bytes:
+    """What mid_process is given."""
+    return b'{"fork_group":%b}' % _numbers(list(fork_group))
+
+
+def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
+    """What post_process is given: ``backtrack`` tokens were dropped, then these were appended."""
+    if len(tokens) == 1:
+        return b'{"tokens":[%d],"backtrack":%d}' % (tokens[0], backtrack)
+    return b'{"tokens":%b,"backtrack":%d}' % (_numbers(list(tokens)), backtrack)
+
+
+def check_init_prompt(result: bytes) -> None:
+    """Raises ControllerError where this is no result of init_prompt."""
+    decode(_init, result, "init_prompt returned", "{}")
+
+
+def pre_process_answer(result: bytes) -> Answer:
+    """What a result of pre_process means.
+
+    Where it says several things at once, the first of these holds: stop, suspend, append, fork.
+    """
+    said = decode(
+        _pre,
+        result,
+        "pre_process returned",
+        '{"attention_masks":[[]],"suspend":false,"ff_tokens":[]}: as many masks as sequences are '
+        "wanted, each empty or of ones; ids are 0 or more",
+    )
+    masks = said.attention_masks
+    for mask in masks:
+        if mask and mask.count(1.0) != len(mask):
+            weight = next(weight for weight in mask if weight != 1.0)
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"pre_process wants a token to be attended to with weight {weight:g}; this engine "
+                "attends to all tokens alike, so an attention mask is empty, or all of it is 1",
+            )
+    if not masks:
+        return STOP
+    if said.suspend:
+        return SUSPEND
+    if said.ff_tokens:
+        return Answer(Then.SPLICE, tokens=said.ff_tokens)
+    return GO_ON if len(masks) == 1 else Answer(Then.FORK, count=len(masks))
+
+
+def mid_process_answer(result: bytes, masked: bool) -> Answer:
+    """What a result of mid_process means; ``masked``: it has given a mask before."""
+    said = decode(_mid, result, "mid_process returned", _MID_IS)
+    if isinstance(said, str):
+        return STOP
+    if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"mid_process returned {shown(result)}, which is not one thing; right would be "
+            f"{_MID_IS}",
+        )
+    splice = said.splice
+    if isinstance(splice, _Splice):
+        if splice.backtrack <= 1 and not splice.ff_tokens:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the splice of mid_process, backtrack {splice.backtrack} and no ff_tokens, does "
+                "nothing: backtrack counts the token about to be generated, so that 1 drops none",
+            )
+        return Answer(Then.SPLICE, backtrack=max(0, splice.backtrack - 1), tokens=splice.ff_tokens)
+    if said.stop is not UNSET:
+        return STOP
+    return _MASKED if masked else GO_ON
+
+
+def post_process_answer(result: bytes) -> Answer:
+    """What a result of post_process means."""
+    said = decode(_post, result, "post_process returned", '{"stop":false}')
+    return STOP if said.stop else GO_ON
+
+
+def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
+    """Reads what a guest gave; raises ControllerError, which says what ``right`` would be."""
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        wrong = "it is nested too deeply"
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        wrong = str(error)
+    raise ControllerError(
+        Code.CONTROLLER_FAILED, f"{what} {shown(data)}: {wrong}; right would be {right}"
+    )
+
+
+def shown(data: bytes) -> str:
+    """The beginning of what a guest gave, for a message of one line."""
+    if not data:
+        return "nothing"
+    text = data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(data) <= SHOWN_BYTES else f"{text}… ({len(data)} bytes)"
+
+
+_MASKED = Answer(Then.GO_ON, masked=True)

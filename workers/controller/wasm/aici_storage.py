@@ -1,0 +1,111 @@
+"""AICI's storage commands: JSON of a guest, done on the variables of its request.
+
+Source: ``aici-binary.md``, "Storage commands". What has been written is told to the client by
+``Variables`` itself.
+"""
+
+from __future__ import annotations
+
+import binascii
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Stored, Variables, Written
+from .aici_calls import decode, shown
+
+NAME_BYTES = 4096
+"""The longest name of a variable, as UTF-8."""
+
+
+class _Read(Struct):
+    name: str
+
+
+class _Write(Struct):
+    name: str
+    value: str
+    op: Literal["Set", "Append"]
+    when_version_is: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+
+class _Command(Struct, rename="pascal", forbid_unknown_fields=True):
+    read_var: _Read | UnsetType = UNSET
+    write_var: _Write | UnsetType = UNSET
+
+
+_command = msgspec.json.Decoder(_Command)
+
+_COMMAND_IS = (
+    '{"ReadVar":{"name":"a"}} or {"WriteVar":{"name":"a","value":"00ff","op":"Set" or '
+    '"Append","when_version_is":null or a number}}, in UTF-8'
+)
+
+
+def most_bytes(variable_bytes: int) -> int:
+    """The longest command, where a value may have so many bytes: names may be escaped."""
+    return 2 * variable_bytes + 6 * NAME_BYTES + 256
+
+
+def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes:
+    """Does a command; the answer to it. Raises ControllerError where it is none."""
+    command = decode(_command, data, "it gave the storage command", _COMMAND_IS)
+    read, write = command.read_var, command.write_var
+    if isinstance(read, _Read) and write is UNSET:
+        return _variable(variables.get(_name(read.name)))
+    if isinstance(write, _Write) and read is UNSET:
+        act = variables.set if write.op == "Set" else variables.append
+        value = _value(write.value, variable_bytes)
+        return _written(act(_name(write.name), value, write.when_version_is))
+    raise ControllerError(
+        Code.CONTROLLER_FAILED,
+        f"it gave the storage command {shown(data)}, which is not one thing; right would be "
+        f"{_COMMAND_IS}",
+    )
+
+
+def _name(name: str) -> str:
+    try:
+        size = len(name.encode())
+    except UnicodeError as error:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"a variable's name is UTF-8, and this one is not: {error}"
+        ) from None
+    if size > NAME_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"a variable's name has at most {NAME_BYTES} bytes; this one has {size}",
+        )
+    return name
+
+
+def _value(text: str, most: int) -> bytes:
+    try:
+        value = binascii.unhexlify(text)
+    except ValueError as error:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"a variable's value is hexadecimal, two digits for each byte, not "
+            f"{shown(text.encode('utf-8', 'replace'))}: {error}",
+        ) from None
+    if len(value) > most:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"a variable's value has at most {most} bytes; this one has {len(value)}",
+        )
+    return value
+
+
+def _variable(stored: Stored | None) -> bytes:
+    if stored is None:
+        return b'{"VariableMissing":{}}'
+    value = stored.value.hex().encode()
+    return b'{"ReadVar":{"version":%d,"value":"%b"}}' % (stored.version, value)
+
+
+def _written(written: Written) -> bytes:
+    if written.ok:
+        return b'{"WriteVar":{"version":%d}}' % written.version
+    return _variable(Stored(written.version, written.value) if written.version else None)

@@ -1,0 +1,189 @@
+"""Compiled modules: in memory while they are used, on disk for the next process.
+
+Loading a compiled form that somebody else has changed would run their machine code, so each file
+carries an HMAC under a key that lies in the folder for this user alone. It covers the module's id
+and what the form was compiled for; a file for which it is wrong counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import platform
+import secrets
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import msgspec
+import wasmtime
+
+from ....protocol.errors import Code, UnavailableError
+from ..limits import Limits
+from .abis import Examined, examine
+from .module_compiler import compile_module
+from .wasm_binary import with_exported_globals
+
+KEPT_BYTES = 256 * 1024**2
+"""Compiled forms that are kept in memory; the one that was used least recently goes first."""
+AT_ONCE = 2
+"""Modules that are compiled at the same time; whoever comes then is to try again."""
+
+_MAC_BYTES = 32
+_KEY_BYTES = 32
+
+
+class Loaded(NamedTuple):
+    """A module that can be instantiated."""
+
+    abi: Literal["native", "aici"]
+    module: wasmtime.Module
+    """With all its mutable globals exported."""
+    why_no_fork: str | None = None
+    """What of it a fork would not have; None: it may fork."""
+
+
+Head = tuple[Literal["native", "aici"], str | None]
+"""What stands before the compiled code on disk."""
+
+
+class CompiledModules:
+    """The compiled forms in a folder, for one engine. Safe from any thread and process."""
+
+    def __init__(self, folder: Path, limits: Limits, engine: wasmtime.Engine) -> None:
+        """``engine`` was made of these ``limits`` by ``sandbox.make_engine``."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._limits = limits
+        self._engine = engine
+        self._made_for = f"wasmtime {version('wasmtime')}, {platform.machine()}, sandbox"
+        self._suffix = hashlib.sha256(self._made_for.encode()).hexdigest()[:8]
+        self._key = _key(folder / "key")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[Loaded, int]] = OrderedDict()
+        self._kept_bytes = 0
+        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._compiling = threading.Semaphore(AT_ONCE)
+
+    def prepare(self, module: str, wasm: bytes, found: Examined) -> int:
+        """Compiles a module unless that is done; the size of the compiled form, in bytes.
+
+        Raises WasmError where it is not valid, UnavailableError where too many are being compiled.
+        """
+        with self._turn(module):
+            ready = self._read(module) or self._compile(module, wasm, found)
+            self._keep(module, *ready)
+            return ready[1]
+
+    def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
+        """A module by its id; ``wasm`` gives its bytes, where it must be compiled once more."""
+        with self._lock:
+            kept = self._kept.get(module)
+            if kept is not None:
+                self._kept.move_to_end(module)
+                return kept[0]
+        with self._turn(module):
+            ready = self._read(module)
+            if ready is None:
+                content = wasm(module)
+                ready = self._compile(module, content, examine(content, self._limits))
+            self._keep(module, *ready)
+            return ready[0]
+
+    def drop(self, module: str) -> None:
+        """Forgets a module, here and on disk."""
+        with self._lock:
+            _, size = self._kept.pop(module, (None, 0))
+            self._kept_bytes -= size
+        for file in self._folder.glob(f"{module}-*"):
+            file.unlink(missing_ok=True)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _turn(self, module: str) -> Iterator[None]:
+        """One thread at a time for each module, so that none is compiled twice."""
+        with self._lock:
+            turn = self._turns.get(module)
+            if turn is None:
+                turn = self._turns[module] = threading.Lock()
+        with turn:
+            yield
+
+    def _keep(self, module: str, loaded: Loaded, size: int) -> None:
+        with self._lock:
+            _, before = self._kept.pop(module, (None, 0))
+            self._kept[module] = loaded, size
+            self._kept_bytes += size - before
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                _, (_, size) = self._kept.popitem(last=False)
+                self._kept_bytes -= size
+
+    def _file(self, module: str) -> Path:
+        return self._folder / f"{module}-{self._suffix}"
+
+    def _compile(self, module: str, wasm: bytes, found: Examined) -> tuple[Loaded, int]:
+        if not self._compiling.acquire(blocking=False):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"{AT_ONCE} modules are being compiled, which is the most at once",
+                retry_after_s=1.0,
+            )
+        try:
+            code = compile_module(with_exported_globals(wasm), self._limits)
+        finally:
+            self._compiling.release()
+        compiled = wasmtime.Module.deserialize(self._engine, code)
+        loaded = Loaded(found.abi, compiled, found.why_no_fork)
+        content = msgspec.json.encode((found.abi, found.why_no_fork)) + b"\n" + code
+        number, name = tempfile.mkstemp(prefix=".new-", dir=self._folder)
+        with os.fdopen(number, "wb") as new:
+            new.write(self._mac(module, content))
+            new.write(content)
+        os.replace(name, self._file(module))
+        return loaded, len(code)
+
+    def _read(self, module: str) -> tuple[Loaded, int] | None:
+        """What lies on disk; None where there is nothing, or nothing that can be trusted."""
+        try:
+            stored = self._file(module).read_bytes()
+        except FileNotFoundError:
+            return None
+        mac, content = stored[:_MAC_BYTES], stored[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(module, content)):
+            return None
+        head, _, code = content.partition(b"\n")
+        abi, why_no_fork = msgspec.json.decode(head, type=Head)
+        with suppress(wasmtime.WasmtimeError):  # For another processor or another configuration.
+            compiled = wasmtime.Module.deserialize(self._engine, code)
+            return Loaded(abi, compiled, why_no_fork), len(code)
+        return None
+
+    def _mac(self, module: str, content: bytes) -> bytes:
+        mac = hmac.new(self._key, f"{self._made_for}\n{module}\n".encode(), hashlib.sha256)
+        mac.update(content)
+        return mac.digest()
+
+
+def _key(file: Path) -> bytes:
+    """The key of this folder, made by the first process that needs it."""
+    if not file.exists():
+        number, name = tempfile.mkstemp(prefix=".new-", dir=file.parent)  # Mode 0600.
+        try:
+            with os.fdopen(number, "wb") as new:
+                new.write(secrets.token_bytes(_KEY_BYTES))
+            with suppress(FileExistsError):
+                os.link(name, file)
+        finally:
+            os.unlink(name)
+    key = file.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ValueError(f"{file} is no key of {_KEY_BYTES} bytes; remove it")
+    return key

@@ -1,0 +1,484 @@
+"""One guest: an instance in a store of its own, called, read, written and cloned at low cost.
+
+The costs are those of crossing from Python: a call through ``wasmtime_func_call_unchecked`` takes
+1.3 us where ``Func.__call__`` takes 13, as types are not looked up again; memory is read at its
+address; a host function is entered in 3 us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import wasmtime
+from wasmtime import _ffi as ffi
+
+from ....protocol.errors import Code, ControllerError
+from ..limits import Limits
+
+Values = ctypes.Array[ffi.wasmtime_val_raw_t]
+
+_dll = ctypes.CDLL(str(ffi.filename))
+_held = ctypes.PyDLL(str(ffi.filename))
+"""The same library, for calls so short that letting other threads run meanwhile costs more."""
+
+# Without argtypes: everything that is passed is of the right type already.
+_call = _dll.wasmtime_func_call_unchecked
+_call.restype = ctypes.c_void_p
+_data_size = _held.wasmtime_memory_data_size
+_data_size.restype = ctypes.c_size_t
+_trap_new = _held.wasmtime_trap_new
+_trap_new.restype = ctypes.c_size_t
+_error_new = _held.wasmtime_error_new
+_error_new.restype = ctypes.c_size_t
+
+_OnEpoch = ctypes.CFUNCTYPE(
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint8),
+)
+_OnImport = ctypes.CFUNCTYPE(
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.POINTER(ffi.wasmtime_val_raw_t),
+    ctypes.c_size_t,
+)
+_set_epoch_callback = _held.wasmtime_store_epoch_deadline_callback
+_set_epoch_callback.restype = None
+_set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
+_define = _held.wasmtime_linker_define_func_unchecked
+_define.restype = ctypes.c_void_p
+
+_madvise = ctypes.CDLL(None).madvise
+_POPULATE_WRITE = 23
+"""Linux 5.14; where it is unknown, nothing happens."""
+
+_TRAPS = {
+    wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
+    wasmtime.TrapCode.MEMORY_OUT_OF_BOUNDS: "it reached outside its memory",
+    wasmtime.TrapCode.TABLE_OUT_OF_BOUNDS: "it reached outside a table",
+    wasmtime.TrapCode.INDIRECT_CALL_TO_NULL: "it called a function pointer that is null",
+    wasmtime.TrapCode.BAD_SIGNATURE: "it called a function pointer of another type",
+    wasmtime.TrapCode.INTEGER_OVERFLOW: "an integer overflowed",
+    wasmtime.TrapCode.INTEGER_DIVISION_BY_ZERO: "it divided by zero",
+    wasmtime.TrapCode.BAD_CONVERSION_TO_INTEGER: "it made an integer of a float that is none",
+    wasmtime.TrapCode.UNREACHABLE: "it trapped (unreachable: an abort, a panic or an assertion)",
+}
+
+
+class _Running(threading.local):
+    """Which guest runs on this thread."""
+
+    guest: Guest
+
+
+_running = _Running()
+
+
+def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
+    """A tick has come while a guest runs: it goes on while it has CPU time left.
+
+    Counted from its first tick, so that a call that is over before one pays nothing.
+    """
+    guest = _running.guest
+    now = time.thread_time()
+    if guest._ticked_at is None:
+        guest._ticked_at = now
+    elif now - guest._ticked_at >= guest._limit_s:
+        guest._late = True
+        made: int = _error_new(b"late")
+        return made
+    delta[0] = 1
+    kind[0] = 0
+    return 0
+
+
+_epoch_callback = _OnEpoch(_on_epoch)
+
+
+class HostFunction(NamedTuple):
+    """A function of the host: its parameters and results as letters (``i``: i32, ``I``: i64)."""
+
+    params: str
+    results: str
+    call: Callable[..., int | None]
+    """Called with what the guest was made with, then the arguments, unsigned."""
+
+
+_TYPES = {"i": wasmtime.ValType.i32, "I": wasmtime.ValType.i64}
+_MASKS = {"i": 0xFFFF_FFFF, "I": 0xFFFF_FFFF_FFFF_FFFF}
+
+
+def make_linker(
+    engine: wasmtime.Engine, functions: Mapping[tuple[str, str], HostFunction]
+) -> wasmtime.Linker:
+    """A linker with these host functions, by module and name, for any number of guests."""
+    linker = wasmtime.Linker(engine)
+    kept = []
+    for (module, name), function in functions.items():
+        kind = wasmtime.FuncType(
+            [_TYPES[t]() for t in function.params], [_TYPES[t]() for t in function.results]
+        )
+        callback = _OnImport(_entered(function))
+        kept.append(callback)
+        error = _define(
+            linker.ptr(),
+            module.encode(),
+            ctypes.c_size_t(len(module.encode())),
+            name.encode(),
+            ctypes.c_size_t(len(name.encode())),
+            kind.ptr(),
+            callback,
+            None,
+            None,
+        )
+        if error:
+            raise RuntimeError(f"{module}.{name} cannot be linked")
+    linker._tokenbus_kept = kept  # type: ignore[attr-defined]
+    return linker
+
+
+def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
+    """What Wasmtime calls: arguments to Python and back, exceptions into traps."""
+    call, params = function.call, function.params
+    wide = "I" in params or "I" in function.results
+    count = len(params)
+    returns = bool(function.results)
+    fields = ["i64" if t == "I" else "i32" for t in params]
+    masks = [_MASKS[t] for t in params]
+    result_field = "i64" if function.results == "I" else "i32"
+
+    def enter(env: Any, caller: Any, values: Any, size: int) -> int:
+        guest = _running.guest
+        try:
+            if wide:
+                arguments = [
+                    getattr(values[i], f) & m
+                    for i, (f, m) in enumerate(zip(fields, masks, strict=True))
+                ]
+            else:
+                arguments = [values[i].i32 & 0xFFFF_FFFF for i in range(count)]
+            result = call(guest.host, *arguments)
+            if returns:
+                setattr(values[0], result_field, result)
+        except BaseException as error:
+            guest._fault = error if guest.base else _too_early()
+            return int(_trap_new(b"host", ctypes.c_size_t(4)))
+        return 0
+
+    return enter
+
+
+def _too_early() -> ControllerError:
+    return ControllerError(
+        Code.CONTROLLER_FAILED,
+        "the module's start section calls the host before there is an instance; `_initialize` may",
+    )
+
+
+class Spares:
+    """Copies whose sequences are over, kept for the next forks of their modules.
+
+    Most of what a fork costs is that the system gives it memory, page by page; a spare one has its
+    pages. It is written over as a whole, so that nothing of one sequence is seen by another.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._kept: list[Guest] = []
+        """The one that was kept last comes last."""
+
+    def keep(self, guest: Guest) -> None:
+        """Takes a guest that nobody needs any more; the oldest ones make room for it."""
+        gone = []
+        with self._lock:
+            self._kept.append(guest)
+            self._bytes += guest.size
+            while self._bytes > self._limit:
+                gone.append(self._kept.pop(0))
+                self._bytes -= gone[-1].size
+        for old in gone:
+            old.free()
+
+    def take(self, template: Template, size: int) -> Guest | None:
+        """A guest of a template with a memory of ``size`` bytes; None where there is none."""
+        with self._lock:
+            for at in range(len(self._kept) - 1, -1, -1):
+                guest = self._kept[at]
+                if guest.template is template and guest.size == size:
+                    self._bytes -= size
+                    return self._kept.pop(at)
+        return None
+
+
+SPARES = Spares(64 * 1024 * 1024)
+
+
+class Template:
+    """A module with its imports linked: guests are made of it."""
+
+    def __init__(
+        self, linker: wasmtime.Linker, module: wasmtime.Module, engine: wasmtime.Engine
+    ) -> None:
+        """Raises wasmtime.WasmtimeError where an import is missing."""
+        self.engine = engine
+        self.linker = linker
+        self.made = linker.instantiate_pre(module)
+        self.globals = [
+            export.name
+            for export in module.exports
+            if isinstance(export.type, wasmtime.GlobalType) and export.type.mutable
+        ]
+        self.exports = {
+            export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
+        }
+
+
+class Guest:
+    """An instance of a template, on behalf of ``host``: whatever its host functions are to get.
+
+    One thread at a time. Whatever fails raises ControllerError, after which the guest is dead.
+    """
+
+    def __init__(self, template: Template, host: Any, limits: Limits) -> None:
+        """Makes the instance, which runs the module's start function if it has one."""
+        self.template = template
+        self.host = host
+        self.limits: Limits
+        self._limit_s = limits.init_s
+        self._ticked_at: float | None = None
+        self._late = False
+        self._fault: BaseException | None = None
+        self._is_copy = self._dead = self._closed = False
+        self.base = self.size = 0
+        self._values: Values = (ffi.wasmtime_val_raw_t * 4)()
+        self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
+        self._trap_at = ctypes.byref(self._trap)
+        self._store = wasmtime.Store(template.engine)
+        self._limit_to(limits)
+        _set_epoch_callback(
+            ctypes.cast(self._store.ptr(), ctypes.c_void_p), _epoch_callback, None, None
+        )
+        self._context = self._store._context()
+        self._instance = ffi.wasmtime_instance_t()
+        self._run("start", lambda: self._instantiate())
+        memory = self._export("memory")
+        if memory is None or memory.kind != ffi.WASMTIME_EXTERN_MEMORY.value:
+            raise ControllerError(Code.CONTROLLER_FAILED, "the module exports no memory")
+        self._memory = ffi.wasmtime_memory_t.from_buffer_copy(memory.of.memory)
+        self._memory_at = ctypes.byref(self._memory)
+        base = ffi.wasmtime_memory_data(self._context, self._memory_at)
+        self.base = ctypes.cast(base, ctypes.c_void_p).value or 0
+        self.size = _data_size(self._context, self._memory_at)
+
+    def close(self) -> None:
+        """Its sequence is over: the instance goes, or waits for another fork of its module."""
+        if self._closed:
+            return
+        self._closed = True
+        self.host = None
+        if self._is_copy and not self._dead:
+            # What it left where it has grown is nobody else's to see.
+            self.measure()
+            SPARES.keep(self)
+        else:
+            self.free()
+
+    def free(self) -> None:
+        """Frees the instance and its memory."""
+        self.base = self.size = 0
+        self._store.close()
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def function(self, name: str) -> Any:
+        """An exported function, for ``call``; raises ControllerError where there is none."""
+        export = self._export(name)
+        if export is None or export.kind != ffi.WASMTIME_EXTERN_FUNC.value:
+            raise ControllerError(Code.CONTROLLER_FAILED, f"the module exports no {name}")
+        return ctypes.byref(ffi.wasmtime_func_t.from_buffer_copy(export.of.func))
+
+    def call(self, function: Any, limit_s: float, name: str) -> int:
+        """Calls a function of no parameters, for at most ``limit_s`` seconds of CPU time.
+
+        Returns its i32; without one, whatever.
+        """
+        _running.guest = self
+        self._limit_s = limit_s
+        self._ticked_at = None
+        values = self._values
+        error = _call(self._context, function, values, _FOUR, self._trap_at)
+        if error or self._trap:
+            self._fail(name, error)
+        result: int = values[0].i32
+        return result
+
+    def call_with(self, function: Any, limit_s: float, name: str, argument: int) -> int:
+        """Calls a function of one i32."""
+        self._values[0].i32 = argument
+        return self.call(function, limit_s, name)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def measure(self) -> int:
+        """Bytes of its memory now: ``size`` is what was seen last, and it may have grown."""
+        self.size = _data_size(self._context, self._memory_at)
+        return self.size
+
+    def check(self, address: int, size: int) -> None:
+        """Raises ControllerError where ``[address, address + size)`` is not in its memory."""
+        if address + size > self.size and address + size > self.measure():
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it named {size} bytes at address {address}, and its memory ends at {self.size}",
+            )
+
+    def read(self, address: int, size: int) -> bytes:
+        """Bytes of its memory."""
+        self.check(address, size)
+        return ctypes.string_at(self.base + address, size)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Writes into its memory."""
+        self.check(address, len(data))
+        ctypes.memmove(self.base + address, data, len(data))
+
+    def word(self, address: int, value: int) -> None:
+        """Writes a u32."""
+        self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
+
+    def restore(self, memory: memoryview) -> None:
+        """Makes its memory what that of another guest of its module was. Between calls only; for
+        modules whose globals do not change from call to call."""
+        self._grow_to(len(memory))
+        whole = (ctypes.c_char * len(memory)).from_address(self.base)
+        memoryview(whole).cast("B")[:] = memory
+
+    def clone(self, host: Any, limits: Limits) -> Guest:
+        """A guest with the same memory and globals, on behalf of ``host``. Between calls only."""
+        size = self.measure()
+        if size > limits.memory_bytes:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it forks with a memory of {size} bytes; where there are so many sequences, each "
+                f"may have {limits.memory_bytes}",
+            )
+        other = SPARES.take(self.template, size)
+        if other is not None:
+            other._limit_to(limits)
+            other.host, other._closed = host, False
+        else:
+            other = self._copy(host, limits, size)
+        ctypes.memmove(other.base, self.base, size)
+        value = ffi.wasmtime_val_t()
+        for name in self.template.globals:
+            mine, its = self._export(name), other._export(name)
+            if mine is None or its is None:
+                raise ControllerError(Code.INTERNAL, f"the global {name} is not exported")
+            ffi.wasmtime_global_get(self._context, ctypes.byref(mine.of.global_), value)
+            error = ffi.wasmtime_global_set(
+                other._context, ctypes.byref(its.of.global_), ctypes.byref(value)
+            )
+            if error:
+                raise ControllerError(Code.INTERNAL, f"the global {name} cannot be copied")
+        return other
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _limit_to(self, limits: Limits) -> None:
+        self.limits = limits
+        self._store.set_limits(
+            memory_size=limits.memory_bytes,
+            table_elements=limits.table_elements,
+            tables=limits.tables,
+            instances=1,
+            memories=1,
+        )
+
+    def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
+        """A fresh guest for a fork, with a memory of ``size`` bytes."""
+        other = Guest(self.template, host, limits)
+        other._is_copy = True
+        other._grow_to(size)
+        return other
+
+    def _grow_to(self, size: int) -> None:
+        """Makes the memory so large, all of its pages at hand."""
+        missing = size - self.size
+        if missing > 0:
+            before = ctypes.c_uint64()
+            error = ffi.wasmtime_memory_grow(
+                self._context, self._memory_at, missing >> 16, ctypes.byref(before)
+            )
+            if error:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"there is no memory of {size} bytes for it"
+                )
+            self.measure()
+        # The pages all at once: one by one, as they are written to, takes three times as long.
+        _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)
+
+    def _instantiate(self) -> int | None:
+        error = ffi.wasmtime_instance_pre_instantiate(
+            self.template.made.ptr(), self._context, ctypes.byref(self._instance), self._trap_at
+        )
+        return ctypes.cast(error, ctypes.c_void_p).value if error else None
+
+    def _run(self, name: str, act: Callable[[], int | None]) -> None:
+        _running.guest = self
+        error = act()
+        if error or self._trap:
+            self._fail(name, error)
+
+    def _export(self, name: str) -> Any:
+        found = ffi.wasmtime_extern_t()
+        encoded = name.encode()
+        there = ffi.wasmtime_instance_export_get(
+            self._context,
+            ctypes.byref(self._instance),
+            ctypes.create_string_buffer(encoded, len(encoded)),
+            len(encoded),
+            ctypes.byref(found),
+        )
+        return found if there else None
+
+    def _fail(self, name: str, error: int | None) -> None:
+        """Raises what a call that did not return is to be told as."""
+        self._dead = True
+        fault, self._fault = self._fault, None
+        trap, said = None, ""
+        if error:
+            raised = wasmtime.WasmtimeError._from_ptr(
+                ctypes.cast(error, ctypes.POINTER(ffi.wasmtime_error_t))
+            )
+            said = str(raised)
+        if self._trap:
+            trap = wasmtime.Trap._from_ptr(self._trap)
+            self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
+            self._trap_at = ctypes.byref(self._trap)
+        if self._late:
+            raise ControllerError(
+                Code.CONTROLLER_TIMEOUT,
+                f"{name} ran for longer than its {self._limit_s * 1000:g} ms",
+            )
+        if isinstance(fault, ControllerError):
+            raise ControllerError(fault.code, f"{name}: {fault.message}") from None
+        if fault is not None:
+            raise fault
+        if trap is not None:
+            said = _TRAPS.get(trap.trap_code, trap.message) if trap.trap_code else trap.message
+            said = said.format(stack=self.limits.stack_bytes)
+            where = " < ".join(f.func_name or f"function {f.func_index}" for f in trap.frames[:4])
+            said += f", in {where}" if where else ""
+        raise ControllerError(Code.CONTROLLER_FAILED, f"{name}: {said.splitlines()[0]}")
+
+
+_FOUR = ctypes.c_size_t(4)

@@ -1,0 +1,333 @@
+"""Guests of the native ABI: one call into the guest for each phase, nothing called back.
+
+The host writes a call's argument into the guest's inbox, calls, and reads the result and the mask
+where they are. The layout is in ``docs/controllers.md``.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host
+from ..interface import GO_ON, STOP, SUSPEND, Answer, Controller, Then
+from .instance import Guest, HostFunction, Template, make_linker
+from .wasi import WASI, start_function
+
+VERSION = 1
+START = f"tokenbus_abi_v{VERSION}"
+NAME_BYTES = 256
+"""The longest name of a variable."""
+
+MAX_TEXT = 1 << 20
+"""Bytes of a text to tokenize: the host's own time is not counted in the limit of a call, nor
+stopped by it."""
+
+_VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
+_N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
+
+
+class NativeProgram:
+    """A module of the native ABI."""
+
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
+    ):
+        self._template = Template(_linker(engine), module, engine)
+        self._why_no_fork = why_no_fork
+
+    def start(self, host: Host) -> Controller:
+        """A fresh instance."""
+        state = State(host)
+        guest = state.guest = Guest(self._template, state, host.limits)
+        try:
+            begin = start_function(self._template.exports)
+            if begin is not None:
+                guest.call(guest.function(begin), host.limits.init_s, begin)
+            block = guest.call(guest.function(START), host.limits.init_s, START) & 0xFFFF_FFFF
+            if block % 4:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"{START} returned {block}, which is not aligned to 4"
+                )
+            return NativeController(guest, host, block, self._why_no_fork)
+        except BaseException:
+            guest.close()
+            raise
+
+
+@cache
+def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
+    return make_linker(engine, FUNCTIONS)
+
+
+class State:
+    """What the host functions of one guest work with."""
+
+    __slots__ = ("guest", "host")
+
+    guest: Guest
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+
+class NativeController:
+    """The controller of one sequence."""
+
+    def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
+        guest.check(block, 64)
+        self._guest = guest
+        self._host = host
+        self._block_at = block
+        self._why_no_fork = why_no_fork
+        self._block = block_words = (ctypes.c_uint32 * 16).from_address(guest.base + block)
+        self._words = -(-host.vocabulary.size // 32)
+        self._mask = ctypes.c_char * (4 * self._words)
+        limits = host.limits
+        self._pre_s, self._mid_s, self._post_s = limits.pre_s, limits.mid_s, limits.post_s
+        self._pre = guest.function("tokenbus_pre_process")
+        self._mid = guest.function("tokenbus_mid_process")
+        self._post = guest.function("tokenbus_post_process")
+        block_words[_SEQ] = host.seq
+        block_words[_VOCABULARY] = host.vocabulary.size
+        block_words[_EOS] = host.vocabulary.eos & 0xFFFF_FFFF
+        block_words[_MAX_TOKENS] = host.max_tokens
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """As ``interface.Controller`` says."""
+        guest = self._guest
+        arg = self._host.arg
+        self._put(prompt, arg)
+        self._block[_ARG] = len(arg)
+        guest.call(guest.function("tokenbus_init_prompt"), self._host.limits.init_s, "init_prompt")
+        self._block[_ARG] = 0
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        block = self._block
+        block[_COUNT] = 0
+        then = self._guest.call(self._pre, self._pre_s, "pre_process")
+        if then == 1:
+            return GO_ON
+        if then == 0:
+            return STOP
+        if then == 2:
+            return SUSPEND
+        if then == 3:
+            return Answer(Then.FORK, count=block[_N])
+        if then == 4:
+            return Answer(Then.SPLICE, tokens=self._tokens())
+        known = "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"
+        raise _unknown("pre_process", then, known)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """As ``interface.Controller`` says."""
+        block = self._block
+        if len(fork_group) == 1:
+            # Between calls the inbox may not be there any more: nothing keeps it where it was.
+            self._put_one(fork_group[0])
+        else:
+            self._put(fork_group)
+        then = self._guest.call(self._mid, self._mid_s, "mid_process")
+        if then == 1:
+            address = block[_MASK]
+            if not address:
+                return GO_ON
+            guest = self._guest
+            size = 4 * self._words
+            if address + size > guest.size:
+                guest.check(address, size)
+            mask[:] = memoryview(self._mask.from_address(guest.base + address)).cast("B")
+            return _MASKED
+        if then == 0:
+            return STOP
+        if then == 4:
+            return Answer(Then.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
+        raise _unknown("mid_process", then, "0 (stop), 1 (sample), 4 (splice)")
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """As ``interface.Controller`` says."""
+        block = self._block
+        if len(tokens) == 1:
+            self._put_one(tokens[0])
+        else:
+            self._put(tokens)
+        block[_BACKTRACK] = backtrack
+        then = self._guest.call(self._post, self._post_s, "post_process")
+        if backtrack:
+            block[_BACKTRACK] = 0
+        if then == 1:
+            return GO_ON
+        if then == 0:
+            return STOP
+        raise _unknown("post_process", then, "0 (stop), 1 (go on)")
+
+    def fork(self, host: Host) -> Controller:
+        """As ``interface.Controller`` says."""
+        if self._why_no_fork is not None:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
+            )
+        state = State(host)
+        state.guest = guest = self._guest.clone(state, host.limits)
+        return NativeController(guest, host, self._block_at, self._why_no_fork)
+
+    def close(self) -> None:
+        """As ``interface.Controller`` says."""
+        self._guest.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _put_one(self, number: int) -> None:
+        block, guest = self._block, self._guest
+        address = block[_INBOX]
+        if address + 4 > guest.size:
+            guest.check(address, 4)
+        ctypes.c_uint32.from_address(guest.base + address).value = number
+        block[_COUNT] = 1
+
+    def _put(self, numbers: Sequence[int], more: bytes = b"") -> None:
+        """Writes an argument into the inbox, which the guest makes larger where it must."""
+        data = array.array("I", numbers).tobytes() + more
+        guest, block = self._guest, self._block
+        if len(data) > block[_INBOX_SIZE]:
+            grow = guest.function("tokenbus_grow")
+            if not guest.call_with(grow, self._host.limits.init_s, "tokenbus_grow", len(data)):
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"the guest has no memory for {len(data)} bytes"
+                )
+        guest.write(block[_INBOX], data)
+        block[_COUNT] = len(numbers)
+
+    def _tokens(self) -> list[int]:
+        count = self._block[_N]
+        most = self._host.limits.appended_tokens
+        if count > most:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it appends {count} tokens at once; {most} are the most",
+            )
+        return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
+
+
+_MASKED = Answer(Then.GO_ON, masked=True)
+
+
+def _unknown(phase: str, then: int, known: str) -> ControllerError:
+    return ControllerError(
+        Code.CONTROLLER_FAILED, f"{phase} returned {then}, which is none of {known}"
+    )
+
+
+# --- the functions that a guest may import --------------------------------------------------------
+
+
+def _log(state: State, address: int, size: int) -> None:
+    state.guest.check(address, size)
+    log = state.host.log
+    log.write(state.guest.read(address, log.room(size)))
+
+
+def _fail(state: State, address: int, size: int) -> None:
+    text = state.guest.read(address, min(size, 4096)).decode("utf-8", "replace")
+    raise ControllerError(Code.CONTROLLER_FAILED, text or "it failed without a word")
+
+
+def _seq_id(state: State) -> int:
+    return state.host.seq
+
+
+def _tokenize(state: State, address: int, size: int, into: int, most: int) -> int:
+    if size > MAX_TEXT:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"a text to tokenize has at most {MAX_TEXT} bytes; this one has {size}",
+        )
+    tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
+    state.guest.write(into, array.array("I", tokens[:most]).tobytes())
+    return len(tokens)
+
+
+def _trie_size(state: State) -> int:
+    return len(state.host.vocabulary.trie)
+
+
+def _trie_read(state: State, into: int, offset: int, size: int) -> int:
+    trie, guest = state.host.vocabulary.trie, state.guest
+    size = max(0, min(size, len(trie) - offset))
+    guest.check(into, size)
+    # Some megabytes, copied once and no more.
+    at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
+    ctypes.memmove(guest.base + into, at + offset, size)
+    return size
+
+
+def _name(state: State, address: int, size: int) -> str:
+    if not 0 < size <= NAME_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the name of a variable has 1 to {NAME_BYTES} bytes of UTF-8; this one has {size}",
+        )
+    try:
+        return state.guest.read(address, size).decode()
+    except UnicodeDecodeError as error:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"a variable's name is UTF-8, and this one is not: {error}"
+        ) from None
+
+
+def _var_get(state: State, name: int, name_size: int, into: int, most: int, version_at: int) -> int:
+    stored = state.host.variables.get(_name(state, name, name_size))
+    if version_at:
+        state.guest.word(version_at, stored.version if stored is not None else 0)
+    if stored is None:
+        return -1
+    state.guest.write(into, stored.value[:most])
+    return len(stored.value)
+
+
+def _var_write(append: bool) -> HostFunction:
+    def write(
+        state: State,
+        name: int,
+        name_size: int,
+        value: int,
+        size: int,
+        when_version: int,
+        version_at: int,
+    ) -> int:
+        if size > state.host.limits.variable_bytes:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"a variable's value has at most {state.host.limits.variable_bytes} bytes; this "
+                f"one has {size}",
+            )
+        variables = state.host.variables
+        act = variables.append if append else variables.set
+        when = None if when_version == 0xFFFF_FFFF else when_version
+        written = act(_name(state, name, name_size), state.guest.read(value, size), when)
+        if version_at:
+            state.guest.word(version_at, written.version)
+        return int(written.ok)
+
+    return HostFunction("iiiiii", "i", write)
+
+
+FUNCTIONS: dict[tuple[str, str], HostFunction] = {
+    ("tokenbus", "log"): HostFunction("ii", "", _log),
+    ("tokenbus", "fail"): HostFunction("ii", "", _fail),
+    ("tokenbus", "seq_id"): HostFunction("", "i", _seq_id),
+    ("tokenbus", "tokenize"): HostFunction("iiii", "i", _tokenize),
+    ("tokenbus", "trie_size"): HostFunction("", "i", _trie_size),
+    ("tokenbus", "trie_read"): HostFunction("iii", "i", _trie_read),
+    ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),
+    ("tokenbus", "var_set"): _var_write(append=False),
+    ("tokenbus", "var_append"): _var_write(append=True),
+    **WASI,
+}
+"""What module ``tokenbus`` has for guests, and the deterministic part of WASI."""

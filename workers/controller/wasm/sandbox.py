@@ -1,0 +1,70 @@
+"""The Wasm engine: how modules are compiled, and the clock that stops them.
+
+Guests see no files, no network, no clock, no randomness and no threads. Floats that are not numbers
+have one form, and vectors one result, so that a replayed guest does what it did.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import wasmtime
+
+from ..limits import Limits
+
+TICK_S = 0.001
+"""How often a running guest is looked at, in seconds: the grain of its time limits."""
+HOST_STACK_BYTES = 4 * 1024 * 1024
+"""Stack of a thread that runs guests: theirs, and below it that of the host functions they call."""
+
+
+def make_engine(limits: Limits) -> wasmtime.Engine:
+    """The engine of a worker: one for all its guests."""
+    config = wasmtime.Config()
+    config.epoch_interruption = True
+    config.max_wasm_stack = limits.stack_bytes
+    config.parallel_compilation = True
+    config.cranelift_nan_canonicalization = True
+    config.wasm_relaxed_simd_deterministic = True
+    config.wasm_threads = False
+    config.wasm_memory64 = False
+    config.wasm_multi_memory = False
+    config.wasm_gc = False
+    config.wasm_function_references = False
+    config.wasm_exceptions = False
+    config.wasm_stack_switching = False
+    # A memory's address stays, so that the host may keep it.
+    config.memory_may_move = False
+    return wasmtime.Engine(config)
+
+
+class Ticker:
+    """A thread that moves the epoch on, for programs without a loop of their own that does.
+
+    with Ticker(engine):
+        ...
+    """
+
+    def __init__(self, engine: wasmtime.Engine) -> None:
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            self._engine.increment_epoch()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()

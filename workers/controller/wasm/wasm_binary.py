@@ -1,0 +1,433 @@
+"""A Wasm module's sections, read without running anything: what it imports, exports and keeps.
+
+Source: WebAssembly core specification 2.0, chapter 5 (binary format), with what of later proposals
+a module must be told apart by: 64-bit and shared memories, page sizes, typed references. Only the
+form is checked here, as far as it is read; validation is wasmtime's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ....protocol.errors import Code, RequestError
+
+GLOBAL_EXPORT = "tokenbus:global:"
+"""What the names begin with under which ``with_exported_globals`` exports globals."""
+PAGE_BYTES = 65_536
+
+MOST_ENTRIES = 100_000
+"""Types, imports, exports and so on of a module at most; its functions, ten times that."""
+
+FUNC, TABLE, MEMORY, GLOBAL, TAG = range(5)
+"""Kinds of imports and exports."""
+KINDS = ("function", "table", "memory", "global", "tag")
+
+_MAGIC = b"\0asm"
+_EXPORTS = 7
+_CODE = 10
+_ORDER = {number: i for i, number in enumerate((1, 2, 3, 4, 5, 13, 6, 7, 8, 9, 12, 10, 11))}
+"""Sections by number, and where in a module each stands."""
+_VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
+_REFERENCES = {0x70: "funcref", 0x6F: "externref"}
+
+
+class WasmError(RequestError):
+    """These bytes are no module, or none that can be read."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.INVALID_FIELD, message, path="$.data")
+
+
+class FunctionType(NamedTuple):
+    """Parameters and results of a function: ``i32``, ``i64``, ``f32``, ``f64``, ``v128``, …"""
+
+    params: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.params)}) -> ({', '.join(self.results)})"
+
+
+class GlobalType(NamedTuple):
+    """The type of a global; ``ref`` stands for all typed references."""
+
+    type: str
+    mutable: bool
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it holds a reference, which no other instance can be given."""
+        return self.type.endswith("ref")
+
+
+class Size(NamedTuple):
+    """The size of a table, in elements, or of a memory, in pages."""
+
+    minimum: int
+    maximum: int | None = None
+    shared: bool = False
+    is_64: bool = False
+    page_bytes: int = PAGE_BYTES
+
+
+class Import(NamedTuple):
+    """Something that a module wants to be given."""
+
+    module: str
+    name: str
+    kind: int
+    type: int = 0
+    """Of a function: the number of its type."""
+
+
+class Export(NamedTuple):
+    """What stands under a name: the kind, and the number among all of that kind."""
+
+    kind: int
+    number: int
+
+
+class Section(NamedTuple):
+    """A section: its number, and where in the module it and its content begin, and it ends."""
+
+    number: int
+    start: int
+    content: int
+    end: int
+
+
+@dataclass(slots=True)
+class Binary:
+    """What is known of a module. Imported things come first in every list, as in the format."""
+
+    data: bytes
+    sections: list[Section] = field(default_factory=list)
+    types: list[FunctionType] = field(default_factory=list)
+    imports: list[Import] = field(default_factory=list)
+    functions: list[int] = field(default_factory=list)
+    """Of each function the number of its type."""
+    tables: list[Size] = field(default_factory=list)
+    memories: list[Size] = field(default_factory=list)
+    globals: list[GlobalType] = field(default_factory=list)
+    exports: dict[str, Export] = field(default_factory=dict)
+    start: int | None = None
+    """The function that runs when the module is instantiated."""
+
+    def function_type(self, index: int) -> FunctionType:
+        """The type of a function; raises WasmError where there is none of this number."""
+        if index >= len(self.functions):
+            raise WasmError(f"there is no function {index}; the module has {len(self.functions)}")
+        return self.type_of(self.functions[index])
+
+    def type_of(self, number: int) -> FunctionType:
+        """The type of this number; raises WasmError where there is none."""
+        if number >= len(self.types):
+            raise WasmError(f"there is no type {number}; the module has {len(self.types)}")
+        return self.types[number]
+
+    def exported(self, kind: int) -> dict[str, int]:
+        """The exports of a kind: name to number."""
+        return {name: e.number for name, e in self.exports.items() if e.kind == kind}
+
+    def section(self, number: int) -> Section | None:
+        """The section of this number, or None."""
+        return next((s for s in self.sections if s.number == number), None)
+
+    @property
+    def code(self) -> Section | None:
+        """The section of the functions' bodies."""
+        return self.section(_CODE)
+
+
+def read(wasm: bytes) -> Binary:
+    """The sections of a module; raises WasmError, which says what is wrong and where."""
+    if wasm[:4] != _MAGIC:
+        what = f"it begins with {wasm[:4]!r} instead of {_MAGIC!r}" if wasm else "it is empty"
+        raise WasmError(f"this is not Wasm: {what}")
+    if wasm[4:8] != b"\1\0\0\0":
+        what = "a component" if wasm[6:8] == b"\1\0" else f"version {wasm[4:8].hex()}"
+        raise WasmError(f"this is {what} of Wasm; a core module, version 01000000, is needed")
+    binary = Binary(wasm)
+    reader = Reader(wasm, 8, len(wasm))
+    last = -1
+    while reader.at < reader.end:
+        start, number = reader.at, reader.byte()
+        size = reader.u32()
+        content = reader.at
+        reader.skip(size, f"section {number}")
+        section = Section(number, start, content, reader.at)
+        binary.sections.append(section)
+        if number == 0:
+            continue
+        place = _ORDER.get(number, -1)
+        if place <= last:
+            why = "is unknown" if place < 0 else "stands twice or in the wrong place"
+            raise WasmError(f"section {number} at byte {start} {why}")
+        last = place
+        _read_section(binary, section)
+    return binary
+
+
+def mutable_global_exports(binary: Binary) -> list[str | None]:
+    """Of each mutable global, in order, a name under which it is exported; None: under none."""
+    names = {index: name for name, index in reversed(binary.exported(GLOBAL).items())}
+    return [names.get(i) for i, kind in enumerate(binary.globals) if kind.mutable]
+
+
+def with_exported_globals(wasm: bytes) -> bytes:
+    """The module with every mutable global exported, under ``tokenbus:global:<index>`` where it had
+    no name; all but the export section stays byte for byte.
+
+    So that no state is missed when an instance is copied. Raises WasmError where the module cannot
+    be read, or uses such a name itself.
+    """
+    binary = read(wasm)
+    named = set(binary.exported(GLOBAL).values())
+    missing = [i for i, g in enumerate(binary.globals) if g.mutable and i not in named]
+    if not missing:
+        return wasm
+    for name in binary.exports:
+        if name.startswith(GLOBAL_EXPORT):
+            raise WasmError(f"the export {name!r} has a name that is kept for the worker")
+    entries = b"".join(
+        _encoded_name(f"{GLOBAL_EXPORT}{i}") + bytes([GLOBAL]) + encode_u32(i) for i in missing
+    )
+    old = binary.section(_EXPORTS)
+    if old is None:
+        place = _ORDER[_EXPORTS]
+        before = [s for s in binary.sections if s.number and _ORDER[s.number] < place]
+        start = end = before[-1].end if before else 8
+        content = encode_u32(len(missing)) + entries
+    else:
+        reader = Reader(wasm, old.content, old.end)
+        count = reader.u32()
+        content = encode_u32(count + len(missing)) + wasm[reader.at : old.end] + entries
+        start, end = old.start, old.end
+    section = bytes([_EXPORTS]) + encode_u32(len(content)) + content
+    return wasm[:start] + section + wasm[end:]
+
+
+def encode_u32(value: int) -> bytes:
+    """A number as unsigned LEB128."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _encoded_name(name: str) -> bytes:
+    encoded = name.encode()
+    return encode_u32(len(encoded)) + encoded
+
+
+class Reader:
+    """Reads ``data[at:end]``; whatever would go beyond ``end`` is a WasmError."""
+
+    __slots__ = ("at", "data", "end")
+
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self.data = data
+        self.at = at
+        self.end = end
+
+    def byte(self) -> int:
+        """The next byte."""
+        if self.at >= self.end:
+            raise WasmError(f"the module is cut off at byte {self.at}")
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def u32(self) -> int:
+        """An unsigned number of 32 bits, as LEB128."""
+        return self.unsigned(32)
+
+    def unsigned(self, bits: int) -> int:
+        """An unsigned number of at most so many bits, as LEB128."""
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if shift >= bits:
+                raise WasmError(f"the number at byte {self.at} is longer than {bits} bits")
+        if value >> bits:
+            raise WasmError(f"the number at byte {self.at} is larger than {bits} bits")
+        return value
+
+    def skip(self, size: int, what: str) -> None:
+        """Goes past so many bytes."""
+        if size > self.end - self.at:
+            raise WasmError(
+                f"{what} at byte {self.at} has {size} bytes; {self.end - self.at} are there"
+            )
+        self.at += size
+
+    def skip_number(self) -> None:
+        """Goes past an LEB128 of any kind."""
+        for _ in range(10):
+            if self.byte() < 0x80:
+                return
+        raise WasmError(f"the number at byte {self.at} is too long")
+
+    def name(self) -> str:
+        """A name: its size, and UTF-8."""
+        size = self.u32()
+        start = self.at
+        self.skip(size, "a name")
+        try:
+            return self.data[start : self.at].decode()
+        except UnicodeDecodeError:
+            raise WasmError(f"the name at byte {start} is not UTF-8") from None
+
+    def count(self, what: str, most: int = MOST_ENTRIES) -> int:
+        """How many entries follow, each of at least one byte."""
+        number = self.u32()
+        if number > most:
+            raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
+        if number > self.end - self.at:
+            raise WasmError(f"{number} {what} are announced, but the section ends before")
+        return number
+
+    def value_type(self) -> str:
+        """A value's type; typed references of later proposals are all ``ref``."""
+        byte = self.byte()
+        known = _VALUE_TYPES.get(byte) or _REFERENCES.get(byte)
+        if known is not None:
+            return known
+        if byte in (0x63, 0x64):
+            self.skip_number()
+        elif not 0x68 <= byte <= 0x74:
+            raise WasmError(f"the type 0x{byte:02x} at byte {self.at - 1} is unknown")
+        return "ref"
+
+    def global_type(self) -> GlobalType:
+        """The type of a global."""
+        kind, mutable = self.value_type(), self.byte()
+        if mutable > 1:
+            raise WasmError(f"the mutability {mutable} at byte {self.at - 1} is unknown")
+        return GlobalType(kind, mutable == 1)
+
+    def limits(self) -> Size:
+        """The size of a table or a memory."""
+        flags = self.byte()
+        if flags & ~0xF:
+            raise WasmError(f"the flags 0x{flags:02x} at byte {self.at - 1} are unknown")
+        bits = 64 if flags & 4 else 32
+        minimum = self.unsigned(bits)
+        maximum = self.unsigned(bits) if flags & 1 else None
+        page = PAGE_BYTES
+        if flags & 8:
+            power = self.u32()
+            if power > 16:
+                raise WasmError(f"the page size 2**{power} at byte {self.at - 1} is unknown")
+            page = 1 << power
+        return Size(minimum, maximum, bool(flags & 2), bool(flags & 4), page)
+
+    def table(self) -> Size:
+        """A table, with the value of its elements where one is given."""
+        given = self.at < self.end and self.data[self.at] == 0x40
+        if given:
+            self.skip(2, "a table")
+        self.value_type()
+        size = self.limits()
+        if given:
+            self.skip_constant()
+        return size
+
+    def skip_constant(self) -> None:
+        """Goes past a constant expression, its end included."""
+        while (op := self.byte()) != 0x0B:
+            if op in _CONSTANT_NUMBERS:
+                self.skip_number()
+            elif op in _CONSTANT_BYTES:
+                self.skip(_CONSTANT_BYTES[op], "a constant")
+            elif op == 0xFD:
+                if self.u32() != 0x0C:
+                    raise WasmError(f"no constant can stand at byte {self.at - 1}")
+                self.skip(16, "a constant")
+            elif op not in _CONSTANT_ARITHMETIC:
+                raise WasmError(
+                    f"the instruction 0x{op:02x} at byte {self.at - 1} is unknown in a constant"
+                )
+
+
+_CONSTANT_NUMBERS = frozenset({0x41, 0x42, 0x23, 0xD0, 0xD2})
+"""i32.const, i64.const, global.get, ref.null, ref.func."""
+_CONSTANT_BYTES = {0x43: 4, 0x44: 8}
+_CONSTANT_ARITHMETIC = frozenset({0x6A, 0x6B, 0x6C, 0x7C, 0x7D, 0x7E})
+
+
+def _read_section(binary: Binary, section: Section) -> None:
+    reader = Reader(binary.data, section.content, section.end)
+    match section.number:
+        case 1:
+            for _ in range(reader.count("types")):
+                binary.types.append(_function_type(reader))
+        case 2:
+            for _ in range(reader.count("imports")):
+                binary.imports.append(_import(reader, binary))
+        case 3:
+            count = reader.count("functions", 10 * MOST_ENTRIES)
+            binary.functions += (reader.u32() for _ in range(count))
+        case 4:
+            binary.tables += (reader.table() for _ in range(reader.count("tables")))
+        case 5:
+            binary.memories += (reader.limits() for _ in range(reader.count("memories")))
+        case 6:
+            for _ in range(reader.count("globals")):
+                binary.globals.append(reader.global_type())
+                reader.skip_constant()
+        case 7:
+            for _ in range(reader.count("exports")):
+                name, kind, index = reader.name(), reader.byte(), reader.u32()
+                if kind >= len(KINDS):
+                    raise WasmError(f"the export {name!r} is of an unknown kind, {kind}")
+                if name in binary.exports:
+                    raise WasmError(f"two exports have the name {name!r}")
+                binary.exports[name] = Export(kind, index)
+        case 8:
+            binary.start = reader.u32()
+        case _:
+            return
+    if reader.at != section.end:
+        raise WasmError(
+            f"section {section.number} ends at byte {section.end}, its content at {reader.at}"
+        )
+
+
+def _function_type(reader: Reader) -> FunctionType:
+    form = reader.byte()
+    if form != 0x60:
+        raise WasmError(
+            f"the type at byte {reader.at - 1} is none of a function (0x{form:02x} instead of "
+            "0x60); garbage-collected types are not supported"
+        )
+    params = tuple([reader.value_type() for _ in range(reader.count("parameters"))])
+    results = tuple([reader.value_type() for _ in range(reader.count("results"))])
+    return FunctionType(params, results)
+
+
+def _import(reader: Reader, binary: Binary) -> Import:
+    module, name, kind = reader.name(), reader.name(), reader.byte()
+    match kind:
+        case 0:
+            number = reader.u32()
+            binary.functions.append(number)
+            return Import(module, name, kind, number)
+        case 1:
+            binary.tables.append(reader.table())
+        case 2:
+            binary.memories.append(reader.limits())
+        case 3:
+            binary.globals.append(reader.global_type())
+        case 4:
+            reader.skip(1, "a tag")
+            reader.u32()
+        case _:
+            raise WasmError(f"the import {module}.{name} is of an unknown kind, {kind}")
+    return Import(module, name, kind)
