@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenbus.workers.controller.backends.grammar.grammar_instance import (
-    GrammarGuest,
+    GrammarInstance,
     GrammarModule,
 )
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
@@ -93,7 +93,7 @@ class Ours(_Walking):
     def __init__(
         self, module: GrammarModule, vocabulary: TokenizerVocabulary, tables: bytes
     ) -> None:
-        self.guest = GrammarGuest(module, vocabulary, tables)
+        self.guest = GrammarInstance(module, vocabulary, tables)
         self._mask = _words(vocabulary)
         self._place = -1
 

@@ -15,7 +15,7 @@ from tokenbus.grammars import library
 from tokenbus.grammars.substring import compile_substring
 from tokenbus.grammars.yacc import compile_grammar
 from tokenbus.workers.controller.backends.constraints import Constraints
-from tokenbus.workers.controller.backends.grammar.grammar_instance import GrammarGuest
+from tokenbus.workers.controller.backends.grammar.grammar_instance import GrammarInstance
 from tokenbus.workers.controller.interface import Controller
 
 _clock = time.perf_counter
@@ -27,7 +27,7 @@ def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
     first, again, appends = [], [], []
     for number in range(fresh):
-        guest = GrammarGuest(world.module, world.vocabulary, tables)
+        guest = GrammarInstance(world.module, world.vocabulary, tables)
         first.append(_walk(world, guest, tokens)[0])
         if number == fresh - 1:
             for _ in range(passes):
@@ -43,7 +43,9 @@ def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
     return results
 
 
-def _walk(world: World, guest: GrammarGuest, tokens: list[int]) -> tuple[list[float], list[float]]:
+def _walk(
+    world: World, guest: GrammarInstance, tokens: list[int]
+) -> tuple[list[float], list[float]]:
     """Seconds of each mask of a text, and of each token that is appended."""
     into, place = world.mask(), guest.start()
     began = _clock()
@@ -167,7 +169,7 @@ def sequences(world: World, count: int) -> dict[str, float]:
 
     tokens = world.tokens(C_FILE.read_text())
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
-    guest = GrammarGuest(world.module, world.vocabulary, tables)
+    guest = GrammarInstance(world.module, world.vocabulary, tables)
     before = guest.size
     for _ in range(count):
         if guest.append(guest.start(), tokens[: len(tokens) // 2]) < len(tokens) // 2:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from tokenbus.protocol.settings import load
-from tokenbus.workers.gpu.engine import Engine, Step
+from tokenbus.workers.gpu.engine import Engine, PendingStep
 from tokenbus.workers.gpu.runner import Runner
 from tokenbus.workers.gpu.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.steering import Steering
@@ -44,7 +44,11 @@ def main() -> None:
         return batch.chunks, logits["all"][:rows]
 
     def timed(
-        self: Steering, engine: Engine, step: Step, forward_s: float, receive: Callable[..., Any]
+        self: Steering,
+        engine: Engine,
+        step: PendingStep,
+        forward_s: float,
+        receive: Callable[..., Any],
     ) -> None:
         ready = len(step.ready)
         began = time.perf_counter()

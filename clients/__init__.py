@@ -24,7 +24,7 @@ from ..protocol.messages import ModelInfo, Status, StoredModule, System, Token
 from .async_client import AsyncClient, AsyncStream
 from .client import Client, Stream
 from .request_options import GenerateOptions, RequestOptions
-from .results import Scores, Sequence
+from .results import GeneratedSequence, Scores
 
 __all__ = [
     "AsyncClient",
@@ -39,7 +39,7 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "Scores",
-    "Sequence",
+    "GeneratedSequence",
     "ServiceError",
     "SlowClientError",
     "Status",

@@ -35,7 +35,7 @@ from .request_options import (
     tags_call,
     upload_call,
 )
-from .results import Scores, Sequence, Sequences, check_text, describe
+from .results import GeneratedSequence, Scores, Sequences, check_text, describe
 
 
 def _hand_out(ready: Delivery) -> None:
@@ -79,7 +79,7 @@ class AsyncClient:
     ) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = AsyncStream(self, score_call(prompt, scored, options), options.get("on_system"))
-        [sequence] = await stream.wait() or [Sequence(0)]
+        [sequence] = await stream.wait() or [GeneratedSequence(0)]
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
@@ -173,7 +173,7 @@ class AsyncStream:
         self._over = False
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[GeneratedSequence]:
         """The sequences as far as they were read: with the entry of the loop, and none after it."""
         return self._collected.listed()
 
@@ -191,7 +191,7 @@ class AsyncStream:
         """``await stream.tokens``: the tokens of the first sequence, read to its end."""
         return self._tokens()
 
-    async def wait(self) -> list[Sequence]:
+    async def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; all sequences."""
         async for _ in self:
             pass

@@ -33,7 +33,7 @@ from .request_options import (
     tags_call,
     upload_call,
 )
-from .results import Scores, Sequence, Sequences, check_text, describe
+from .results import GeneratedSequence, Scores, Sequences, check_text, describe
 
 
 def _deliver(ready: Delivery) -> None:
@@ -77,7 +77,7 @@ class Client:
     def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = Stream(self, score_call(prompt, scored, options), options.get("on_system"))
-        [sequence] = stream.wait() or [Sequence(0)]
+        [sequence] = stream.wait() or [GeneratedSequence(0)]
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
@@ -164,7 +164,7 @@ class Stream:
         self._over = False
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[GeneratedSequence]:
         """The sequences as far as they were read: with the entry of the loop, and none after it."""
         return self._collected.listed()
 
@@ -182,7 +182,7 @@ class Stream:
         """The tokens of the first sequence, read to its end."""
         return next((s.tokens for s in self.wait()), [])
 
-    def wait(self) -> list[Sequence]:
+    def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; all sequences."""
         for _ in self:
             pass

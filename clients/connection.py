@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from .calls import Call, Event
-from .session import Session
+from .session import ClientSession
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Connection:
         self._deliver = deliver
         self._patience_s = patience_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._commands: deque[Callable[[Session, float], None]] = deque()
+        self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
@@ -86,7 +86,7 @@ class Connection:
     # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        session = Session(self._front, self._patience_s, time.monotonic())
+        session = ClientSession(self._front, self._patience_s, time.monotonic())
         ended = False
         while not ended:
             socket = self._connect()
@@ -118,7 +118,7 @@ class Connection:
             ) from None
         return socket
 
-    def _serve(self, socket: zmq.Socket[bytes], session: Session) -> bool:
+    def _serve(self, socket: zmq.Socket[bytes], session: ClientSession) -> bool:
         """Until the client closes (True) or the broker was silent for too long."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -147,7 +147,7 @@ class Connection:
                 poller.poll(int(session.wait_s(now) * 1000) + 1)
 
     @staticmethod
-    def _receive(socket: zmq.Socket[bytes], session: Session) -> bool:
+    def _receive(socket: zmq.Socket[bytes], session: ClientSession) -> bool:
         """Takes what is there; whether there may be more."""
         now = time.monotonic()
         for _ in range(RECEIVE_AT_ONCE):

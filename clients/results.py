@@ -13,7 +13,7 @@ from .calls import Call
 
 
 @dataclass(slots=True)
-class Sequence:
+class GeneratedSequence:
     """One sequence of a stream: ``n`` of them, or the forks of a controller.
 
     A fork begins with what its parent had then; both may take tokens of that back. Logs and
@@ -55,8 +55,8 @@ class Sequence:
         """The log-probability of all tokens together."""
         return sum(self.logprobs)
 
-    def _fork(self, number: int, at: int) -> Sequence:
-        return Sequence(
+    def _fork(self, number: int, at: int) -> GeneratedSequence:
+        return GeneratedSequence(
             number,
             self.seq,
             self.tokens[:at],
@@ -89,7 +89,7 @@ class Sequences:
     """Collects the entries of one stream."""
 
     def __init__(self) -> None:
-        self.by_seq: dict[int, Sequence] = {}
+        self.by_seq: dict[int, GeneratedSequence] = {}
 
     def add(self, entry: Token) -> None:
         """Counts one entry in."""
@@ -100,11 +100,11 @@ class Sequences:
             if parent is not None:
                 sequence = parent._fork(entry.seq, at)
             else:
-                sequence = Sequence(entry.seq, entry.parent)
+                sequence = GeneratedSequence(entry.seq, entry.parent)
             self.by_seq[entry.seq] = sequence
         sequence._add(entry)
 
-    def listed(self) -> list[Sequence]:
+    def listed(self) -> list[GeneratedSequence]:
         """All sequences, by number."""
         return [self.by_seq[number] for number in sorted(self.by_seq)]
 
@@ -140,7 +140,7 @@ def check_text(call: Call) -> None:
         raise ValueError("this stream carries no text; its prompt was token ids: pass text=True")
 
 
-def describe(over: bool, sequences: list[Sequence]) -> str:
+def describe(over: bool, sequences: list[GeneratedSequence]) -> str:
     """A stream in a few words."""
     count = sum(len(s.tokens) for s in sequences)
     return f"{len(sequences)} sequences, {count} tokens, {'over' if over else 'running'}"

@@ -58,7 +58,7 @@ GRACE_S = 1.0
 """How long the broker has to tell of a timeout before the client does, in seconds."""
 
 
-class Session:
+class ClientSession:
     """The session of one client with the broker at ``front``.
 
     ``patience_s``: how long calls wait for a broker that does not answer.

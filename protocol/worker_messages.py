@@ -109,7 +109,7 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 # sent (0: the broker chooses) and the sender where it arrives. Bodies are msgpack.
 
 
-class Vocabulary(Struct, kw_only=True, omit_defaults=True):
+class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     """What a controller must know of a model: its tokenizer, by name, and the size of a mask."""
 
     fingerprint: str
@@ -133,7 +133,7 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     max_tokens: int
     """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
     model: str
-    vocabulary: Vocabulary
+    vocabulary: VocabularyName
     ignore_eos: bool = False
     """A sequence does not end with an end-of-sequence token. Without it, it does where its
     controller would just sample on; one that appends, drops, forks or suspends goes on."""

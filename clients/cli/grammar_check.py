@@ -19,7 +19,7 @@ from .grammar_output import (
     token_text,
 )
 from .languages import compiled, read_source, refusal
-from .mask_walk import Guest, Step
+from .mask_walk import Guest, MaskStep
 from .module_files import FileFault
 from .source_places import Lines
 from .tokenizer_files import read_vocabulary, tokens_of
@@ -38,7 +38,7 @@ def check(args: argparse.Namespace) -> int:
         print_language(language)
         print(f"{'tokenizer':10} {args.tokenizer}: {vocabulary.size:,} tokens", flush=True)
     shown = args.tokens and not args.json
-    steps: list[Step] = []
+    steps: list[MaskStep] = []
     with Guest(language.tables, vocabulary) as guest:
         for step in guest.walk(tokens):
             if shown:
@@ -91,7 +91,7 @@ def _read_input(name: str) -> tuple[str, bytes]:
 # --- times and tokens -----------------------------------------------------------------------------
 
 
-def _times(steps: Sequence[Step]) -> dict[str, float]:
+def _times(steps: Sequence[MaskStep]) -> dict[str, float]:
     """Times of masks, in microseconds."""
     each = sorted(step.seconds * 1e6 for step in steps)
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -101,12 +101,12 @@ def _times(steps: Sequence[Step]) -> dict[str, float]:
     return {name: round(value, 1) for name, value in found.items()}
 
 
-def _forced(steps: Sequence[Step]) -> int:
+def _forced(steps: Sequence[MaskStep]) -> int:
     return sum(step.forced for step in steps)
 
 
 def _print_summary(
-    steps: Sequence[Step], passes: dict[str, dict[str, float]], size: int, start_s: float
+    steps: Sequence[MaskStep], passes: dict[str, dict[str, float]], size: int, start_s: float
 ) -> None:
     print()
     names = passes["first"]
@@ -119,7 +119,7 @@ def _print_summary(
     print()
 
 
-def _line(step: Step, vocabulary: TokenizerVocabulary, lines: Lines) -> str:
+def _line(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> str:
     line, column = lines.place(step.offset)
     what = "the end" if step.token is None else token_text(vocabulary, step.token)
     mark = "   forced" if step.forced else "" if step.allowed else "   REFUSED"
@@ -129,7 +129,7 @@ def _line(step: Step, vocabulary: TokenizerVocabulary, lines: Lines) -> str:
     )
 
 
-def _fields(step: Step, vocabulary: TokenizerVocabulary, lines: Lines) -> dict[str, Any]:
+def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> dict[str, Any]:
     line, column = lines.place(step.offset)
     written = b"" if step.token is None else vocabulary.token(step.token)
     return {
@@ -145,7 +145,7 @@ def _fields(step: Step, vocabulary: TokenizerVocabulary, lines: Lines) -> dict[s
     }
 
 
-def _compare(last: Step, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
+def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
     """Raises ServiceError where the guest and the reference say different things of an input."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:

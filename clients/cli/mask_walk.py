@@ -11,7 +11,7 @@ from ...protocol.errors import Code, ServiceError
 from ...workers.controller.backends.grammar.grammar_instance import (
     COMPLETE,
     FORCED,
-    GrammarGuest,
+    GrammarInstance,
     GrammarModule,
 )
 from ...workers.controller.limits import Limits
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
         return bool(self.flags & COMPLETE)
 
 
-class Step(NamedTuple):
+class MaskStep(NamedTuple):
     """A token of the text, or its end (None), and what the mask before it was like."""
 
     offset: int
@@ -67,7 +67,7 @@ class Guest:
         self.vocabulary = vocabulary
         started = time.perf_counter()
         module = GrammarModule(make_engine(Limits()))
-        self._guest = GrammarGuest(module, vocabulary, tables)
+        self._guest = GrammarInstance(module, vocabulary, tables)
         self.seconds = time.perf_counter() - started
         """How long it took to have it: code, vocabulary and tables."""
         self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
@@ -77,7 +77,7 @@ class Guest:
         """Bytes of its memory."""
         return self._guest.size
 
-    def walk(self, tokens: Sequence[int]) -> Iterator[Step]:
+    def walk(self, tokens: Sequence[int]) -> Iterator[MaskStep]:
         """The text of some tokens, one step for each and one for its end; the last step is the
         first that is not allowed. Raises ServiceError where mask and guest do not agree."""
         guest, place = self._guest, self._guest.start()
@@ -96,12 +96,12 @@ class Guest:
                     )
                 end = at + len(self.vocabulary.token(token))
                 forced = allowed and end <= forced_to
-                yield Step(at, token, mask.allowed_count, mask.seconds, allowed, forced)
+                yield MaskStep(at, token, mask.allowed_count, mask.seconds, allowed, forced)
                 if not allowed:
                     return
                 at = end
             mask = self._mask(place)
-            yield Step(at, None, mask.allowed_count, mask.seconds, mask.complete, False)
+            yield MaskStep(at, None, mask.allowed_count, mask.seconds, mask.complete, False)
         finally:
             guest.end(place)
 

@@ -6,7 +6,7 @@ import sys
 
 from ...protocol.errors import Code, error_for
 from ...protocol.messages import Token
-from .. import Sequence, Stream
+from .. import GeneratedSequence, Stream
 from .exits import OK, one_line, report
 from .notices import Notices
 
@@ -22,7 +22,7 @@ class LiveText:
         self.begun = False
         """Whether a token has come."""
 
-    def show(self, entry: Token, sequence: Sequence) -> None:
+    def show(self, entry: Token, sequence: GeneratedSequence) -> None:
         """Prints what an entry brought; ``sequence`` is its sequence, this entry included."""
         if entry.backtrack and self.begun:
             count = "a token" if entry.backtrack == 1 else f"{entry.backtrack} tokens"
@@ -73,7 +73,7 @@ def print_completed(stream: Stream, notices: Notices) -> None:
             print(f"--- sequence {entry.seq} ({why})\n{text}", flush=True)
 
 
-def exit_code(sequences: list[Sequence], front: str) -> int:
+def exit_code(sequences: list[GeneratedSequence], front: str) -> int:
     """Reports each failure on stderr; the first one's exit code where every sequence failed."""
     failed = [s for s in sequences if s.finish_reason == "error"]
     codes = [

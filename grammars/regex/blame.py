@@ -13,7 +13,7 @@ from .bounds import Budget, Exhausted, shown
 from .minimize import minimise
 from .positions import positions_of, spelled_out
 from .subsets import determinise
-from .tree import Chars, Choice, Repeat, Sequence, Tree
+from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 from .utf8 import to_bytes
 
 _TRIAL_SHARE = 0.15
@@ -67,7 +67,7 @@ def grown(
             found = Grown(tree, what)
             inner = _first(tree, trial)
             if inner is None:
-                return _shortest(tree, trial) or found if isinstance(tree, Sequence) else found
+                return _shortest(tree, trial) or found if isinstance(tree, Concatenation) else found
             tree, what = inner.part, inner.what
     except (Exhausted, RecursionError):
         pass
@@ -95,16 +95,16 @@ def _first(tree: Tree, trial: Trial) -> Grown | None:
     return None
 
 
-def _items(tree: Sequence | Choice | Repeat) -> tuple[Tree, ...]:
+def _items(tree: Concatenation | Alternation | Repeat) -> tuple[Tree, ...]:
     return (tree.item,) if isinstance(tree, Repeat) else tree.items
 
 
-def _shortest(tree: Sequence, trial: Trial) -> Grown | None:
+def _shortest(tree: Concatenation, trial: Trial) -> Grown | None:
     """The shortest run of items that is still too large: its end is bisected, then its start."""
     items = tree.items
 
-    def run(first: int, end: int) -> Sequence:
-        return Sequence(items[first].start, items[end - 1].end, items[first:end])
+    def run(first: int, end: int) -> Concatenation:
+        return Concatenation(items[first].start, items[end - 1].end, items[first:end])
 
     low, high = 1, len(items)
     while low < high:

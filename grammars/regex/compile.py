@@ -12,7 +12,7 @@ from .minimize import minimise
 from .positions import positions_of, spelled_out
 from .subsets import determinise
 from .syntax import too_deep
-from .tree import Choice, Tree, literal_tree, tree_of
+from .tree import Alternation, Tree, literal_tree, tree_of
 from .utf8 import ByteAutomaton, to_bytes
 
 _BLAME_SHARE = 0.2
@@ -67,7 +67,7 @@ def compile_choice(
     budget = Budget(max_states, max_seconds)
     trees = [literal_tree(text) for text in dict.fromkeys(texts)]
     try:
-        return table(_automaton([Choice(0, length, tuple(trees))], budget))
+        return table(_automaton([Alternation(0, length, tuple(trees))], budget))
     except Exhausted as over:
         raise RegexError(f"the choice of {len(texts):,} texts {over.what}", texts[0]) from None
 
@@ -112,7 +112,11 @@ def _lexeme_tree(lexeme: Lexeme, budget: Budget) -> Tree:
 
 
 def _blamed(
-    lexemes: Sequence[Lexeme], trees: list[Tree], over: Exhausted, max_states: int, seconds: float
+    lexemes: Sequence[Lexeme],
+    trees: list[Tree],
+    over: Exhausted,
+    max_states: int,
+    seconds: float,
 ) -> RegexError:
     """The error of a lexer that grew: the lexeme and its part, where one alone is too large."""
     end = Budget(max_states, seconds)

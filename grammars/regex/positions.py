@@ -9,12 +9,12 @@ The end of tree i is the position ~i, which reads nothing: a state that holds it
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .bounds import Budget
 from .charsets import CharSet
-from .tree import Chars, Choice, Repeat, Sequence, Tree
+from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
 """Of a part: whether it takes the empty text, what may read its first character (the union of
@@ -31,7 +31,7 @@ class Positions:
     first: frozenset[int] = frozenset()
 
 
-def positions_of(trees: Many[Tree], budget: Budget) -> Positions:
+def positions_of(trees: Sequence[Tree], budget: Budget) -> Positions:
     """The positions of a choice of trees. Raises Exhausted when they are too many."""
     return _Builder(budget).choice(trees)
 
@@ -57,7 +57,7 @@ class _Builder:
         self.numbers: dict[CharSet, int] = {}
         self.links = 0
 
-    def choice(self, trees: Many[Tree]) -> Positions:
+    def choice(self, trees: Sequence[Tree]) -> Positions:
         self.budget.positions(sum(map(spelled_out, trees)))
         start: list[frozenset[int]] = []
         for number, tree in enumerate(trees):
@@ -83,9 +83,9 @@ class _Builder:
         match tree:
             case Chars():
                 return self.chars(tree)
-            case Sequence():
+            case Concatenation():
                 return self.sequence(tree)
-            case Choice():
+            case Alternation():
                 parts = [self.part(item) for item in tree.items]
                 return (
                     any(empty for empty, _, _ in parts),
@@ -106,7 +106,7 @@ class _Builder:
         self.made.follow.append([])
         return False, [frozenset((position,))], [position]
 
-    def sequence(self, tree: Sequence) -> Open:
+    def sequence(self, tree: Concatenation) -> Open:
         empty = True
         first: list[frozenset[int]] = []
         last: list[int] = []

@@ -8,7 +8,7 @@ refused by its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
@@ -46,7 +46,7 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     """One item after the other; without items, the empty text."""
 
     start: int
@@ -55,7 +55,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """Any one of the items."""
 
     start: int
@@ -74,7 +74,7 @@ class Repeat:
     most: int | None
 
 
-Tree = Chars | Sequence | Choice | Repeat
+Tree = Chars | Concatenation | Alternation | Repeat
 """``start`` and ``end`` of each are its span of the pattern's text."""
 
 
@@ -107,7 +107,7 @@ def literal_tree(text: str) -> Tree:
                 f"U+{ord(char):04X} is a surrogate, which UTF-8 cannot spell", text, at
             )
     items = tuple(Chars(at, at + 1, ((ord(char), ord(char)),)) for at, char in enumerate(text))
-    return Sequence(0, len(text), items)
+    return Concatenation(0, len(text), items)
 
 
 def void(tree: Tree) -> Tree | None:
@@ -115,9 +115,9 @@ def void(tree: Tree) -> Tree | None:
     match tree:
         case Chars():
             return None if tree.chars else tree
-        case Sequence():
+        case Concatenation():
             return next((part for item in tree.items if (part := void(item))), None)
-        case Choice():
+        case Alternation():
             parts = [void(item) for item in tree.items]
             return None if None in parts else tree
         case Repeat():
@@ -146,8 +146,8 @@ class _Reader:
         if len(items) == 1:
             return items[0]
         if not items:
-            return Sequence(start, start, ())
-        return Sequence(items[0].start, items[-1].end, tuple(items))
+            return Concatenation(start, start, ())
+        return Concatenation(items[0].start, items[-1].end, tuple(items))
 
     def node(self, node: Any, flags: int, before: int, ends: tuple[bool, bool]) -> Tree | None:
         self.budget.tick()
@@ -172,7 +172,7 @@ class _Reader:
                 )
             case op.BRANCH:
                 branches = [self.sequence(one, flags, start, ends) for one in argument[1]]
-                return Choice(start, end, tuple(branches))
+                return Alternation(start, end, tuple(branches))
             case op.MAX_REPEAT | op.MIN_REPEAT:
                 least, most, inner = argument
                 if most > 1:
@@ -190,12 +190,12 @@ class _Reader:
         match tree:
             case Chars():
                 return Chars(start, end, tree.chars)
-            case Sequence():
-                return Sequence(start, end, tree.items)
-            case Choice():
-                return Choice(start, end, tree.items)
+            case Concatenation():
+                return Concatenation(start, end, tree.items)
+            case Alternation():
+                return Alternation(start, end, tree.items)
             case Repeat():
-                return Sequence(start, end, (tree,))
+                return Concatenation(start, end, (tree,))
 
     def chars(self, operator: Any, argument: Any, flags: int) -> CharSet:
         """The characters of a node that matches one: what ``re`` takes for it under the flags."""
@@ -203,7 +203,7 @@ class _Reader:
         if operator is op.ANY:
             return charsets.ANY if flags & _DOTALL else charsets.NOT_NEWLINE
         negated = operator is op.NOT_LITERAL
-        members: Many[tuple[Any, Any]] = argument
+        members: Sequence[tuple[Any, Any]] = argument
         if operator is not op.IN:
             members = [(op.LITERAL, argument)]
         ranges: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .grammar import END, Grammar
 from .lr1 import Items, State
-from .tables import Choice
+from .tables import ConflictChoice
 
 MAX_EXAMPLE = 200
 """Longest example, in lexemes."""
@@ -40,7 +40,11 @@ class Conflict:
 
 
 def explain_conflicts(
-    grammar: Grammar, items: Items, states: list[State], choices: list[Choice], deadline: float
+    grammar: Grammar,
+    items: Items,
+    states: list[State],
+    choices: list[ConflictChoice],
+    deadline: float,
 ) -> tuple[Conflict, ...]:
     """The conflicts for a reader, in the order of the states. Past ``deadline`` (by
     ``time.monotonic()``) they come without an example."""

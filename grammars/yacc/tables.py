@@ -38,7 +38,7 @@ class ParseTables:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ConflictChoice:
     """A conflict as it was decided: two actions of one state at one terminal.
 
     ``kept`` and ``dropped`` are productions; None is the shift.
@@ -50,7 +50,7 @@ class Choice:
     dropped: int | None
 
 
-def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, list[Choice]]:
+def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, list[ConflictChoice]]:
     """The tables of an automaton, and the conflicts that no precedence decides.
 
     A shift wins over a reduction, and of two reductions the rule that stands earlier. Raises
@@ -67,7 +67,7 @@ def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, lis
         )
     actions = [0] * (len(states) * num_terminals)
     gotos = [0] * (len(states) * num_nonterminals)
-    choices: list[Choice] = []
+    choices: list[ConflictChoice] = []
     for number, state in enumerate(states):
         row = number * num_terminals
         for symbol, target in state.transitions.items():
@@ -92,9 +92,9 @@ def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, lis
                         actions[row + terminal] = 0
                         refused.add(terminal)
                     elif decided is None:
-                        choices.append(Choice(number, terminal, None, production))
+                        choices.append(ConflictChoice(number, terminal, None, production))
                 else:
-                    choices.append(Choice(number, terminal, action >> 2, production))
+                    choices.append(ConflictChoice(number, terminal, action >> 2, production))
     tables = ParseTables(
         num_terminals,
         num_nonterminals,

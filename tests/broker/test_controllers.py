@@ -18,7 +18,7 @@ from tokenbus.protocol.worker_messages import (
     Start,
     Step,
     Variable,
-    Vocabulary,
+    VocabularyName,
 )
 
 from .test_core import Bench, _peer, generate
@@ -28,7 +28,7 @@ START = Start(
     prompt=[1],
     max_tokens=5,
     model="m",
-    vocabulary=Vocabulary(fingerprint="f", size=9, eos=[0]),
+    vocabulary=VocabularyName(fingerprint="f", size=9, eos=[0]),
 )
 VARIABLE = Variable(1, 0, 1, "get", "x")
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tokenbus.clients.calls import Call, Ended, Event
 from tokenbus.clients.request_options import buffer_call, generate_call, status_call
-from tokenbus.clients.session import Session
+from tokenbus.clients.session import ClientSession
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.messages import Token
 
@@ -20,7 +20,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.session = Session("tcp://front", PATIENCE, self.now)
+        self.session = ClientSession("tcp://front", PATIENCE, self.now)
         self.session.connected(self.now)
 
     def welcome(self, **fields: Any) -> None:

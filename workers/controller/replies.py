@@ -10,12 +10,12 @@ from ...protocol.bodies import encode_body
 from ...protocol.header import encode_header
 from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, StepResult
-from .sequence_group import Play, Session
+from .sequence_group import Play, SequenceGroup
 
 LATE_S = 0.003
 """How long what is done waits for what is not, in seconds."""
 
-Part = tuple[Session, list[StepResult]]
+Part = tuple[SequenceGroup, list[StepResult]]
 
 
 class Reply:
@@ -32,7 +32,7 @@ class Reply:
         gpu: int,
         parts: int,
         post: Callable[[list[bytes]], None],
-        woken: Callable[[Session, list[Play], list[StepResult]], None],
+        woken: Callable[[SequenceGroup, list[Play], list[StepResult]], None],
         order: threading.Lock,
     ) -> None:
         self._gpu = gpu
@@ -49,7 +49,7 @@ class Reply:
         """Whether no round is missing."""
         return self._missing == 0
 
-    def add(self, session: Session, results: list[StepResult]) -> None:
+    def add(self, session: SequenceGroup, results: list[StepResult]) -> None:
         """A round is over; the last one sends the answer."""
         with self._lock:
             self._parts.append((session, results))

@@ -33,7 +33,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class SteeredSequence:
+class ControlledSequence:
     """A sequence and its controller."""
 
     seq: int
@@ -69,7 +69,7 @@ class Change:
         self.tokens += tokens
 
 
-Fork = Callable[[SteeredSequence, int], list[SteeredSequence]]
+Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
 """Makes so many copies of a sequence; raises ControllerError where there may be no more."""
 
 
@@ -79,37 +79,39 @@ class Rounds:
     ``changes`` counts what other sequences than the given one have changed in the request.
     """
 
-    def __init__(self, fork: Fork, changes: Callable[[SteeredSequence], int]) -> None:
+    def __init__(self, fork: Fork, changes: Callable[[ControlledSequence], int]) -> None:
         self._fork = fork
         self._changes = changes
 
     def begin(
-        self, sequence: SteeredSequence, prompt: Sequence[int], n: int = 1
+        self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
         """The first round; of ``n`` sequences, into which this one is forked before."""
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
-    def sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         """The round after tokens were sampled."""
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens))
 
-    def again(self, sequence: SteeredSequence) -> list[StepResult]:
+    def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was suspended."""
         return self._guarded(sequence, lambda: self._decide(sequence))
 
-    def ended(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         """The last post_process of a sequence that the model's side has ended."""
         return self._guarded(sequence, lambda: self._ended(sequence, tokens))
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _begin(self, sequence: SteeredSequence, prompt: Sequence[int], n: int) -> list[StepResult]:
+    def _begin(
+        self, sequence: ControlledSequence, prompt: Sequence[int], n: int
+    ) -> list[StepResult]:
         sequence.controller.init_prompt(prompt)
         if n == 1:
             return self._decide(sequence)
         return self._forked(sequence, Change(), n - 1, unasked=True)
 
-    def _sampled(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def _sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
         if sequence.controller.post_process(tokens, 0).then is Then.STOP:
             results = [_result(sequence, "stop")]
@@ -120,13 +122,13 @@ class Rounds:
             _end_of_sequence(results)
         return results
 
-    def _ended(self, sequence: SteeredSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def _ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         if tokens:
             sequence.controller.post_process(tokens, 0)
         return [_result(sequence, "stop")]
 
     def _decide(
-        self, sequence: SteeredSequence, group: Sequence[int] | None = None
+        self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
         """pre_process and mid_process, or only this where the fork ``group`` has just been made."""
         change = Change()
@@ -162,7 +164,7 @@ class Rounds:
             "has to sample, suspend or stop now and then",
         )
 
-    def _append(self, sequence: SteeredSequence, change: Change, answer: Answer) -> bool:
+    def _append(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
         """Drops and appends what an answer says; whether post_process then stops."""
         drop, tokens = answer.backtrack, answer.tokens
         if not drop and not tokens:
@@ -194,7 +196,7 @@ class Rounds:
         return sequence.controller.post_process(tokens, drop).then is Then.STOP
 
     def _forked(
-        self, sequence: SteeredSequence, change: Change, more: int, unasked: bool = False
+        self, sequence: ControlledSequence, change: Change, more: int, unasked: bool = False
     ) -> list[StepResult]:
         """The fork itself, and the first round of all that came of it; from its beginning, where
         the controller has not asked for the fork."""
@@ -209,7 +211,7 @@ class Rounds:
 
     @staticmethod
     def _guarded(
-        sequence: SteeredSequence, play: Callable[[], list[StepResult]]
+        sequence: ControlledSequence, play: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
         """A round whose failure ends its own sequence."""
         try:
@@ -235,7 +237,7 @@ def _end_of_sequence(results: list[StepResult]) -> None:
 
 
 def _result(
-    sequence: SteeredSequence, then: str, change: Change | None = None, masked: bool = False
+    sequence: ControlledSequence, then: str, change: Change | None = None, masked: bool = False
 ) -> StepResult:
     """What is told of a round; its log and its writes go with it."""
     return StepResult(

@@ -20,7 +20,7 @@ from .interface import Controller, Program
 from .limits import Limits
 from .logs import Log
 from .masks import MaskRows
-from .rounds import Rounds, Stage, SteeredSequence
+from .rounds import ControlledSequence, Rounds, Stage
 from .variable_calls import SequenceVariables
 
 Play = Callable[[], list[StepResult]]
@@ -40,7 +40,7 @@ _STAGES = {
 }
 
 
-class Session:
+class SequenceGroup:
     """One request's controllers. Thread-safe."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Session:
         self._ask = ask
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
-        self._sequences: dict[int, SteeredSequence] = {}
+        self._sequences: dict[int, ControlledSequence] = {}
         self._gone: deque[Controller] = deque()
         """Those of sequences that are over, until ``free``."""
         self._vocabulary: Vocabulary
@@ -85,14 +85,14 @@ class Session:
         variables = self._variables(0)
         host = self._host(0, variables, self._limits)
         controller = program.start(host)
-        sequence = SteeredSequence(0, controller, host, variables, self._buffer())
+        sequence = ControlledSequence(0, controller, host, variables, self._buffer())
         with self._lock:
             self._sequences[0] = sequence
         return self._rounds.begin(sequence, prompt, n)
 
     def step(
         self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None
-    ) -> tuple[SteeredSequence, Play] | None:
+    ) -> tuple[ControlledSequence, Play] | None:
         """What is to be played of a sequence that the model's side tells of; None where it is not
         with the model."""
         with self._lock:
@@ -171,7 +171,7 @@ class Session:
             return [], [self._failed(s, Code.DEADLOCK, text) for s in waiting]
         return [], []
 
-    def _failed(self, sequence: SteeredSequence, code: Code, text: str) -> StepResult:
+    def _failed(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING
         return StepResult(
             self.request,
@@ -183,7 +183,7 @@ class Session:
             code=str(code),
         )
 
-    def _fork(self, parent: SteeredSequence, more: int) -> list[SteeredSequence]:
+    def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
         """Copies of a sequence, in the middle of its round."""
         with self._lock:
             first = self._next
@@ -195,13 +195,13 @@ class Session:
                 )
             self._next += more
             limits = self._limits_among(len(self._sequences) + more)
-        children: list[SteeredSequence] = []
+        children: list[ControlledSequence] = []
         try:
             for seq in range(first, first + more):
                 variables = self._variables(seq)
                 host = self._host(seq, variables, limits)
                 controller = parent.controller.fork(host)
-                child = SteeredSequence(seq, controller, host, variables, self._buffer())
+                child = ControlledSequence(seq, controller, host, variables, self._buffer())
                 child.length = parent.length
                 children.append(child)
         except BaseException:
@@ -220,7 +220,7 @@ class Session:
         alone = self._limits.memory_bytes
         return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
 
-    def _changes_of_others(self, sequence: SteeredSequence) -> int:
+    def _changes_of_others(self, sequence: ControlledSequence) -> int:
         return self._changes - sequence.variables.own_changes
 
     def _wrote(self) -> None:
@@ -260,12 +260,12 @@ class Session:
         return memoryview(bytearray(4 * -(-self._vocabulary.size // 32)))
 
     @staticmethod
-    def _give_row(sequence: SteeredSequence, rows: MaskRows) -> None:
+    def _give_row(sequence: ControlledSequence, rows: MaskRows) -> None:
         row = rows.take()
         if row is not None:
             sequence.row, sequence.mask = row, rows.view(row)
 
-    def _drop(self, sequence: SteeredSequence) -> None:
+    def _drop(self, sequence: ControlledSequence) -> None:
         del self._sequences[sequence.seq]
         self._gone.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:

@@ -46,8 +46,8 @@ from .masks import MaskFiles
 from .pool import Job, Pool
 from .programs import Programs
 from .replies import Reply
-from .rounds import SteeredSequence
-from .sequence_group import Play, Session
+from .rounds import ControlledSequence
+from .sequence_group import Play, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
 from .variable_calls import VariableCalls
@@ -109,7 +109,7 @@ class ControllerWorker:
         self._calls = VariableCalls(self._bus.post, self._help)
         self._vocabularies = Vocabularies(self._ask_tokenizer)
         self._masks = MaskFiles()
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, SequenceGroup] = {}
         self._order = threading.Lock()
         self._replies: list[Reply] = []
         """Those that are not complete, as far as is known; under ``_listed``."""
@@ -210,7 +210,7 @@ class ControllerWorker:
 
     def _start(self, header: Header, start: Start, tenant: str) -> None:
         """A request begins: its vocabulary first, then its controller."""
-        session = Session(
+        session = SequenceGroup(
             header.request,
             header.address,
             self._limits,
@@ -232,7 +232,7 @@ class ControllerWorker:
     def _begin(
         self,
         reply: Reply,
-        session: Session,
+        session: SequenceGroup,
         start: Start,
         tenant: str,
         vocabulary: TokenizerVocabulary | None,
@@ -255,7 +255,7 @@ class ControllerWorker:
         rows = None
         if step.masks:
             rows = self._masks.get(step.masks, step.rows, step.row_bytes)
-        plays: list[tuple[Session, SteeredSequence, Play]] = []
+        plays: list[tuple[SequenceGroup, ControlledSequence, Play]] = []
         for told in step.sequences:
             session = self._sessions.get(told.request)
             if session is None:
@@ -280,7 +280,7 @@ class ControllerWorker:
                 self._replies = [r for r in self._replies if not r.complete]
         return reply
 
-    def _go_on(self, session: Session, plays: list[Play], failed: list[StepResult]) -> None:
+    def _go_on(self, session: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
         """What follows of results that are on their way: who is woken, who waits for nothing."""
         if failed:
             self._reply(session.gpu, 1).add(session, failed)
@@ -368,14 +368,14 @@ class ControllerWorker:
         return len(self._sessions), load
 
 
-def _played(reply: Reply, session: Session, sequence: SteeredSequence, play: Play) -> None:
+def _played(reply: Reply, session: SequenceGroup, sequence: ControlledSequence, play: Play) -> None:
     began = time.perf_counter()
     results = play()
     sequence.slow = time.perf_counter() - began > SLOW_S
     reply.add(session, results)
 
 
-def _woken(reply: Reply, session: Session, play: Play) -> None:
+def _woken(reply: Reply, session: SequenceGroup, play: Play) -> None:
     reply.add(session, play())
 
 

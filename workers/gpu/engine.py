@@ -8,8 +8,8 @@ while engine.has_work:
 
 A step has two halves, so that a program can decide between them while it knows that a token is due:
 ``begin`` runs the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``hold`` and
-``set_mask`` may be called between the two, for the sequences in ``Step.ready``, and at any other
-time.
+``set_mask`` may be called between the two, for the sequences in ``PendingStep.ready``, and at any
+other time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .sequence import Sequence, TokenOutput
 from .text import Detokenizer, TextStream, detokenizers
 from .varlen import choose_layout
 
-__all__ = ["Engine", "EngineConfig", "Step", "TokenOutput"]
+__all__ = ["Engine", "EngineConfig", "PendingStep", "TokenOutput"]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EngineConfig:
 
 
 @dataclass(slots=True)
-class Step:
+class PendingStep:
     """A step between its forward and its sampling."""
 
     logits: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class Engine:
         self._arrivals = count()
         self._outputs: list[TokenOutput] = []
         """What is to be told with the next step."""
-        self._step: Step | None = None
+        self._step: PendingStep | None = None
         self._detokenizer: Callable[[Tokens[int]], Detokenizer] | None = None
         if loaded.tokenizer is not None:
             self._detokenizer = detokenizers(loaded.tokenizer)
@@ -398,10 +398,10 @@ class Engine:
         """Computes one batch and returns what it gave, in order within each sequence."""
         return self.finish(self.begin())
 
-    def begin(self) -> Step:
+    def begin(self) -> PendingStep:
         """The first half: the forward of what is scheduled."""
         batch = self._scheduler.schedule()
-        self._step = step = Step()
+        self._step = step = PendingStep()
         if batch.chunks:
             for chunks, logits in self._run(batch):
                 self._computed(step, chunks, logits)
@@ -416,7 +416,7 @@ class Engine:
         if self.runs_beside:
             torch.cuda.current_stream(self.loaded.device).synchronize()
 
-    def finish(self, step: Step) -> list[TokenOutput]:
+    def finish(self, step: PendingStep) -> list[TokenOutput]:
         """The second half: samples the next token of each sequence that is ready."""
         self._step = None
         outputs, self._outputs = self._outputs, []
@@ -450,7 +450,7 @@ class Engine:
             copies = []
         return computed
 
-    def _computed(self, step: Step, chunks: list[Chunk], logits: torch.Tensor) -> None:
+    def _computed(self, step: PendingStep, chunks: list[Chunk], logits: torch.Tensor) -> None:
         """Takes in what was computed: scores, the forks that wait for it, and who is ready."""
         row = step.add(logits)
         for chunk in chunks:

@@ -20,8 +20,7 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.header import encode_header
 from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, Start, Step, StepResult, StepSequence
-from .engine import Engine
-from .engine import Step as EngineStep
+from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFile
 from .sampler import NOTHING_ALLOWED
 from .sequence import TokenOutput
@@ -105,7 +104,7 @@ class Steering:
     # --- the step -------------------------------------------------------------------------------
 
     def decide(
-        self, engine: Engine, step: EngineStep, forward_s: float, receive: Callable[[float], None]
+        self, engine: Engine, step: PendingStep, forward_s: float, receive: Callable[[float], None]
     ) -> None:
         """Between forward and sampling: takes decisions in, waits a little, holds who is late.
 
@@ -167,7 +166,7 @@ class Steering:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def _late(self, engine: Engine, step: EngineStep) -> list[Key]:
+    def _late(self, engine: Engine, step: PendingStep) -> list[Key]:
         """Who is ready and not decided. Forks that waited for their logits are made first."""
         for key in step.ready if self._forks else ():
             self._make_forks(key)

@@ -37,7 +37,7 @@ from ...protocol.worker_messages import (
     Start,
     TokenizerAnswer,
     TokenizerRequest,
-    Vocabulary,
+    VocabularyName,
 )
 from ..bus import Bus, FromBus
 from .engine import Engine, TokenOutput
@@ -262,7 +262,7 @@ class GpuWorker:
                     n=message.n,
                     max_tokens=min(message.max_tokens, engine.max_length - len(prompt)),
                     model=stream.model,
-                    vocabulary=Vocabulary(
+                    vocabulary=VocabularyName(
                         fingerprint=engine.loaded.fingerprint,
                         size=engine.loaded.vocab_size,
                         eos=sorted(engine.loaded.eos_token_ids),

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import msgpack
 
 from .log import REQUEST, Log, Record
-from .variables import MIB, Limits, VariableStorage
+from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
 """Bytes of requests that are saved at a time; operations that come meanwhile wait for it."""
@@ -25,7 +25,7 @@ _encode = msgpack.Encoder().encode
 class Compaction:
     """A log that is to take the place of another one."""
 
-    def __init__(self, path: Path, limits: Limits, requests: Iterable[int]) -> None:
+    def __init__(self, path: Path, limits: StorageLimits, requests: Iterable[int]) -> None:
         """Begins a new log at ``path``. Raises OSError."""
         self.log = Log.create(path, limits)
         self.pending = set(requests)

@@ -20,7 +20,7 @@ from ...protocol.worker_messages import Variable, VariableAnswer
 from .compaction import Compaction
 from .folder import Folder, FolderError
 from .log import END, OPERATION, REQUEST, Log, Reader, Record
-from .variables import MIB, Limits, SavedRequest, VariableStorage
+from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class DurableVariables:
     """
 
     def __init__(
-        self, path: Path, limits: Limits | None = None, compact_floor: int = COMPACT_FLOOR
+        self, path: Path, limits: StorageLimits | None = None, compact_floor: int = COMPACT_FLOOR
     ) -> None:
         """Reads the log that is there; raises FolderError where it cannot be used."""
-        self._limits = limits or Limits()
+        self._limits = limits or StorageLimits()
         self._compact_floor = compact_floor
         self._lock = threading.Lock()
         self._compaction: Compaction | None = None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec import DecodeError, Struct, msgpack
 
 from .folder import FolderError
-from .variables import Limits
+from .variables import StorageLimits
 
 HEAD = b"H"
 OPERATION = b"V"
@@ -33,7 +33,7 @@ class Head(Struct, array_like=True):
     """The first record: the limits under which the operations in the file were done."""
 
     format: int
-    limits: Limits
+    limits: StorageLimits
 
 
 class Record(NamedTuple):
@@ -59,7 +59,7 @@ class Log:
         self._synced = size
 
     @classmethod
-    def create(cls, path: Path, limits: Limits) -> Log:
+    def create(cls, path: Path, limits: StorageLimits) -> Log:
         """A new log in the place of any file of that name. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         log = cls(path, os.open(path, flags, 0o600), 0)
@@ -121,7 +121,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError; FolderError where the file was written by another version."""
-        self.limits: Limits | None = None
+        self.limits: StorageLimits | None = None
         """None: the file does not begin as a log does."""
         self.size = 0
         """Bytes of the whole records that were read."""
@@ -139,7 +139,7 @@ class Reader:
         """Closes the file."""
         self._file.close()
 
-    def _head(self, body: bytes) -> Limits:
+    def _head(self, body: bytes) -> StorageLimits:
         with contextlib.suppress(DecodeError):
             head = msgpack.decode(body, type=Head)
             if head.format == FORMAT:

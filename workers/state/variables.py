@@ -32,7 +32,7 @@ ENDED = 10_000
 request ended does not bring it back. Ids of requests are never given twice."""
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class StorageLimits(Struct, frozen=True, kw_only=True):
     """What is refused. A request counts 512 bytes; each variable 256, its name and its value; each
     kept answer 256, and its error's text where it has one. A value that was replaced counts as long
     as a kept answer gives it, once for all answers that do, with 256 bytes of its own."""
@@ -100,10 +100,10 @@ class _Held:
 class VariableStorage:
     """All requests and their variables."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: StorageLimits | None = None) -> None:
+        self.limits = limits or StorageLimits()
         self.bytes = 0
-        """Of all requests, as ``Limits`` counts them."""
+        """Of all requests, as ``StorageLimits`` counts them."""
         self.variables = 0
         self._held: dict[int, _Held] = {}
         self._ended: dict[int, None] = {}
@@ -117,7 +117,7 @@ class VariableStorage:
         return len(self._held)
 
     def size(self, request: int) -> int:
-        """The bytes of a request, as ``Limits`` counts them; 0 for one that is not held."""
+        """The bytes of a request, as ``StorageLimits`` counts them; 0 for one that is not held."""
         held = self._held.get(request)
         return held.bytes if held is not None else 0
 

@@ -13,7 +13,7 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Controller, Program, Then
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.native import NativeProgram
@@ -102,7 +102,7 @@ class Run:
         self.ended: dict[int, str] = {}
         self.logs: dict[int, str] = {}
         self.sampled = self.dropped = 0
-        self._session = Session(
+        self._session = SequenceGroup(
             1, 1, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
         )
         self._play(self._session.begin(made, self._vocabulary, [1, 2]))

@@ -9,7 +9,7 @@ import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.replies import Reply
-from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
@@ -29,8 +29,8 @@ def program(pre: str) -> NativeProgram:
     return NativeProgram(engine, wasmtime.Module(engine, with_exported_globals(guest(pre=pre))))
 
 
-def begun(pre: str = "") -> tuple[Session, list[StepResult]]:
-    session = Session(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
+def begun(pre: str = "") -> tuple[SequenceGroup, list[StepResult]]:
+    session = SequenceGroup(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
     return session, session.begin(program(pre), vocabulary(WORDS), [1, 2])
 
 
@@ -56,7 +56,7 @@ def test_a_sequence_that_is_woken_by_an_answer_is_played_after_it_was_sent() -> 
     def post(frames: list[bytes]) -> None:
         done.append("sent")
 
-    def woken(session: Session, plays: list[Play], failed: list[StepResult]) -> None:
+    def woken(session: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
         assert not failed
         done.extend(["woken"] * len(plays))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import Code
 from tokenbus.protocol.header import decode_header
-from tokenbus.protocol.worker_messages import Result, StepResult, Vocabulary
+from tokenbus.protocol.worker_messages import Result, StepResult, VocabularyName
 from tokenbus.workers.controller import sequence_group
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.limits import Limits
@@ -33,7 +33,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.replies import Reply
 from tokenbus.workers.controller.rounds import Change
-from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
 from tokenbus.workers.controller.tokens.tokenizers import Vocabularies
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.state.variables import VariableStorage
@@ -73,16 +73,20 @@ def decides(pre: Decisions = [], mid: Decisions = []) -> type[Decides]:  # noqa:
 
 def opened(
     kind: type[Controller], limits: Limits | None = None, ignore_eos: bool = False
-) -> tuple[Session, list[StepResult]]:
+) -> tuple[SequenceGroup, list[StepResult]]:
     """A session and what comes of its first round, which has been told."""
-    session = Session(1, 9, limits or Limits(), b"", 100, ignore_eos, VariableStorage().apply)
+    session = SequenceGroup(1, 9, limits or Limits(), b"", 100, ignore_eos, VariableStorage().apply)
     results = session.begin(PythonProgram(kind), vocabulary(BYTES), [1, 2, 3])
     assert session.told(results) == ([], [])
     return session, results
 
 
 def stepped(
-    session: Session, *tokens: int, seq: int = 0, ended: bool = False, rows: MaskRows | None = None
+    session: SequenceGroup,
+    *tokens: int,
+    seq: int = 0,
+    ended: bool = False,
+    rows: MaskRows | None = None,
 ) -> list[StepResult]:
     """The round of a sequence after these tokens."""
     found = session.step(seq, tokens, ended, rows)
@@ -332,7 +336,7 @@ def test_a_session_that_is_closed_keeps_what_is_in_a_round_until_it_is_over() ->
 
 
 def test_a_session_whose_controller_is_being_made_may_be_closed() -> None:
-    session = Session(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    session = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
     session.close()
     results = session.begin(PythonProgram(Pair), vocabulary(BYTES), [1])
     assert session.told(results) == ([], [])
@@ -459,13 +463,13 @@ class Answered:
         self.attachments.append(attachments)
         self.on_post()
 
-    def _woken(self, _: Session, plays: list[Play], failed: list[StepResult]) -> None:
+    def _woken(self, _: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
         assert self.results, "what follows comes after the answer"
         self.woken.append((plays, failed))
 
 
-def untold(kind: type[Controller]) -> tuple[Session, list[StepResult]]:
-    session = Session(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+def untold(kind: type[Controller]) -> tuple[SequenceGroup, list[StepResult]]:
+    session = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
     return session, session.begin(PythonProgram(kind), vocabulary(BYTES), [1])
 
 
@@ -567,7 +571,7 @@ def test_a_vocabulary_is_asked_for_and_built_once_for_all_who_wait() -> None:
         came.append(found)
 
     json = byte_level().to_str().encode()
-    small, large = (Vocabulary(fingerprint="f", size=size, eos=[0]) for size in (400, 512))
+    small, large = (VocabularyName(fingerprint="f", size=size, eos=[0]) for size in (400, 512))
     vocabularies.want(small, 1, then)
     vocabularies.want(small, 2, then)
     vocabularies.want(large, 2, then)
@@ -584,7 +588,7 @@ def test_a_vocabulary_is_asked_for_and_built_once_for_all_who_wait() -> None:
 def test_who_waits_for_a_vocabulary_that_cannot_be_had_hears_why() -> None:
     vocabularies = Vocabularies(lambda fingerprint, gpu: None)
     heard: list[str] = []
-    name = Vocabulary(fingerprint="f", size=400, eos=[])
+    name = VocabularyName(fingerprint="f", size=400, eos=[])
     for json, error in ((None, "no such tokenizer"), (b"{}", "")):
         vocabularies.want(name, 1, lambda found, why: heard.append(why))
         vocabularies.arrived("f", json, error)

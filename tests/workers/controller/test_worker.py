@@ -24,7 +24,7 @@ from tokenbus.clients import (
     RequestTimeoutError,
     UnavailableError,
 )
-from tokenbus.clients.results import Sequence
+from tokenbus.clients.results import GeneratedSequence
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -78,11 +78,13 @@ class System:
         self.second = second
         """The model of another vocabulary."""
 
-    def run(self, prompt: str | list[int] = PROMPT, **options: Any) -> list[Sequence]:
+    def run(self, prompt: str | list[int] = PROMPT, **options: Any) -> list[GeneratedSequence]:
         options.setdefault("timeout_s", 60)
         return self.client.generate(prompt, **options).wait()
 
-    def script(self, *do: Any, prompt: str | list[int] = PROMPT, **options: Any) -> list[Sequence]:
+    def script(
+        self, *do: Any, prompt: str | list[int] = PROMPT, **options: Any
+    ) -> list[GeneratedSequence]:
         """A run of ``Scripted``."""
         arg = {"do": do, "tells": options.pop("tells", False)}
         return self.run(prompt, controller=SCRIPTED, controller_arg=arg, **options)

@@ -18,7 +18,7 @@ from tokenbus.protocol.worker_messages import (
     Step,
     StepResult,
     StepSequence,
-    Vocabulary,
+    VocabularyName,
 )
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel
@@ -94,7 +94,7 @@ class Bench:
         self.live[request] = 1
         self.heard[request] = []
         if controller:
-            vocabulary = Vocabulary(
+            vocabulary = VocabularyName(
                 fingerprint="f", size=loaded.vocab_size, eos=sorted(loaded.eos_token_ids)
             )
             start = Start(

@@ -22,10 +22,10 @@ from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.state.durable import SYNC_S, DurableVariables
 from tokenbus.workers.state.folder import FolderError
 from tokenbus.workers.state.log import HEAD, Log, Record
-from tokenbus.workers.state.variables import KIB, MIB, Limits
+from tokenbus.workers.state.variables import KIB, MIB, StorageLimits
 
 NAMES = ("x", "y", "ü")
-SMALL = Limits(value_bytes=20, name_bytes=8, variables=2, request_bytes=4000)
+SMALL = StorageLimits(value_bytes=20, name_bytes=8, variables=2, request_bytes=4000)
 
 operations = st.builds(
     Variable,
@@ -42,7 +42,7 @@ bursts = st.lists(st.lists(operations, min_size=1, max_size=4), max_size=12)
 
 @contextmanager
 def opened(
-    folder: Path, limits: Limits | None = None, compact_floor: int = 16 * MIB
+    folder: Path, limits: StorageLimits | None = None, compact_floor: int = 16 * MIB
 ) -> Iterator[DurableVariables]:
     variables = DurableVariables(folder, limits, compact_floor)
     try:
@@ -143,7 +143,7 @@ def test_limits_that_were_lowered_take_nothing_back(folder: Path) -> None:
     with opened(folder) as variables:
         for i in range(20):
             assert wrote(variables, Variable(1, 0, i, "set", f"x{i}", b"a" * 100))
-    for limits in (SMALL, SMALL, Limits()):
+    for limits in (SMALL, SMALL, StorageLimits()):
         with opened(folder, limits) as variables:
             assert one(variables, Variable(1, 0, 19, "set", "x19", b"a" * 100)).written
             assert variables.counts.variables == 20
@@ -247,7 +247,7 @@ def test_a_file_that_is_no_log_is_set_aside(folder: Path, content: bytes) -> Non
 
 def test_a_log_of_another_version_is_refused_and_left_alone(folder: Path) -> None:
     folder.mkdir()
-    log = Log.create(folder / "log", Limits())
+    log = Log.create(folder / "log", StorageLimits())
     log.close()
     os.truncate(folder / "log", 0)
     log = Log.go_on(folder / "log", 0)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
-from tokenbus.workers.state.variables import KIB, MIB, Limits, VariableStorage
+from tokenbus.workers.state.variables import KIB, MIB, StorageLimits, VariableStorage
 
-SMALL = Limits(value_bytes=20, name_bytes=8, variables=3, request_bytes=4000, total_bytes=10_000)
+SMALL = StorageLimits(
+    value_bytes=20, name_bytes=8, variables=3, request_bytes=4000, total_bytes=10_000
+)
 
 Do = Callable[..., VariableAnswer]
 

@@ -20,7 +20,7 @@ from .grammar.grammar_controller import GrammarController
 from .grammar.grammar_tables import GrammarTables, choice_tables, regex_tables, substring_tables
 from .grammar.parts import PartsController, Plan, make_plan
 from .grammar.refusals import refusal
-from .grammar.shared_instances import GrammarGuests
+from .grammar.shared_instances import SharedInstances
 from .llguidance.matchers import Matchers
 from .llguidance.schema_and_lark import JsonSchemaProgram, LarkProgram
 
@@ -31,7 +31,7 @@ COMBINATIONS_KEPT = 64
 class GrammarProgram:
     """A constraint whose argument becomes tables, which the guest of these tables runs."""
 
-    def __init__(self, guests: GrammarGuests, tables: Callable[[bytes], bytes]) -> None:
+    def __init__(self, guests: SharedInstances, tables: Callable[[bytes], bytes]) -> None:
         self._guests = guests
         self._tables = tables
 
@@ -65,7 +65,7 @@ def _combination(arg: bytes) -> Combination:
 class CombinationProgram:
     """The constraint ``combination``: one automaton where it can be, else parts in turn."""
 
-    def __init__(self, guests: GrammarGuests, others: Mapping[str, Program]) -> None:
+    def __init__(self, guests: SharedInstances, others: Mapping[str, Program]) -> None:
         """``others``: what makes the controllers of parts that are no automata."""
         self._guests = guests
         self._others = others
@@ -101,7 +101,7 @@ class Constraints:
         prepare()  # or else the first pattern waits for it
         memories = folder / "memories" if folder is not None else None
         tables = folder / "tables" if folder is not None else None
-        self._guests = GrammarGuests(engine, memories)
+        self._guests = SharedInstances(engine, memories)
         self._matchers = Matchers()
         self._programs: dict[str, Program] = {
             "choice": GrammarProgram(self._guests, choice_tables),

@@ -13,7 +13,7 @@ from ..host import Host, Stored, Variables, Written
 from . import script_constraints
 from .arguments import parsed
 from .asks import Ask, asks
-from .operations import Append, Fork, Generate, Request, Stop, WaitFor
+from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
@@ -52,7 +52,7 @@ class Context:
         if following is not None:
             after = _position("fixed(following=label)", following)
 
-        def make(question: Question) -> Request:
+        def make(question: Question) -> Operation:
             length = len(self._transcript.tokens)
             if after is not None and after > length:
                 raise _wrong(
@@ -116,7 +116,7 @@ class Context:
         if len(kinds) > 1:
             raise _wrong(f"gen({', '.join(kinds)}): only one of these at a time")
 
-        def make(question: Question) -> Request:
+        def make(question: Question) -> Operation:
             return Generate(
                 question,
                 self._host.vocabulary,
@@ -206,7 +206,7 @@ class Context:
     # --- inside ---------------------------------------------------------------------------------
 
     async def _ask(
-        self, make: Callable[[Question], Request], call: str, **arguments: object
+        self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
         """The answer to a question: the recorded one, or that of a request, waited for."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
@@ -286,7 +286,7 @@ class _RecordedVariables:
 
 
 @types.coroutine
-def _waiting(request: Request) -> Generator[Request, None, None]:
+def _waiting(request: Operation) -> Generator[Operation, None, None]:
     """Hands a request to the controller, which goes on once it is finished."""
     yield request
 

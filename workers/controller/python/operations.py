@@ -13,7 +13,7 @@ from .transcript import Question, Transcript
 _MASKED = Answer(Then.GO_ON, masked=True)
 
 
-class Request:
+class Operation:
     """Something that a script waits for until it is ``finished``, and then its ``answer``.
 
     The calls are those of ``interface.Controller``. After each of them the request may be
@@ -36,7 +36,7 @@ class Request:
     def post_process(self, tokens: Sequence[int]) -> None:
         """Tokens were appended; the transcript has them already."""
 
-    def resume(self, other: Request) -> None:
+    def resume(self, other: Operation) -> None:
         """Go on from where the same request of another sequence is."""
 
     def _finish(self, answer: object = None) -> None:
@@ -44,7 +44,7 @@ class Request:
         self.answer = answer
 
 
-class Stop(Request):
+class Stop(Operation):
     """The sequence ends; it is never finished."""
 
     def pre_process(self) -> Answer:
@@ -56,7 +56,7 @@ class Stop(Request):
         return STOP
 
 
-class Append(Request):
+class Append(Operation):
     """Tokens are appended; those after ``following``, a length of the sequence, dropped before."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Append(Request):
         self._finish()
 
 
-class Generate(Request):
+class Generate(Operation):
     """The model writes: until its constraint allows no more, a stop text, a number of tokens, or
     the token that ends a sequence, which is taken back. The answer is the text, as bytes."""
 
@@ -138,7 +138,7 @@ class Generate(Request):
                 self._end(drop=len(tokens) - at - 1)
                 return
 
-    def resume(self, other: Request) -> None:
+    def resume(self, other: Operation) -> None:
         """The same text so far."""
         assert isinstance(other, Generate)
         self._tokens, self._text = list(other._tokens), bytearray(other._text)
@@ -170,7 +170,7 @@ class Generate(Request):
             self._finish(bytes(self._text))
 
 
-class Fork(Request):
+class Fork(Operation):
     """The sequence becomes ``count``; the answer is which of them this is."""
 
     def __init__(self, question: Question, count: int, seq: int) -> None:
@@ -195,13 +195,13 @@ class Fork(Request):
             self._finish(list(fork_group).index(self._seq))
         return None
 
-    def resume(self, other: Request) -> None:
+    def resume(self, other: Operation) -> None:
         """Made or not."""
         assert isinstance(other, Fork)
         self._made = other._made
 
 
-class WaitFor(Request):
+class WaitFor(Operation):
     """A variable of the request comes to be; the answer is what it is then."""
 
     def __init__(self, question: Question, read: Callable[[], Stored | None]) -> None:

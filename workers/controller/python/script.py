@@ -19,10 +19,10 @@ from ..interface import GO_ON, Answer, Then
 from .asks import check_awaited
 from .calls import Calls
 from .context import Context
-from .operations import Request, Stop
+from .operations import Operation, Stop
 from .transcript import Question, Transcript
 
-Script = Callable[[Context], Coroutine[Request, None, object]]
+Script = Callable[[Context], Coroutine[Operation, None, object]]
 """A coroutine function with one argument."""
 
 
@@ -67,7 +67,7 @@ class ScriptController:
         self._calls = Calls(name, host)
         self._context = Context(host, transcript)
         self._coroutine = function(self._context)
-        self._request: Request | None = None
+        self._request: Operation | None = None
         """None before init_prompt."""
         self._detour = _Detour()
 
@@ -135,7 +135,7 @@ class ScriptController:
         except ControllerError:
             pass  # The log has it, and the sequence is over.
 
-    def _current(self) -> Request:
+    def _current(self) -> Operation:
         """The request that is waited for; the script runs on as long as it is a finished one."""
         while self._request is None or self._request.finished:
             self._resume()
@@ -161,7 +161,7 @@ class ScriptController:
                 self._host.log.write(f"{end.value}\n".encode())
             self._request = Stop(Question("end"))
             return
-        if not isinstance(request, Request):
+        if not isinstance(request, Operation):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the script awaits {request!r}; a script awaits only what its ctx gives",

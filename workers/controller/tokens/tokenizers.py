@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ....protocol.worker_messages import Vocabulary as VocabularyName
+from ....protocol.worker_messages import VocabularyName
 from .vocabulary import TokenizerVocabulary
 
 Waiting = Callable[[TokenizerVocabulary | None, str], None]

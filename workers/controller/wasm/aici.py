@@ -66,7 +66,7 @@ class AiciProgram:
 
     def start(self, host: Host) -> Controller:
         """A fresh instance; each of its start-up calls has ``Limits.init_s``."""
-        state = State(host)
+        state = AiciState(host)
         if self._keeps_tokens:
             state.tokens = array.array("I")
         guest = state.guest = Guest(self._template, state, host.limits)
@@ -87,7 +87,7 @@ def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
     return make_linker(engine, FUNCTIONS)
 
 
-class State:
+class AiciState:
     """What the host functions of one guest work with."""
 
     __slots__ = (
@@ -123,7 +123,9 @@ class State:
 class AiciController:
     """The controller of one sequence."""
 
-    def __init__(self, guest: Guest, state: State, handle: int, why_no_fork: str | None) -> None:
+    def __init__(
+        self, guest: Guest, state: AiciState, handle: int, why_no_fork: str | None
+    ) -> None:
         self._guest = guest
         self._state = state
         self._handle = handle
@@ -173,7 +175,7 @@ class AiciController:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
-        mine, state = self._state, State(host)
+        mine, state = self._state, AiciState(host)
         state.blobs = list(mine.blobs)
         if mine.tokens is not None:
             state.tokens = mine.tokens[:]
@@ -204,7 +206,7 @@ class AiciController:
 # --- the functions that a guest may import --------------------------------------------------------
 
 
-def _read_blob(state: State, blob: int, into: int, size: int) -> int:
+def _read_blob(state: AiciState, blob: int, into: int, size: int) -> int:
     blobs = state.blobs
     data = blobs[blob] if blob < len(blobs) else None
     if data is None:
@@ -215,32 +217,32 @@ def _read_blob(state: State, blob: int, into: int, size: int) -> int:
     return len(data)
 
 
-def _module_arg(state: State) -> int:
+def _module_arg(state: AiciState) -> int:
     return _MODULE_ARG
 
 
-def _process_arg(state: State) -> int:
+def _process_arg(state: AiciState) -> int:
     return _PROCESS_ARG
 
 
-def _token_trie(state: State) -> int:
+def _token_trie(state: AiciState) -> int:
     state.blobs[_TRIE] = state.host.vocabulary.trie
     return _TRIE
 
 
-def _tokenize(state: State, address: int, size: int) -> int:
+def _tokenize(state: AiciState, address: int, size: int) -> int:
     _check_size("a text to tokenize", size, TEXT_BYTES)
     tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
     state.blobs[_TOKENIZED] = array.array("I", tokens).tobytes()
     return _TOKENIZED
 
 
-def _tokens(state: State) -> int:
+def _tokens(state: AiciState) -> int:
     state.blobs[_TOKENS] = state.tokens.tobytes() if state.tokens is not None else b""
     return _TOKENS
 
 
-def _storage_cmd(state: State, address: int, size: int) -> int:
+def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, most_bytes(limit))
     command = state.guest.read(address, size)
@@ -248,13 +250,13 @@ def _storage_cmd(state: State, address: int, size: int) -> int:
     return _STORAGE
 
 
-def _return_process_result(state: State, address: int, size: int) -> None:
+def _return_process_result(state: AiciState, address: int, size: int) -> None:
     if size > RESULT_BYTES:
         _check_size("a result", size, RESULT_BYTES)
     state.result = state.guest.read(address, size)
 
 
-def _return_logit_bias(state: State, address: int) -> None:
+def _return_logit_bias(state: AiciState, address: int) -> None:
     mask, mask_type, guest = state.mask, state.mask_type, state.guest
     if mask is None:
         raise ControllerError(
@@ -267,19 +269,19 @@ def _return_logit_bias(state: State, address: int) -> None:
     state.masked = True
 
 
-def _self_seq_id(state: State) -> int:
+def _self_seq_id(state: AiciState) -> int:
     return state.host.seq
 
 
-def _eos_token(state: State) -> int:
+def _eos_token(state: AiciState) -> int:
     return state.host.vocabulary.eos
 
 
-def _get_config(state: State, address: int, size: int) -> int:
+def _get_config(state: AiciState, address: int, size: int) -> int:
     return int(state.guest.read(address, min(size, 64)) in CONFIG)
 
 
-def _stop(state: State) -> None:
+def _stop(state: AiciState) -> None:
     words = state.last_words.decode("utf-8", "replace").strip()
     raise ControllerError(
         Code.CONTROLLER_FAILED,
@@ -287,7 +289,7 @@ def _stop(state: State) -> None:
     )
 
 
-def _fd_write(state: State, fd: int, pieces: int, count: int, written_at: int) -> int | None:
+def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: int) -> int | None:
     """As in WASI; the end of it is kept for ``_stop``."""
     said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
     if said == OK:

@@ -43,7 +43,7 @@ class NativeProgram:
 
     def start(self, host: Host) -> Controller:
         """A fresh instance."""
-        state = State(host)
+        state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits)
         try:
             begin = start_function(self._template.exports)
@@ -65,7 +65,7 @@ def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
     return make_linker(engine, FUNCTIONS)
 
 
-class State:
+class NativeState:
     """What the host functions of one guest work with."""
 
     __slots__ = ("guest", "host")
@@ -173,7 +173,7 @@ class NativeController:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
-        state = State(host)
+        state = NativeState(host)
         state.guest = guest = self._guest.clone(state, host.limits)
         return NativeController(guest, host, self._block_at, self._why_no_fork)
 
@@ -227,22 +227,22 @@ def _unknown(phase: str, then: int, known: str) -> ControllerError:
 # --- the functions that a guest may import --------------------------------------------------------
 
 
-def _log(state: State, address: int, size: int) -> None:
+def _log(state: NativeState, address: int, size: int) -> None:
     state.guest.check(address, size)
     log = state.host.log
     log.write(state.guest.read(address, log.room(size)))
 
 
-def _fail(state: State, address: int, size: int) -> None:
+def _fail(state: NativeState, address: int, size: int) -> None:
     text = state.guest.read(address, min(size, 4096)).decode("utf-8", "replace")
     raise ControllerError(Code.CONTROLLER_FAILED, text or "it failed without a word")
 
 
-def _seq_id(state: State) -> int:
+def _seq_id(state: NativeState) -> int:
     return state.host.seq
 
 
-def _tokenize(state: State, address: int, size: int, into: int, most: int) -> int:
+def _tokenize(state: NativeState, address: int, size: int, into: int, most: int) -> int:
     if size > MAX_TEXT:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
@@ -253,11 +253,11 @@ def _tokenize(state: State, address: int, size: int, into: int, most: int) -> in
     return len(tokens)
 
 
-def _trie_size(state: State) -> int:
+def _trie_size(state: NativeState) -> int:
     return len(state.host.vocabulary.trie)
 
 
-def _trie_read(state: State, into: int, offset: int, size: int) -> int:
+def _trie_read(state: NativeState, into: int, offset: int, size: int) -> int:
     trie, guest = state.host.vocabulary.trie, state.guest
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
@@ -267,7 +267,7 @@ def _trie_read(state: State, into: int, offset: int, size: int) -> int:
     return size
 
 
-def _name(state: State, address: int, size: int) -> str:
+def _name(state: NativeState, address: int, size: int) -> str:
     if not 0 < size <= NAME_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
@@ -281,7 +281,9 @@ def _name(state: State, address: int, size: int) -> str:
         ) from None
 
 
-def _var_get(state: State, name: int, name_size: int, into: int, most: int, version_at: int) -> int:
+def _var_get(
+    state: NativeState, name: int, name_size: int, into: int, most: int, version_at: int
+) -> int:
     stored = state.host.variables.get(_name(state, name, name_size))
     if version_at:
         state.guest.word(version_at, stored.version if stored is not None else 0)
@@ -293,7 +295,7 @@ def _var_get(state: State, name: int, name_size: int, into: int, most: int, vers
 
 def _var_write(append: bool) -> HostFunction:
     def write(
-        state: State,
+        state: NativeState,
         name: int,
         name_size: int,
         value: int,

@@ -10,7 +10,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
     FORCED,
-    GrammarGuest,
+    GrammarInstance,
     GrammarModule,
 )
 from tokenbus.workers.controller.limits import Limits
@@ -28,21 +28,21 @@ def module() -> GrammarModule:
 
 def guest_of(
     vocabulary: TokenizerVocabulary, tables: bytes, memory: bytes | None = None
-) -> GrammarGuest:
+) -> GrammarInstance:
     """A guest, from another one's memory where that is given."""
-    return GrammarGuest(
+    return GrammarInstance(
         module(), vocabulary, tables, None if memory is None else memoryview(memory)
     )
 
 
-def look(guest: GrammarGuest, place: int) -> tuple[int, Set[int]]:
+def look(guest: GrammarInstance, place: int) -> tuple[int, Set[int]]:
     """The flags of a sequence and what its mask allows; bits beyond the vocabulary are seen too."""
     mask = bytearray(4 * -(-guest.vocabulary.size // 32))
     flags = guest.mask(place, memoryview(mask))
     return flags, members(mask)
 
 
-def allows(guest: GrammarGuest, place: int, token: int) -> bool:
+def allows(guest: GrammarInstance, place: int, token: int) -> bool:
     """Whether a sequence's mask has a token."""
     mask = bytearray(4 * -(-guest.vocabulary.size // 32))
     guest.mask(place, memoryview(mask))
@@ -110,7 +110,7 @@ class Oracle:
 _BYTES = [bytes((byte,)) for byte in range(256)]
 
 
-def walk(guest: GrammarGuest, oracle: Oracle, most: int = 150) -> int:
+def walk(guest: GrammarInstance, oracle: Oracle, most: int = 150) -> int:
     """Compares the masks of all texts that tokens reach, up to a depth and a number, the shortest
     first, and what each token of the vocabulary does there; returns how many texts there were."""
     case = oracle.case
@@ -136,7 +136,7 @@ def walk(guest: GrammarGuest, oracle: Oracle, most: int = 150) -> int:
     return len(seen)
 
 
-def check_forced(guest: GrammarGuest, oracle: Oracle, place: int, text: bytes) -> None:
+def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
     """Forced tokens write what must follow and no more, each may follow in turn, and no longer
     token that begins where one of them does could go on beyond all that must follow."""
     vocabulary, reference = oracle.case.vocabulary, oracle.case.reference

@@ -13,7 +13,7 @@ from tokenbus.grammars.regex import compile_regex
 from tokenbus.grammars.yacc import Recognizer, compile_grammar
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar.grammar_instance import (
-    GrammarGuest,
+    GrammarInstance,
     GrammarModule,
 )
 from tokenbus.workers.controller.interface import Then
@@ -28,7 +28,7 @@ LETTERS = vocabulary(BYTES)
 @pytest.mark.parametrize("name", library.names())
 def test_every_beginning_of_a_sample_can_be_closed(name: str) -> None:
     compiled = compile_grammar(library.grammar(name)).grammar
-    guest = GrammarGuest(MODULE, LETTERS, compiled.to_bytes())
+    guest = GrammarInstance(MODULE, LETTERS, compiled.to_bytes())
     closed = beginnings = 0
     for sample in library.samples(name).accepted:
         place, text = guest.start(), b""
@@ -67,7 +67,7 @@ def test_every_beginning_of_a_sample_can_be_closed(name: str) -> None:
 )
 def test_json_is_closed_with_the_fewest_bytes(text: str, closing: str) -> None:
     tables = compile_grammar(library.grammar("json")).grammar.to_bytes()
-    guest = GrammarGuest(MODULE, LETTERS, tables)
+    guest = GrammarInstance(MODULE, LETTERS, tables)
     place = guest.start()
     assert guest.append(place, [1 + byte for byte in text.encode()]) == len(text.encode())
     tokens = guest.closing(place)
@@ -78,7 +78,7 @@ def test_json_is_closed_with_the_fewest_bytes(text: str, closing: str) -> None:
 
 @pytest.mark.parametrize("pattern", [r"\d{4}-(0[1-9]|1[0-2])", "a*b{3,5}c?", "(the |a )?(cat|dog)"])
 def test_a_regular_expression_is_closed_by_the_shortest_way(pattern: str) -> None:
-    guest = GrammarGuest(MODULE, LETTERS, compile_regex(pattern).to_bytes())
+    guest = GrammarInstance(MODULE, LETTERS, compile_regex(pattern).to_bytes())
     for beginning in ("", "2026", "2026-1", "aab", "bbbb", "th", "the ", "the c"):
         place = guest.start()
         taken = guest.append(place, [1 + byte for byte in beginning.encode()])

@@ -18,7 +18,7 @@ from tokenbus.grammars.yacc import Recognizer, compile_grammar
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar import yacc_compiler
-from tokenbus.workers.controller.backends.grammar.file_cache import KeptFiles
+from tokenbus.workers.controller.backends.grammar.file_cache import FileCache
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Program, Then
 from tokenbus.workers.controller.limits import Limits
@@ -404,7 +404,7 @@ def test_a_memory_on_disk_that_is_damaged_is_made_again(tmp_path: Path, damage: 
 
 
 def test_what_is_kept_on_disk_has_a_bound_and_the_least_used_goes(tmp_path: Path) -> None:
-    files = KeptFiles(tmp_path, ".kept", 250)
+    files = FileCache(tmp_path, ".kept", 250)
     for age, key in enumerate(("old", "older", "new")):
         files.write(key, bytes(50), bytes(50))
         if key != "new":

@@ -20,7 +20,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
     FORCED,
-    GrammarGuest,
+    GrammarInstance,
 )
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
@@ -50,7 +50,7 @@ def byte_vocabulary() -> TokenizerVocabulary:
 
 
 @pytest.fixture
-def signs() -> Iterator[GrammarGuest]:
+def signs() -> Iterator[GrammarInstance]:
     with closing(guest_of(raw_vocabulary(SIGN_TOKENS), tables(SIGNS))) as guest:
         yield guest
 
@@ -78,7 +78,7 @@ def test_nesting_is_followed_to_the_bound_and_refused_beyond_it() -> None:
 
 
 def test_a_chain_of_reductions_to_the_bottom_of_a_deep_stack_is_followed(
-    signs: GrammarGuest,
+    signs: GrammarInstance,
 ) -> None:
     place = signs.start()
     assert signs.append(place, [4] * 1000) == 1000
@@ -102,7 +102,7 @@ def test_c_nested_eight_thousand_deep_has_masks(sign: bytes) -> None:
 
 
 def test_stacks_that_have_nothing_in_common_are_forgotten_and_found_again(
-    signs: GrammarGuest,
+    signs: GrammarInstance,
 ) -> None:
     """Each of these results hangs on a way of 8,000 states: there is room for twelve."""
     chance = random.Random(5)
@@ -236,7 +236,7 @@ def choice(words: list[bytes]) -> bytes:
     return compile_choice([word.decode() for word in words]).to_bytes()
 
 
-def spell(guest: GrammarGuest, words: list[bytes]) -> list[tuple[int, int]]:
+def spell(guest: GrammarInstance, words: list[bytes]) -> list[tuple[int, int]]:
     """Flags and, to be compared, the hash of the mask at each letter of some words."""
     seen = []
     for word in words:
@@ -249,7 +249,7 @@ def spell(guest: GrammarGuest, words: list[bytes]) -> list[tuple[int, int]]:
     return seen
 
 
-def hashed(guest: GrammarGuest, place: int) -> tuple[int, int]:
+def hashed(guest: GrammarInstance, place: int) -> tuple[int, int]:
     """The flags and the hash of the mask of a sequence."""
     mask = bytearray(guest.vocabulary.size // 8)
     flags = guest.mask(place, memoryview(mask))

@@ -46,7 +46,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.python.script import Script
 from tokenbus.workers.controller.python.script_constraints import Grammar, regex
-from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables, VariableCalls
 from tokenbus.workers.state.variables import VariableStorage
@@ -105,7 +105,7 @@ class Run:
         self.sent_back = 0
         """Tokens that the model has to drop."""
         ask = variable_calls().ask
-        self._session = Session(1, 1, limits or Limits(), arg, max_tokens, False, ask)
+        self._session = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
         self._play(self._session.begin(program, vocabulary(), tokens_of(prompt)))
 
     def text(self, seq: int = 0) -> str:

@@ -20,7 +20,7 @@ from tokenbus.workers.controller.host import Host, allowed
 from tokenbus.workers.controller.interface import Controller
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.rounds import Rounds, Stage, SteeredSequence
+from tokenbus.workers.controller.rounds import ControlledSequence, Rounds, Stage
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.abis import examine
@@ -129,7 +129,7 @@ class Request:
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._changes = 0
         self.storage = VariableStorage()
-        self.sequences: dict[int, SteeredSequence] = {}
+        self.sequences: dict[int, ControlledSequence] = {}
         self.tokens: dict[int, list[int]] = {}
         """Of each sequence, beyond the prompt."""
         self.logs: dict[int, str] = {}
@@ -180,7 +180,7 @@ class Request:
                 results = results + self._take(self._rounds.again(sequence))
         return results
 
-    def _fork(self, parent: SteeredSequence, more: int) -> list[SteeredSequence]:
+    def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
         children = []
         for _ in range(more):
             child = self._sequence(len(self.sequences), parent.controller.fork)
@@ -188,15 +188,15 @@ class Request:
             children.append(child)
         return children
 
-    def _changes_of_others(self, sequence: SteeredSequence) -> int:
+    def _changes_of_others(self, sequence: ControlledSequence) -> int:
         return self._changes - sequence.variables.own_changes
 
-    def _sequence(self, seq: int, make: Callable[[Host], Controller]) -> SteeredSequence:
+    def _sequence(self, seq: int, make: Callable[[Host], Controller]) -> ControlledSequence:
         variables = SequenceVariables(1, seq, self._ask, self._wrote)
         log = Log(self._limits.log_bytes)
         host = Host(1, seq, self._arg, self._vocabulary, variables, log, self._limits, 100)
         mask = memoryview(bytearray(4 * -(-self._vocabulary.size // 32)))
-        made = SteeredSequence(seq, make(host), host, variables, mask)
+        made = ControlledSequence(seq, make(host), host, variables, mask)
         self.sequences[seq] = made
         self.tokens.setdefault(seq, [])
         self.logs[seq] = ""

@@ -25,7 +25,7 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Controller, Program, Then
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.sequence_group import Play, Session
+from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.native import NativeProgram
@@ -184,7 +184,7 @@ class Request:
 
     def __init__(self, made: Program, arg: str, record: Record) -> None:
         self._record = record
-        self._session = Session(1, 1, LIMITS, arg.encode(), MAX_TOKENS, False, self._answer)
+        self._session = SequenceGroup(1, 1, LIMITS, arg.encode(), MAX_TOKENS, False, self._answer)
         self._storage = VariableStorage()
         self._made = made
         self.may: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tokenbus.clients import Client, ControllerError, RequestError, TokenbusError
-from tokenbus.clients.results import Sequence
+from tokenbus.clients.results import GeneratedSequence
 
 from ....processes import Bus, Process, until
 from .aici_guests import puppet
@@ -61,7 +61,7 @@ class System:
         """The tokens of a well-behaved request."""
         return self.run("calm", max_tokens=CALM_TOKENS)[0].tokens
 
-    def run(self, controller: str | bytes, **options: Any) -> list[Sequence]:
+    def run(self, controller: str | bytes, **options: Any) -> list[GeneratedSequence]:
         """A request to its end; a module is uploaded first."""
         name = controller if isinstance(controller, str) else self.upload(controller)
         given = {"max_tokens": 5, "ignore_eos": True, "timeout_s": 20.0, "text": False} | options

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class KeptFiles:
+class FileCache:
     """Files of this user alone, written under another name and renamed. Safe from any process."""
 
     def __init__(self, folder: Path, suffix: str, most_bytes: int) -> None:

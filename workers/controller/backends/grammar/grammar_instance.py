@@ -29,7 +29,7 @@ MASK_S = 2.0
 """CPU time of one mask, in seconds. The first one in a lexer state takes milliseconds."""
 
 ANY: Final = 1
-"""Of ``GrammarGuest.mask``: some token is allowed, the end of the sequence apart."""
+"""Of ``GrammarInstance.mask``: some token is allowed, the end of the sequence apart."""
 FORCED: Final = 2
 """The next byte can only be one, and the text is not complete."""
 COMPLETE: Final = 4
@@ -70,7 +70,7 @@ class GrammarModule:
         self.template = Template(linker, wasmtime.Module(engine, self.wasm), engine)
 
 
-class GrammarGuest:
+class GrammarInstance:
     """A grammar at work. Safe from any thread: one call at a time.
 
     A sequence is a number, its place. Whatever fails raises ControllerError; where that was the

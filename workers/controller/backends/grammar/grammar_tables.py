@@ -25,7 +25,7 @@ from .....grammars.regex import RegexError, compile_choice, compile_regex
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....protocol.errors import Code, UnavailableError
-from .file_cache import KeptFiles
+from .file_cache import FileCache
 from .refusals import refusal
 from .yacc_compiler import compile_apart
 
@@ -103,7 +103,7 @@ class GrammarTables:
 
     def __init__(self, folder: Path | None) -> None:
         """``folder`` is where they are kept; None: nowhere. It is made for this user alone."""
-        self._files = None if folder is None else KeptFiles(folder, ".tables", MOST_BYTES)
+        self._files = None if folder is None else FileCache(folder, ".tables", MOST_BYTES)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()

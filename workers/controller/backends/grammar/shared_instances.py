@@ -18,8 +18,8 @@ import wasmtime
 
 from .....grammars.yacc.compiled import MAGIC as grammar_magic
 from ...host import Vocabulary
-from .grammar_instance import GrammarGuest, GrammarModule
-from .snapshots import Memories
+from .grammar_instance import GrammarInstance, GrammarModule
+from .snapshots import SnapshotFiles
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ def _digest(tables: bytes) -> bytes:
 class Shared:
     """A guest and how many sequences use it."""
 
-    def __init__(self, guests: GrammarGuests, key: str, guest: GrammarGuest, saved: int) -> None:
+    def __init__(
+        self, guests: SharedInstances, key: str, guest: GrammarInstance, saved: int
+    ) -> None:
         self.guest = guest
         self.key = key
         self.users = 0
@@ -57,13 +59,13 @@ class Shared:
         self._guests._leave(self)
 
 
-class GrammarGuests:
+class SharedInstances:
     """Guests by grammar and vocabulary. Safe from any thread."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
         """``folder`` is where their memories are kept; None: nowhere."""
         self._module = GrammarModule(engine)
-        self._memories = Memories(folder) if folder is not None else None
+        self._memories = SnapshotFiles(folder) if folder is not None else None
         self._made_for = hashlib.sha256(self._module.wasm).digest()
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Shared] = OrderedDict()
@@ -119,9 +121,9 @@ class GrammarGuests:
         if self._memories is not None:
             with self._memories.read(key) as memory:
                 if memory is not None:
-                    guest = GrammarGuest(self._module, vocabulary, tables, memory)
+                    guest = GrammarInstance(self._module, vocabulary, tables, memory)
                     return Shared(self, key, guest, guest.found)
-        return Shared(self, key, GrammarGuest(self._module, vocabulary, tables), 0)
+        return Shared(self, key, GrammarInstance(self._module, vocabulary, tables), 0)
 
     def _too_many(self) -> list[Shared]:
         """Idle guests whose room is needed, taken out."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .....protocol.errors import ControllerError
-from .file_cache import KeptFiles
+from .file_cache import FileCache
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ MOST_BYTES = 1024**3
 _MAGIC = b"TBGM\x01\0\0\0"
 
 
-class Memories:
+class SnapshotFiles:
     """The memories in a folder; they are written by one thread of this process."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = KeptFiles(folder, ".memory", MOST_BYTES)
+        self._files = FileCache(folder, ".memory", MOST_BYTES)
         self._writer = ThreadPoolExecutor(1, "grammar-memories")
 
     @contextmanager

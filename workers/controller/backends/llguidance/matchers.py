@@ -15,7 +15,7 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLTokenizer
 
 from ...host import Vocabulary
-from .trial import GrammarError, Trials, parser_limits, reason
+from .trial import RefusedGrammar, Trials, parser_limits, reason
 
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
@@ -114,7 +114,7 @@ class Matchers:
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str) -> Grammar:
-        """A grammar, as ``LLMatcher.grammar_from_*`` gives it, compiled; raises GrammarError."""
+        """A grammar, as ``LLMatcher.grammar_from_*`` gives it, compiled; raises RefusedGrammar."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         with self._lock:
@@ -126,7 +126,7 @@ class Matchers:
         tokens = self._tokens_of(name, vocabulary)
         matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise GrammarError(reason(matcher.get_error()))
+            raise RefusedGrammar(reason(matcher.get_error()))
         made = Grammar(self, key, tokens, matcher)
         with self._lock:
             self._grammars[key] = made

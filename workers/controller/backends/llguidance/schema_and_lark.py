@@ -13,7 +13,7 @@ from ...host import Host
 from ...interface import Controller
 from .matcher_controller import MatcherController
 from .matchers import Matchers
-from .trial import GrammarError
+from .trial import RefusedGrammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -83,7 +83,7 @@ class LarkProgram:
 def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> Controller:
     try:
         made = matchers.get(host.vocabulary, grammar)
-    except GrammarError as error:
+    except RefusedGrammar as error:
         raise _refusal(f"{name}: {error}") from None
     return MatcherController(made, made.start(), host)
 

@@ -47,7 +47,7 @@ SHOWN = 400
 _LENGTH = struct.Struct("<I")
 
 
-class GrammarError(Exception):
+class RefusedGrammar(Exception):
     """A grammar that llguidance refuses, or that takes too much; the message is the reason."""
 
 
@@ -76,7 +76,7 @@ class Trials:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def run(self, grammar: str) -> None:
-        """Raises GrammarError where a grammar is wrong or takes more than the bounds above, and
+        """Raises RefusedGrammar where a grammar is wrong or takes more than the bounds above, and
         UnavailableError where others take so long that its turn does not come."""
         if not self._turns.acquire(timeout=WALL_S):
             raise UnavailableError(
@@ -89,7 +89,7 @@ class Trials:
         finally:
             self._turns.release()
         if said:
-            raise GrammarError(said)
+            raise RefusedGrammar(said)
 
     def _tried(self, grammar: bytes) -> str:
         with self._lock:
@@ -133,7 +133,7 @@ def _asked(process: subprocess.Popen[bytes], grammar: bytes) -> str:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(WALL_S):
-                raise GrammarError(f"it could not be compiled within {WALL_S:g} s")
+                raise RefusedGrammar(f"it could not be compiled within {WALL_S:g} s")
         said = _read(process.stdout)
         if said is not None:
             return said.decode()
@@ -141,11 +141,11 @@ def _asked(process: subprocess.Popen[bytes], grammar: bytes) -> str:
         pass
     code = process.wait()
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise GrammarError(f"compiling it takes more than {CPU_S} s of CPU time")
+        raise RefusedGrammar(f"compiling it takes more than {CPU_S} s of CPU time")
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
-        raise GrammarError("it nests too deeply: llguidance's stack overflowed")
+        raise RefusedGrammar("it nests too deeply: llguidance's stack overflowed")
     if code == -signal.SIGABRT:
-        raise GrammarError(f"compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory")
+        raise RefusedGrammar(f"compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory")
     raise ServiceError(Code.INTERNAL, f"the process that tries grammars out failed ({code})")
 
 
