@@ -8,7 +8,7 @@ from typing import Literal
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, encode_header
 from ..protocol.messages import Cancel, System
-from ..protocol.worker_messages import End, Lost
+from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
@@ -16,9 +16,6 @@ from .tables import Request, Worker, WorkerState
 
 EMBEDDED = "embedded"
 """The model that a request without a name means where several are served."""
-
-ANY_MODULE = "*"
-"""What a controller worker registers as its pattern that runs any uploaded module."""
 
 RETRY_AFTER_S = 1.0
 

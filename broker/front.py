@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from ..protocol.bodies import Encoding, body_type, decode_as, encoding_of
+from ..protocol.bodies import Encoding, body_type, decode_as, encoding_of, error_body
 from ..protocol.buffers import buffer_bytes
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token
@@ -33,7 +33,7 @@ from ..protocol.messages import (
     module_too_large,
 )
 from .dispatch import Dispatcher
-from .outgoing import Outgoing, Outgoings, Side, error_body
+from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters, status_of
 from .tables import Request, Session
@@ -254,7 +254,7 @@ class Front:
             taken = TokenbusError(
                 Code.SESSION_TAKEN, "another connection has taken this session over"
             )
-            self._out.to_session(known, b"ERROR", error_body(taken, None))
+            self._out.to_session(known, b"ERROR", error_body(taken))
             self._by_peer.pop(known.peer, None)
         known.peer = peer
         known.detached_at = None

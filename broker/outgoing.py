@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ..protocol.bodies import Encoding, encode_body
+from ..protocol.bodies import Encoding, encode_body, error_body
 from ..protocol.errors import TokenbusError
 from ..protocol.header import encode_header
-from ..protocol.messages import Error, FinishReason, Token
+from ..protocol.messages import FinishReason, Token
 from .tables import Request, Session, Worker
 
 
@@ -55,15 +55,3 @@ class Outgoings(list[Outgoing]):
         """The TOKEN that ends a stream which never reached a worker."""
         entry = Token(token=None, stream_id=request.stream_id, logprob=None, finish_reason=reason)
         self.to_session(request.session, b"TOKEN", [entry])
-
-
-def error_body(error: TokenbusError, stream_id: int | None, word: bytes | None = None) -> Error:
-    """The body of the ERROR that says what an exception says."""
-    return Error(
-        code=error.code,
-        message=error.message,
-        stream_id=stream_id,
-        path=error.path,
-        retry_after_s=error.retry_after_s,
-        type=word[:40].decode("ascii", "backslashreplace") if word is not None else None,
-    )

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from .errors import Code, RequestError
+from .errors import Code, RequestError, TokenbusError
+from .messages import Error
 
 Encoding = Literal["json", "msgpack"]
 
@@ -78,6 +79,27 @@ def body_type(table: Mapping[bytes, Any], word: bytes) -> Any:
         known = ", ".join(sorted(name.decode() for name in table))
         raise RequestError(Code.UNKNOWN_TYPE, f"unknown type {shown!r}; the types are {known}")
     return kind
+
+
+def error_body(
+    error: TokenbusError, stream_id: int | None = None, message_type: bytes | None = None
+) -> Error:
+    """The body of the ``ERROR`` that reports ``error``.
+
+    ``stream_id`` is the stream that ends with it, ``message_type`` the type of the message that was
+    refused.
+    """
+    shown = (
+        message_type[:40].decode("ascii", "backslashreplace") if message_type is not None else None
+    )
+    return Error(
+        code=error.code,
+        message=error.message,
+        stream_id=stream_id,
+        path=error.path,
+        retry_after_s=error.retry_after_s,
+        type=shown,
+    )
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -33,6 +33,9 @@ from .sampling import TokenId
 Role = Literal["gpu", "controller", "state"]
 Id = Annotated[int, Meta(ge=0)]
 
+ANY_MODULE = "*"
+"""The pattern of a controller worker that runs any uploaded module."""
+
 
 class LiveRequest(Struct, kw_only=True, omit_defaults=True):
     """A request that a worker still holds when it registers."""
@@ -56,7 +59,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     models: list[ModelInfo] = []
     """Models that are loaded."""
     patterns: list[str] = []
-    """Models that it may load on demand: names, with ``*`` and ``?`` as in a shell."""
+    """Models that it may load on demand: names, with ``*`` and ``?`` as in a shell. Of a controller
+    worker: the controllers that it runs, or ``ANY_MODULE``."""
     default: str = ""
     """The model that it takes a request without a model for."""
     live: list[LiveRequest] = []

@@ -15,13 +15,12 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.bodies import Encoding, decode_as, encode_body
+from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, RequestError, TokenbusError
 from ...protocol.header import Flag, Header, encode_header
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Delete,
-    Error,
     Msg,
     Tag,
     Tags,
@@ -29,6 +28,7 @@ from ...protocol.messages import (
 )
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
+    ANY_MODULE,
     End,
     LiveRequest,
     Register,
@@ -63,7 +63,6 @@ SWITCH_S = 0.0005
 """For how long a thread keeps Python's lock while others want it, in seconds: a round takes it a
 few times, and beside a long call of a host function (a text of a megabyte that becomes tokens) it
 would wait for Python's usual 5 ms each time."""
-ANY_MODULE = "*"
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -315,20 +314,11 @@ class ControllerWorker:
             answer = Msg(stream_id=stream_id, result=result)
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
-            refusal = Error(
-                code=error.code,
-                message=error.message,
-                stream_id=stream_id,
-                path=error.path,
-                retry_after_s=error.retry_after_s,
-            )
-            frames = [b"ERROR", head, encode_body(refusal, encoding)]
+            frames = [b"ERROR", head, encode_body(error_body(error, stream_id), encoding)]
         except Exception as error:
             log.exception("a request to the store failed")
-            refusal = Error(
-                code=Code.INTERNAL, message=f"the store failed: {error!r}", stream_id=stream_id
-            )
-            frames = [b"ERROR", head, encode_body(refusal, encoding)]
+            failure = TokenbusError(Code.INTERNAL, f"the store failed: {error!r}")
+            frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames)
 
     def _store_answer(self, message: FromBus, attachments: list[bytes], tenant: str) -> Any:

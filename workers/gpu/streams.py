@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...protocol.bodies import Encoding, encode_body, pack_tokens
+from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
 from ...protocol.errors import TokenbusError
 from ...protocol.header import Flag, Header, encode_header, encode_token_header
-from ...protocol.messages import Buffer, Error, Msg, System, Token
+from ...protocol.messages import Buffer, Msg, System, Token
 
 Frames = list[bytes]
 
@@ -78,13 +78,7 @@ def message_frames(stream: Stream, word: bytes, body: Msg | System, final: bool 
 
 def error_frames(stream: Stream, error: TokenbusError) -> Frames:
     """The ERROR that ends a stream."""
-    body = Error(
-        code=error.code,
-        message=error.message,
-        stream_id=stream.stream_id,
-        path=error.path,
-        retry_after_s=error.retry_after_s,
-    )
+    body = error_body(error, stream.stream_id)
     head = encode_header(stream.request, stream.session, Flag.FINAL)
     return [b"ERROR", head, encode_body(body, stream.encoding)]
 
