@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ...protocol.bodies import encode_body
 from ...protocol.header import encode_header
-from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, StepResult
+from ..machine import machine_id
 from .sequence_group import Play, SequenceGroup
 
 LATE_S = 0.003

@@ -18,8 +18,8 @@ import numpy as np
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code, RequestError
 from ...protocol.header import encode_header
-from ...protocol.machine import machine_id
 from ...protocol.worker_messages import Result, Start, Step, StepResult, StepSequence
+from ..machine import machine_id
 from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFile
 from .sampler import NOTHING_ALLOWED

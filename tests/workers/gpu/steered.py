@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.header import decode_header
-from tokenbus.protocol.machine import machine_id
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import (
     Result,
@@ -24,6 +23,7 @@ from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel
 from tokenbus.workers.gpu.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.steering import Steering
+from tokenbus.workers.machine import machine_id
 
 from .test_steering import Told
 
