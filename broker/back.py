@@ -17,12 +17,12 @@ from ..protocol.worker_messages import (
     Reregister,
     Unregister,
 )
+from .buffers import Buffers
 from .dispatch import RETRY_AFTER_S, Dispatcher
-from .front import Front
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters
-from .tables import Worker, WorkerState
+from .tables import SessionTable, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +39,17 @@ class Back:
     def __init__(
         self,
         settings: BrokerSettings,
+        sessions: SessionTable,
         dispatcher: Dispatcher,
-        front: Front,
+        buffers: Buffers,
         out: Outgoings,
         ids: Iterator[int],
         counters: Counters,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
-        self._front = front
+        self._sessions = sessions
+        self._buffers = buffers
         self._out = out
         self._ids = ids
         self._counters = counters
@@ -100,7 +102,7 @@ class Back:
         except (TokenbusError, IndexError) as error:
             self._drop(worker, peer, error)
             return []
-        known = self._front.sessions
+        known = self._sessions.by_id
         routed = []
         for i, number in enumerate(sessions, 2):
             session = known.get(number)
@@ -138,7 +140,9 @@ class Back:
             if request is not None and header.flags & Flag.FINAL:
                 self._dispatcher.forget(request)
             return
-        self._front.forward(header.address, (word, *frames[2:]), must=True)
+        session = self._sessions.by_id.get(header.address)
+        if session is not None and session.peer is not None:
+            self._out.append(Outgoing(_FRONT, session.peer, (word, *frames[2:]), True))
         if request is not None and header.flags & Flag.FINAL:
             self._dispatcher.forget(request)
 
@@ -241,9 +245,9 @@ class Back:
     def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
         """A worker gives what a stream with ``save`` made."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
-        session = self._front.sessions.get(decode_header(head).address)
+        session = self._sessions.by_id.get(decode_header(head).address)
         if session is not None:
-            self._front.keep_buffer(session, message.name, frames[3])
+            self._buffers.keep(session, message.name, frames[3])
 
     def _lose(self, worker: Worker, why: str) -> None:
         self._by_peer.pop(worker.peer, None)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from ..protocol.errors import Code, UnavailableError
 from ..protocol.ids import counting_ids
+from .admission import Admission
 from .back import Back
+from .buffers import Buffers
 from .dispatch import Dispatcher
 from .front import Front
 from .outgoing import Outgoing, Outgoings, Side
+from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters
+from .tables import SessionTable
 
 PLACES_EVERY_S = 2.0
 
@@ -24,44 +28,58 @@ class Broker:
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
         self._out = Outgoings()
         ids = counting_ids(boot)
-        self.counters = Counters()
-        self.dispatcher = Dispatcher(settings, self._out)
-        self.front = Front(settings, self.dispatcher, self._out, ids, self.counters, now)
-        self.back = Back(settings, self.dispatcher, self.front, self._out, ids, self.counters)
+        self.counters = counters = Counters()
+        self.session_table = table = SessionTable()
+        self.dispatcher = dispatcher = Dispatcher(settings, self._out)
+        buffers = Buffers(settings)
+        self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
+        self._sessions = Sessions(settings, table, dispatcher, self._out, ids)
+        self._front = Front(
+            settings,
+            table,
+            self._sessions,
+            self._admission,
+            buffers,
+            dispatcher,
+            self._out,
+            counters,
+            now,
+        )
+        self._back = Back(settings, table, dispatcher, buffers, self._out, ids, counters)
         self._places_at = now
 
     def on_client(
         self, peer: bytes, frames: list[bytes], now: float, key: str = ""
     ) -> list[Outgoing]:
         """A message of the client connection ``peer``, whose CURVE key is ``key``."""
-        self.front.on_frames(peer, frames, key, now)
+        self._front.on_frames(peer, frames, key, now)
         return self._taken()
 
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
         """A message of the worker connection ``peer``."""
         if frames and frames[0] == b"TOKEN":
-            return [*self.back.on_tokens(peer, frames, now), *self._taken()]
-        self.back.on_frames(peer, frames, now)
+            return [*self._back.on_tokens(peer, frames, now), *self._taken()]
+        self._back.on_frames(peer, frames, now)
         return self._taken()
 
     def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
         """A connection turned out to be gone."""
         if side is Side.FRONT:
-            self.front.on_gone(peer, now)
+            self._sessions.on_gone(peer, now)
         else:
-            self.back.on_gone(peer)
+            self._back.on_gone(peer)
         return self._taken()
 
     def on_full(self, side: Side, peer: bytes) -> list[Outgoing]:
         """What waits for a connection has reached its bound."""
         if side is Side.FRONT:
-            self.front.on_slow(peer)
+            self._front.on_slow(peer)
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: leases, deadlines, notices."""
-        self.back.tick(now)
-        self.front.tick(now)
+        self._back.tick(now)
+        self._sessions.tick(now)
         self.dispatcher.expire(now)
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now
@@ -70,7 +88,7 @@ class Broker:
 
     def drain(self) -> list[Outgoing]:
         """The broker is about to stop: it takes nothing new, and finishes what runs."""
-        self.front.close(self._stopping())
+        self._admission.close(self._stopping())
         return self._taken()
 
     @property
@@ -80,7 +98,7 @@ class Broker:
 
     def stop(self) -> list[Outgoing]:
         """The broker stops: every client that still has a stream is told."""
-        self.front.end_all(self._stopping())
+        self._front.end_all(self._stopping())
         return self._taken()
 
     @staticmethod

@@ -49,10 +49,6 @@ class Outbox:
         self.sent = 0
         """Messages that went out after waiting."""
 
-    def pending_bytes(self, peer: bytes) -> int:
-        """Bytes that wait for a peer."""
-        return self._bytes.get(peer, 0)
-
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or lets it wait behind those that wait for its peer already."""
         _, peer, frames, must = message

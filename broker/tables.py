@@ -1,7 +1,8 @@
-"""The broker's three tables: sessions (clients), workers, and requests between them."""
+"""The broker's tables: sessions (clients), workers, and the requests between them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from ..protocol.messages import ModelInfo
 
 
 class WorkerState(Enum):
-    """Where a worker stands between REGISTER and its end."""
+    """Whether a worker takes new requests."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -19,22 +20,23 @@ class WorkerState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A client, whatever connection it has at the moment."""
+    """A client, over whichever connection it has at the moment."""
 
     id: int
     token: str
     key: str
-    """The client's CURVE public key, empty without CURVE."""
+    """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
     peer: bytes | None
-    """The routing id of its connection; None while it has none."""
+    """The routing id of its connection; None while it has no connection."""
     last_seen: float
     greeted: bool = False
-    """Whether it said HELLO; only such a session can be taken over."""
+    """Whether it began with HELLO; only such a session can be taken over."""
     pings: bool = False
-    """Whether it promised to ping, and so may expire."""
+    """Whether the client sends PINGs, so that its silence means that it is gone."""
     client: str = ""
     detached_at: float | None = None
+    """When it lost its connection; None while it has one."""
     streams: dict[int, Request] = field(default_factory=dict)
     """Its live streams, by their stream_id."""
     buffers: dict[str, bytes] = field(default_factory=dict)
@@ -44,6 +46,51 @@ class Session:
     def tenant(self) -> bytes:
         """Whose modules it may use: those of its key, or of all clients without one."""
         return self.key.encode()
+
+
+class SessionTable:
+    """The sessions, by id, by connection and by token.
+
+    Each session is in ``by_id`` and ``by_token``, and in ``by_peer`` exactly while it has a
+    connection: ``session.peer`` is changed by this class only.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Session] = {}
+        self.by_peer: dict[bytes, Session] = {}
+        self.by_token: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        """A copy, so that sessions can be removed on the way."""
+        return iter(list(self.by_id.values()))
+
+    def add(self, session: Session) -> None:
+        """Adds a new session, with the connection that it has."""
+        self.by_id[session.id] = session
+        self.by_token[session.token] = session
+        if session.peer is not None:
+            self.by_peer[session.peer] = session
+
+    def remove(self, session: Session) -> None:
+        """Removes a session that ends."""
+        self.by_id.pop(session.id, None)
+        self.by_token.pop(session.token, None)
+        self.detach(session)
+
+    def attach(self, session: Session, peer: bytes) -> None:
+        """Gives a session the connection ``peer`` in place of the one it had, if any."""
+        self.detach(session)
+        session.peer = peer
+        self.by_peer[peer] = session
+
+    def detach(self, session: Session) -> None:
+        """Takes a session's connection from it."""
+        if session.peer is not None:
+            self.by_peer.pop(session.peer, None)
+            session.peer = None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,11 +146,11 @@ class Request:
     controller: str
     """The controller that it names, or ``""``."""
     frames: list[bytes]
-    """Body, attachments and buffers, as they go to the worker; empty once they went."""
+    """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller."""
     place: int = 0
-    """The place in its queue that its client was told last."""
+    """The place in its queue that was last reported to its client."""
     open: bool = True
     """Whether the client still waits for it; a closed one only waits for the worker's end."""

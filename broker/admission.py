@@ -1,0 +1,118 @@
+"""Admission: what the broker reads of a client's request, and which requests it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ..protocol.bodies import decode_as
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.messages import Name, StreamId, module_too_large
+from .buffers import Buffers
+from .dispatch import Dispatcher
+from .settings import BrokerSettings
+from .status import Counters
+from .tables import Request, Session, SessionTable
+
+
+class RoutingFields(Struct, kw_only=True):
+    """All that the broker reads of a request's body: it decodes these fields once."""
+
+    stream_id: StreamId
+    model: str = ""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    buffers: list[Name] = []
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    controller: str | None = None
+
+
+ROLES = {
+    b"GENERATE": "gpu",
+    b"SCORE": "gpu",
+    b"MODEL_INFO": "gpu",
+    b"UPLOAD": "controller",
+    b"TAG": "controller",
+    b"TAGS": "controller",
+    b"DELETE": "controller",
+}
+"""Requests that a worker answers, and the role of that worker."""
+
+
+class Admission:
+    """Turns clients' messages into requests, or refuses them."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        sessions: SessionTable,
+        dispatcher: Dispatcher,
+        buffers: Buffers,
+        ids: Iterator[int],
+        counters: Counters,
+    ) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._dispatcher = dispatcher
+        self._buffers = buffers
+        self._ids = ids
+        self._counters = counters
+        self._closed: TokenbusError | None = None
+
+    def submit(
+        self, session: Session, message_type: bytes, frames: list[bytes], now: float
+    ) -> None:
+        """Accepts a request and hands it to the dispatcher, or raises why it is refused."""
+        fields: RoutingFields = decode_as(RoutingFields, frames[1])
+        if self._closed is not None:
+            raise self._closed
+        buffers = self._buffers.named(session, fields.buffers)
+        if message_type == b"UPLOAD":
+            too_large = module_too_large(sum(map(len, frames[2:])))
+            if too_large is not None:
+                raise too_large
+        controller = (fields.controller or "") if message_type == b"GENERATE" else ""
+        if controller:
+            self._dispatcher.controller_worker(controller)
+        role = ROLES[message_type]
+        tenant = [session.tenant] if role == "controller" else []
+        request = Request(
+            id=next(self._ids),
+            session=session,
+            stream_id=fields.stream_id,
+            type=message_type,
+            role=role,
+            model=fields.model,
+            priority=fields.priority,
+            deadline=now + fields.timeout_s if fields.timeout_s is not None else None,
+            controller=controller,
+            frames=[*frames[1:], *buffers, *tenant],
+        )
+        self._check_streams(request)
+        self._counters.requests += 1
+        self._dispatcher.submit(request)
+
+    def close(self, error: TokenbusError) -> None:
+        """Refuses new requests from now on; those that wait for a worker end with ``error``."""
+        self._closed = error
+        for session in self._sessions:
+            for request in list(session.streams.values()):
+                if request.worker is None:
+                    self._dispatcher.abandon(request, error)
+
+    def _check_streams(self, request: Request) -> None:
+        streams = request.session.streams
+        if request.stream_id in streams:
+            raise RequestError(
+                Code.DUPLICATE_STREAM,
+                f"stream {request.stream_id} is still running; give each live stream its own id",
+                path="$.stream_id",
+            )
+        if len(streams) >= self._settings.max_streams:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"this session has {len(streams)} live streams already, and more are not allowed; "
+                "wait until one ends",
+                retry_after_s=1.0,
+            )

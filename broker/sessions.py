@@ -1,0 +1,153 @@
+"""The life of a client's session: opened, taken over, left without a connection, expired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.ids import new_session_token
+from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Hello, Ping, Pong, Welcome
+from .dispatch import Dispatcher
+from .outgoing import Outgoings
+from .settings import BrokerSettings
+from .tables import Session, SessionTable
+
+
+class Sessions:
+    """Opens, resumes and ends the sessions of the table."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        table: SessionTable,
+        dispatcher: Dispatcher,
+        out: Outgoings,
+        ids: Iterator[int],
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._dispatcher = dispatcher
+        self._out = out
+        self._ids = ids
+
+    def open(self, peer: bytes, key: str, encoding: Encoding, now: float) -> Session:
+        """A new session on the connection ``peer``; raises ``queue_full`` where none is free."""
+        if len(self._table) >= self._settings.max_sessions:
+            self._make_room()
+        session = Session(
+            id=next(self._ids),
+            token=new_session_token(),
+            key=key,
+            encoding=encoding,
+            peer=peer,
+            last_seen=now,
+        )
+        self._table.add(session)
+        return session
+
+    def hello(
+        self, peer: bytes, session: Session | None, frames: list[bytes], key: str, now: float
+    ) -> None:
+        """Opens a session or takes one over, and answers with WELCOME."""
+        hello: Hello = decode_as(Hello, frames[1])
+        if PROTOCOL_VERSION not in hello.versions:
+            raise RequestError(
+                Code.UNSUPPORTED_VERSION,
+                f"none of the versions {list(hello.versions)} is supported; this broker speaks "
+                f"version {PROTOCOL_VERSION}",
+                path="$.versions",
+            )
+        encoding = next((e for e in hello.encodings if e in ENCODINGS), None)
+        if encoding is None:
+            raise RequestError(
+                Code.UNSUPPORTED,
+                f"none of the encodings {list(hello.encodings)} is supported; this broker speaks "
+                f"{' and '.join(ENCODINGS)}",
+                path="$.encodings",
+            )
+        known = self._table.by_token.get(hello.session) if hello.session else None
+        resumed = known is not None and known.key == key
+        if known is not None and resumed:
+            self._take_over(known, peer, session)
+            session = known
+        if session is None:
+            session = self.open(peer, key, "json", now)
+        session.greeted = True
+        session.encoding = "msgpack" if encoding == "msgpack" else "json"
+        session.pings = "ping" in hello.capabilities
+        session.client = hello.client
+        session.last_seen = now
+        welcome = Welcome(
+            version=PROTOCOL_VERSION,
+            encoding=encoding,
+            session=session.token,
+            resumed=resumed,
+            streams=list(session.streams) if resumed else [],
+            server="tokenbus",
+            capabilities=["buffers", "attach", "text"],
+            ping_s=self._settings.ping_s,
+            expiry_s=self._settings.session_expiry_s,
+        )
+        self._out.to_session(session, b"WELCOME", welcome)
+
+    def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
+        """Answers a PING with PONG."""
+        ping: Ping = decode_as(Ping, frames[1])
+        encoding = session.encoding if session is not None else encoding_of(frames[1])
+        known = session is not None and session.greeted
+        self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
+
+    def on_gone(self, peer: bytes, now: float) -> None:
+        """A connection is gone: its session ends, or waits for a while to be taken over."""
+        session = self._table.by_peer.get(peer)
+        if session is None:
+            return
+        self._table.detach(session)
+        if session.greeted:
+            session.detached_at = now
+        else:
+            self.end(session)
+
+    def tick(self, now: float) -> None:
+        """Ends sessions that nobody took over in time, and those whose client is silent."""
+        settings = self._settings
+        for session in self._table:
+            silent = now - session.last_seen
+            if session.detached_at is not None:
+                if now - session.detached_at > settings.session_grace_s:
+                    self.end(session)
+            elif session.pings and silent > settings.session_expiry_s:
+                if session.peer is not None:
+                    self.on_gone(session.peer, now)
+            elif not session.streams and silent > settings.session_idle_s:
+                self.end(session)
+
+    def end(self, session: Session) -> None:
+        """Ends a session and every stream of it."""
+        self._table.remove(session)
+        for request in list(session.streams.values()):
+            self._dispatcher.abandon(request)
+
+    def _take_over(self, known: Session, peer: bytes, session: Session | None) -> None:
+        if session is not None and session is not known:
+            self.end(session)
+        if known.peer != peer:
+            taken = TokenbusError(
+                Code.SESSION_TAKEN, "another connection has taken this session over"
+            )
+            self._out.to_session(known, b"ERROR", error_body(taken))
+        self._table.attach(known, peer)
+        known.detached_at = None
+
+    def _make_room(self) -> None:
+        idle = [s for s in self._table if not s.streams]
+        if not idle:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"all {len(self._table)} sessions that this broker allows have live streams; "
+                "try again later",
+                retry_after_s=1.0,
+            )
+        for session in sorted(idle, key=lambda s: s.last_seen)[: max(1, len(idle) // 10)]:
+            self.end(session)
