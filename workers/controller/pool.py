@@ -1,67 +1,188 @@
 """The threads that run guests.
 
 Quick rounds go one after another on one thread, as handing Python's lock from thread to thread
-costs more than they do; whoever finds rounds waiting behind a slow one wakes another thread.
+costs more than they do; where rounds queue behind a slow one, another thread is woken.
+
+A job that waits for another process runs nothing meanwhile, so it gives its slot back (``waiting``)
+and another thread, started where all are in use, takes the next job: any number of guests that wait
+delay no other round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from ...protocol.errors import Code, UnavailableError
 from .wasm.sandbox import HOST_STACK_BYTES
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 
+MAX_WAITING = 256
+"""Jobs of one pool that may wait at the same time; each keeps a thread and its stack."""
+SURPLUS_S = 10.0
+"""How long a thread beyond the pool's slots stays idle before it ends, in seconds."""
+
+_starting = threading.Lock()
+"""Held while threads are started: the stack size of new threads is a setting of the process."""
+
 
 class Pool:
-    """Threads that run jobs in the order in which they came. ``name`` is for people."""
+    """Runs jobs in the order in which they came, at most ``slots`` at the same time."""
 
-    def __init__(self, threads: int, name: str = "rounds") -> None:
+    def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
+        """``name`` is that of the threads, for people; ``max_waiting`` bounds ``waiting``."""
+        self._slots = slots
+        self._name = name
+        self._max_waiting = max_waiting
         self._jobs: deque[Job] = deque()
         self._wake = threading.Semaphore(0)
-        self._threads = threads
+        self._lock = threading.Lock()
+        """Of all the counts below; submitting and taking jobs need none."""
+        self._threads = 0
         self._active = 0
-        self._count = threading.Lock()
-        before = threading.stack_size(HOST_STACK_BYTES)
-        try:
-            for i in range(threads):
-                threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True).start()
-        finally:
-            threading.stack_size(before)
+        """Threads that have a slot."""
+        self._waiting = 0
+        """Threads that gave their slot back; idle threads are those neither active nor waiting."""
+        self._returning: deque[threading.Lock] = deque()
+        """Of those, the ones whose wait is over and that need a slot to go on, in order."""
+        for _ in range(slots):
+            self._start_thread()
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs or waits."""
-        return bool(self._jobs) or self._active > 0
+        """Whether a job runs, waits or is queued."""
+        return bool(self._jobs) or self._active > 0 or self._waiting > 0
+
+    @property
+    def waiting_jobs(self) -> int:
+        """Jobs that wait for another process."""
+        return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1) -> None:
-        """Takes jobs in, for ``hands`` threads to begin with."""
+        """Queues jobs, for ``hands`` threads to begin with."""
         self._jobs.extend(jobs)
-        self._wake.release(min(hands, self._threads))
+        self._wake.release(min(hands, self._slots))
+        if self._waiting:
+            self.help()
 
     def help(self) -> None:
-        """Wakes another thread, where jobs wait."""
-        if self._jobs:
-            self._wake.release()
+        """Gives queued jobs another thread, where a slot is free."""
+        if not self._jobs or self._active >= self._slots:
+            return
+        with self._lock:
+            if self._threads - self._active - self._waiting <= 0:
+                self._start_thread()
+        self._wake.release()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for another process in a job, on its thread: others use its slot.
+
+        The job goes on when a slot is free again. Raises UnavailableError where ``max_waiting``
+        jobs wait already.
+        """
+        with self._lock:
+            if self._waiting >= self._max_waiting:
+                raise UnavailableError(
+                    Code.QUEUE_FULL,
+                    f"{self._waiting} controllers of this worker are waiting for another process, "
+                    "which is the most at once; try again, or start more controller workers",
+                    retry_after_s=1.0,
+                )
+            self._waiting += 1
+            self._free_slot()
+        self.help()
+        try:
+            yield
+        finally:
+            self._take_slot_again()
+
+    # --- inside ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _this_thread.pool = self
         while True:
-            self._wake.acquire()
-            with self._count:
+            if not self._wake.acquire(timeout=SURPLUS_S):
+                if self._ends():
+                    return
+                continue
+            with self._lock:
+                if self._active >= self._slots:
+                    continue
                 self._active += 1
-            while self._jobs:
+            while self._jobs and not self._returning:
                 try:
                     job = self._jobs.popleft()
                 except IndexError:
                     break
                 try:
                     job()
-                except Exception:
-                    log.exception("a round failed")
-            with self._count:
-                self._active -= 1
+                except BaseException:
+                    # SystemExit and panics of native libraries too: a pool keeps its threads.
+                    log.exception("a job of the thread pool %r failed", self._name)
+            with self._lock:
+                self._free_slot()
+            # A job that came since found every slot taken.
+            self.help()
+
+    def _free_slot(self) -> None:
+        """Under the lock: the slot goes to the first that needs one to go on."""
+        if self._returning:
+            self._waiting -= 1
+            self._returning.popleft().release()
+        else:
+            self._active -= 1
+
+    def _take_slot_again(self) -> None:
+        with self._lock:
+            if self._active < self._slots:
+                self._waiting -= 1
+                self._active += 1
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._returning.append(turn)
+        turn.acquire()
+
+    def _ends(self) -> bool:
+        """Whether an idle thread is one too many, and is to end."""
+        with self._lock:
+            if self._threads - self._waiting <= self._slots:
+                return False
+            self._threads -= 1
+            return True
+
+    def _start_thread(self) -> None:
+        with _starting:
+            before = threading.stack_size(HOST_STACK_BYTES)
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._threads += 1
+            except RuntimeError as error:
+                log.error("no thread for the pool %r can be started: %s", self._name, error)
+            finally:
+                threading.stack_size(before)
+
+
+class _ThisThread(threading.local):
+    pool: Pool | None = None
+
+
+_this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """``Pool.waiting`` of the pool whose thread this is; on any other thread, nothing."""
+    pool = _this_thread.pool
+    if pool is None:
+        yield
+    else:
+        with pool.waiting():
+            yield

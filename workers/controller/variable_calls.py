@@ -1,7 +1,8 @@
 """A guest's way to the variables of its request: over the bus to the state worker, and back.
 
-A call waits on its own thread; the answer is handed over on the bus thread. An operation that is
-not answered is sent again, as its name (request, sequence, count) makes it happen once.
+A call waits on its own thread, which gives its slot of the pool back meanwhile; the answer is
+handed over on the bus thread. An operation that is not answered is sent again: its name (request,
+sequence, count) makes sure that it is done once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ...protocol.errors import Code, ControllerError
 from ...protocol.header import encode_header
 from ...protocol.worker_messages import Variable, VariableAnswer
 from .host import Stored, Written
+from .pool import waiting
 
 AGAIN_S = 0.5
 """How long an operation waits before it is sent again, in seconds."""
@@ -28,15 +30,16 @@ steps of other streams took twice as long on two cores; with this much, none was
 class VariableCalls:
     """The operations of this worker that wait for an answer. ``post`` sends frames."""
 
-    def __init__(
-        self, post: Callable[[list[bytes]], None], waits: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, post: Callable[[list[bytes]], None]) -> None:
         self._post = post
-        self._waits = waits
         self._calls: dict[tuple[int, int, int], list[Any]] = {}
 
     def ask(self, operation: Variable) -> VariableAnswer:
-        """The answer to an operation; raises ControllerError where none comes, or a refusal."""
+        """The answer to an operation.
+
+        Raises ControllerError where none comes or it is a refusal, UnavailableError where too many
+        operations wait already.
+        """
         name = (operation.request, operation.seq, operation.count)
         done = threading.Lock()
         done.acquire()
@@ -44,11 +47,11 @@ class VariableCalls:
         self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
-            for _ in range(int(GIVE_UP_S / AGAIN_S)):
-                self._post(frames)
-                self._waits()
-                if done.acquire(timeout=AGAIN_S):
-                    break
+            with waiting():
+                for _ in range(int(GIVE_UP_S / AGAIN_S)):
+                    self._post(frames)
+                    if done.acquire(timeout=AGAIN_S):
+                        break
         finally:
             self._calls.pop(name, None)
         answer: VariableAnswer | None = call[1]

@@ -105,7 +105,7 @@ class ControllerWorker:
         compiled even more, and no round waits behind one."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._at_once)
-        self._calls = VariableCalls(self._bus.post, self._help)
+        self._calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._ask_tokenizer)
         self._masks = MaskFiles()
         self._sessions: dict[int, SequenceGroup] = {}
@@ -154,14 +154,11 @@ class ControllerWorker:
     def _busy(self) -> bool:
         return self._pool.busy or self._starts.busy
 
-    def _help(self) -> None:
-        self._pool.help()
-        self._starts.help()
-
     def _tick(self) -> None:
         """Rounds are under way: guests are looked at, late ones are not waited for."""
         self._engine.increment_epoch()
-        self._help()
+        self._pool.help()
+        self._starts.help()
         now = time.monotonic()
         with self._listed:
             self._replies = [reply for reply in self._replies if not reply.complete]
@@ -354,8 +351,11 @@ class ControllerWorker:
         )
 
     def _load(self) -> tuple[int, dict[str, float]]:
-        load = {"rounds": float(self._rounds), "sessions": float(len(self._sessions))}
-        return len(self._sessions), load
+        return len(self._sessions), {
+            "rounds": float(self._rounds),
+            "sessions": float(len(self._sessions)),
+            "waiting": float(self._pool.waiting_jobs + self._starts.waiting_jobs),
+        }
 
 
 def _played(reply: Reply, session: SequenceGroup, sequence: ControlledSequence, play: Play) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,6 +41,14 @@ FORKS = guest(
       (if (call $seq_id) (then (return (i32.const 2))))"""
 )
 """Two sequences, of which one is suspended in its second round."""
+PATIENT = """
+import sys
+from tokenbus.workers.controller import variable_calls
+from tokenbus.workers.controller.__main__ import main
+variable_calls.GIVE_UP_S = 3600.0
+sys.exit(main())
+"""
+"""A controller worker whose guests wait for the state worker for as long as the test does."""
 LARGE = guest(pages=512, init="(memory.fill (i32.const 65536) (i32.const 1) (i32.const 33488896))")
 """One that has 32 MiB."""
 
@@ -116,8 +125,7 @@ class Reader:
 
     @property
     def tokens(self) -> list[int]:
-        [sequence] = self.stream.sequences
-        return sequence.tokens
+        return self.stream.sequences[0].tokens if self.stream.sequences else []
 
     def _run(self) -> None:
         try:
@@ -206,6 +214,44 @@ def test_a_killed_state_worker_loses_no_write_and_doubles_none(system: System) -
     assert [ord(c) for c in sequence.logs] == [n for n in range(1, 101) for _ in range(2)]
     assert len(sequence.storage) == 100
     system.wait_until_free()
+
+
+def test_guests_that_wait_for_the_state_worker_delay_no_other_stream(system: System) -> None:
+    for worker in system.controllers:
+        worker.kill()
+    (system.bus.folder / "patient_controller.py").write_text(PATIENT)
+    environment = system.bus.environment | {"TOKENBUS_CONTROLLER_THREADS": "2"}
+    patient = Process("patient_controller", system.bus.folder / "patient.log", environment)
+    system.bus.others.append(patient)
+    system.controllers = [patient]
+    until(lambda: [w.pid for w in system.of("controller")] == [patient.pid], BOUND_S, "it is there")
+    long: dict[str, Any] = {"max_tokens": 1500, "timeout_s": 100 * BOUND_S}
+    in_rounds = system.streams(4, "counts", **long)
+    system.state.send(signal.SIGSTOP)
+    try:
+        _until_waiting(system, 2)
+        assert system.stream(max_tokens=20).wait()[0].tokens == system.reference.tokens[:20]
+        begun = [len(reader.tokens) for reader in in_rounds]
+        at_start = [Reader(system.stream("counts", **long)) for _ in range(12)]
+        _until_waiting(system, 4 + 8)
+        assert system.stream(max_tokens=20).wait()[0].tokens == system.reference.tokens[:20]
+        assert [len(reader.tokens) for reader in in_rounds] == begun
+        assert not any(reader.began.is_set() for reader in at_start)
+    finally:
+        system.state.send(signal.SIGCONT)
+    for reader, tokens in zip([*in_rounds, *at_start], [*begun, *[0] * 12], strict=True):
+        until(lambda r=reader, n=tokens: len(r.tokens) > n, BOUND_S, "it goes on")  # type: ignore[misc]
+        reader.stream.close()
+    system.wait_until_free()
+
+
+def _until_waiting(system: System, guests: int) -> None:
+    """Until at least so many guests wait for the state worker."""
+
+    def enough() -> bool:
+        return system.of("controller")[0].load.get("waiting", 0) >= guests
+
+    until(enough, BOUND_S, f"{guests} guests wait")
 
 
 def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,126 @@
+"""The threads that run guests: which job runs when, and what outlives a job that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.errors import UnavailableError
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller import pool as pools
+from tokenbus.workers.controller.pool import Job, Pool, waiting
+from tokenbus.workers.controller.variable_calls import VariableCalls
+
+from ...processes import until
+
+BOUND_S = 60.0
+"""Only bounds a hang."""
+
+
+def happens(event: threading.Event, what: str) -> None:
+    assert event.wait(BOUND_S), what
+
+
+def test_other_jobs_run_while_as_many_guests_as_threads_wait_for_the_state_worker() -> None:
+    pool = Pool(2)
+    sent = threading.Semaphore(0)
+    calls = VariableCalls(lambda frames: sent.release())
+    answers: list[VariableAnswer] = []
+
+    def asks(request: int) -> Job:
+        return lambda: answers.append(calls.ask(Variable(request, 0, 1, "get", "name")))
+
+    pool.submit([asks(request) for request in range(1, 8)], 2)
+    for _ in range(7):
+        assert sent.acquire(timeout=BOUND_S), "not all of the guests run"
+    other = threading.Event()
+    pool.submit([other.set])
+    happens(other, "a job waits behind guests that wait")
+    assert not answers
+    for request in range(1, 8):
+        calls.on_answer(encode_body(VariableAnswer(request, 0, 1), "msgpack"))
+    until(lambda: len(answers) == 7, BOUND_S, "every guest has its answer")
+
+
+def test_a_job_whose_wait_is_over_goes_on_when_a_slot_is_free_and_before_queued_jobs() -> None:
+    pool = Pool(1)
+    order: list[str] = []
+    answered, waits, may_end, done = (threading.Event() for _ in range(4))
+
+    def first() -> None:
+        with waiting():
+            waits.set()
+            happens(answered, "no answer")
+        order.append("the first job went on")
+
+    def second() -> None:
+        answered.set()
+        until(lambda: pool._returning, BOUND_S, "the first job wants its slot back")
+        happens(may_end, "the test is over")
+        order.append("the second job ended")
+
+    pool.submit([first])
+    happens(waits, "the first job has not begun")
+    pool.submit([second, lambda: order.append("the third job"), done.set])
+    may_end.set()
+    happens(done, "not all jobs ran")
+    assert order == ["the second job ended", "the first job went on", "the third job"]
+
+
+def test_more_waits_than_the_bound_are_refused() -> None:
+    pool = Pool(1, max_waiting=3)
+    end = threading.Event()
+    outcomes: list[str] = []
+
+    def job() -> None:
+        try:
+            with waiting():
+                end.wait(BOUND_S)
+            outcomes.append("waited")
+        except UnavailableError as error:
+            outcomes.append(error.message)
+            end.set()
+
+    pool.submit([job] * 4)
+    until(lambda: len(outcomes) == 4, BOUND_S, "all four ended")
+    assert outcomes == [
+        "3 controllers of this worker are waiting for another process, which is the most at once; "
+        "try again, or start more controller workers",
+        *["waited"] * 3,
+    ]
+
+
+def test_threads_beyond_the_slots_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "SURPLUS_S", 0.01)
+    pool = Pool(2)
+    end = threading.Event()
+
+    def job() -> None:
+        with waiting():
+            happens(end, "the test is over")
+
+    pool.submit([job] * 20)
+    until(lambda: pool.waiting_jobs == 20, BOUND_S, "all of them wait")
+    assert pool._threads >= 20
+    end.set()
+    until(lambda: pool._threads == 2, BOUND_S, "two threads are left")
+    assert not pool.busy
+    _runs(pool, threading.Event())
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_job_that_fails_costs_no_thread(error: Callable[[], BaseException]) -> None:
+    def fails() -> None:
+        raise error()
+
+    pool = Pool(1)
+    pool.submit([fails, fails])
+    _runs(pool, threading.Event())
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+
+
+def _runs(pool: Pool, event: threading.Event) -> None:
+    pool.submit([event.set])
+    happens(event, "a job does not run")
