@@ -21,7 +21,7 @@ from tokenbus.protocol.worker_messages import (
     VocabularyName,
 )
 
-from .test_core import Bench, _peer, generate
+from .bench import Bench, generate, peer_of
 
 START = Start(
     controller="mine",
@@ -49,7 +49,7 @@ def begun(bench: Bench, stream: int = 1, **fields: Any) -> Header:
 
 def bodies(bench: Bench, name: str, word: str, kind: Any) -> list[Any]:
     """The bodies of messages of one type to a worker."""
-    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == _peer(name)]
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
     found = [m for m in mine if m.frames[0] == word.encode()]
     return [msgspec.msgpack.decode(m.frames[2], type=kind) for m in found]
 
@@ -75,7 +75,7 @@ def test_a_start_goes_to_the_least_filled_controller_worker_with_its_sender_and_
     bench.client("c", "GENERATE", generate(1, controller="mine"), key="tenant-key")
     [(_, header)] = bench.to_worker("gpu")
     [out] = bench.say("gpu", "START", START, Header(header.request))
-    assert out.peer == _peer("a")
+    assert out.peer == peer_of("a")
     assert decode_header(out.frames[1]) == Header(header.request, bench.gpu)  # type: ignore[attr-defined]
     assert out.frames[3] == b"tenant-key"
     begun(bench, 2)
@@ -120,7 +120,7 @@ def test_what_workers_say_to_each_other_arrives_with_its_sender(bench: Bench) ->
 def test_attachments_and_bodies_are_relayed_as_they_are(bench: Bench) -> None:
     a = controller_worker(bench, "a")
     frames = [b"STEP", encode_header(0, a), b"whatever this is", b"mask", b"mask"]
-    [out] = bench.broker.on_worker(_peer("gpu"), frames, bench.now)
+    [out] = bench.broker.on_worker(peer_of("gpu"), frames, bench.now)
     assert list(out.frames[2:]) == [b"whatever this is", b"mask", b"mask"]
 
 
@@ -166,7 +166,7 @@ def test_requests_without_a_controller_are_not_told_of(bench: Bench) -> None:
 def test_a_lost_gpu_worker_ends_its_sessions_at_the_controller_worker(bench: Bench) -> None:
     controller_worker(bench, "a")
     header = begun(bench)
-    bench.sent += bench.broker.on_gone(Side.BACK, _peer("gpu"), bench.now)
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("gpu"), bench.now)
     assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
 
 
@@ -176,7 +176,7 @@ def test_a_lost_controller_worker_is_told_to_the_gpu_workers_of_its_requests(
     controller_worker(bench, "a")
     first, second = begun(bench, 1), begun(bench, 2)
     bench.sent.clear()
-    bench.sent += bench.broker.on_gone(Side.BACK, _peer("a"), bench.now)
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert lost.requests == [first.request, second.request]
     assert lost.code == "worker_lost"
@@ -186,7 +186,7 @@ def test_a_start_that_finds_no_worker_any_more_is_answered_with_why(bench: Bench
     controller_worker(bench, "a")
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("gpu")
-    bench.broker.on_gone(Side.BACK, _peer("a"), bench.now)
+    bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
     bench.say("gpu", "START", START, Header(header.request))
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert (lost.requests, lost.code) == ([header.request], "no_worker")
@@ -207,15 +207,15 @@ def test_uploads_go_to_workers_that_take_modules_and_carry_the_tenant(bench: Ben
     assert refused["code"] == "no_worker"
     controller_worker(bench, "any")
     frames = [b"UPLOAD", msgspec.json.encode({"stream_id": 1}), b"wasm"]
-    [out] = bench.broker.on_client(_peer("d"), frames, bench.now, "key of d")
-    assert out.peer == _peer("any")
+    [out] = bench.broker.on_client(peer_of("d"), frames, bench.now, "key of d")
+    assert out.peer == peer_of("any")
     assert list(out.frames[3:]) == [b"wasm", b"key of d"]
 
 
 def test_an_upload_that_is_too_large_goes_no_further(bench: Bench) -> None:
     controller_worker(bench, "any")
     frames = [b"UPLOAD", msgspec.json.encode({"stream_id": 1}), bytes(MAX_MODULE_BYTES + 1)]
-    [out] = bench.broker.on_client(_peer("c"), frames, bench.now)
+    [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
     body = msgspec.json.decode(out.frames[1])
     assert (body["code"], body["path"], body["stream_id"]) == ("too_large", "$.data", 1)
     assert "16777216" in body["message"]
@@ -236,6 +236,6 @@ def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
     a = controller_worker(bench, "a")
     for word in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"END", b"LOST"):
         frames = [word, encode_header(1, a), encode_body(VARIABLE, "msgpack")]
-        [out] = bench.broker.on_client(_peer("c"), frames, bench.now)
+        [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
         assert msgspec.json.decode(out.frames[1])["code"] == "unknown_type"
     assert bench.to_worker("a") == []

@@ -6,95 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenbus.broker.core import Broker
 from tokenbus.broker.outbox import Outbox, Sent
 from tokenbus.broker.outgoing import Outgoing, Side
-from tokenbus.broker.settings import BrokerSettings
-from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import (
     Flag,
-    Header,
-    decode_header,
     encode_header,
-    encode_token_header,
 )
 from tokenbus.protocol.messages import ModelInfo, Token
-from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Register, Registered
+from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest
 
-
-class Bench:
-    """A broker, with what it sends sorted by whom it is for. Peers are named as on a socket."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.now = 100.0
-        self.broker = Broker(BrokerSettings(**settings), boot=1, now=self.now)
-        self.sent: list[Outgoing] = []
-
-    def client(
-        self, name: str, word: str, body: dict[str, Any] | None = None, key: str = ""
-    ) -> list[tuple[str, Any]]:
-        """A client's message; what it is answered at once."""
-        frames = [word.encode(), msgspec.json.encode(body or {})]
-        return self._take(self.broker.on_client(_peer(name), frames, self.now, key), name)
-
-    def worker(self, name: str, **fields: Any) -> Registered:
-        """Registers a worker; the broker's answer."""
-        usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m"}
-        given: dict[str, Any] = usual | fields
-        register = Register(name=name, version=1, pid=1, host="h", **given)
-        answers = self.say(name, "REGISTER", register)
-        [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
-        return msgspec.msgpack.decode(answer[2], type=Registered)
-
-    def say(self, name: str, word: str, body: Any, header: Header | None = None) -> list[Outgoing]:
-        """A worker's message."""
-        frames = [word.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
-        out = self.broker.on_worker(_peer(name), frames, self.now)
-        self.sent += out
-        return out
-
-    def tokens(self, name: str, to: Header, *entries: Token, final: bool = False) -> list[Any]:
-        """A worker's TOKEN message for one stream."""
-        finished = [to.request] if final else []
-        head = encode_token_header([to.address], finished)
-        frames = [b"TOKEN", head, encode_body(list(entries), "json")]
-        return self._note(self.broker.on_worker(_peer(name), frames, self.now))
-
-    def pass_time(self, seconds: float) -> None:
-        """Lets time pass, in the steps in which the process would look at its clock."""
-        end = self.now + seconds
-        while self.now < end:
-            self.now = min(end, self.now + 0.25)
-            self.sent += self.broker.tick(self.now)
-
-    def to_client(self, name: str) -> list[tuple[str, Any]]:
-        """What was sent to a client since the last look."""
-        return self._take([], name)
-
-    def to_worker(self, name: str) -> list[tuple[str, Header]]:
-        """What was sent to a worker since the last look, but for heartbeats."""
-        mine = [m for m in self.sent if m.side is Side.BACK and m.peer == _peer(name)]
-        self.sent = [m for m in self.sent if m not in mine]
-        found = [(m.frames[0].decode(), decode_header(m.frames[1])) for m in mine]
-        return [m for m in found if m[0] not in ("HEARTBEAT", "REGISTERED")]
-
-    def _note(self, out: list[Outgoing]) -> list[Outgoing]:
-        self.sent += out
-        return out
-
-    def _take(self, out: list[Outgoing], name: str) -> list[tuple[str, Any]]:
-        self.sent += out
-        mine = [m for m in self.sent if m.side is Side.FRONT and m.peer == _peer(name)]
-        self.sent = [m for m in self.sent if m not in mine]
-        return [(m.frames[0].decode(), msgspec.json.decode(m.frames[1])) for m in mine]
-
-
-def _peer(name: str) -> bytes:
-    return b"\0" + name.encode()
-
-
-def generate(stream: int, **fields: Any) -> dict[str, Any]:
-    return {"stream_id": stream, "model": "m", "prompt": [1], **fields}
+from .bench import Bench, generate, peer_of
 
 
 @pytest.fixture
@@ -273,7 +194,7 @@ def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
     bench.client("greeted", "HELLO", {"capabilities": ["ping"]})
     bench.client("greeted", "GENERATE", generate(1))
     bench.to_worker("a")
-    bench.sent += bench.broker.on_gone(Side.FRONT, _peer("anonymous"), bench.now)
+    bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("anonymous"), bench.now)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     for _ in range(16):
         bench.pass_time(1.0)
@@ -327,7 +248,7 @@ def test_a_routing_id_of_the_clients_own_is_refused(bench: Bench) -> None:
 def test_a_bad_message_of_a_worker_is_dropped_and_counted(bench: Bench) -> None:
     bench.worker("a")
     for frames in ([b"TOKEN"], [b"TOKEN", b"x"], [b"FLY", encode_header(), b""], []):
-        assert bench.broker.on_worker(_peer("a"), frames, bench.now) == []
+        assert bench.broker.on_worker(peer_of("a"), frames, bench.now) == []
     assert bench.broker.counters.bad_worker_messages == 4
 
 
@@ -341,7 +262,7 @@ def test_a_worker_s_final_error_ends_its_request(bench: Bench) -> None:
         encode_header(header.request, header.address, Flag.FINAL),
         msgspec.json.encode(body),
     ]
-    bench.sent += bench.broker.on_worker(_peer("a"), frames, bench.now)
+    bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
     assert bench.to_client("c") == [("ERROR", body)]
     assert bench.broker.dispatcher.requests == {}
 
@@ -363,7 +284,7 @@ def test_before_it_stops_it_finishes_what_runs_and_takes_nothing_new(bench: Benc
 def test_what_somebody_types_by_hand_is_answered_in_json(bench: Bench) -> None:
     [(_, error)] = bench.client("c", "FOO")
     assert error["code"] == "unknown_type"
-    [out] = bench.broker.on_client(_peer("c"), [b"GENERATE", b"not json"], bench.now)
+    [out] = bench.broker.on_client(peer_of("c"), [b"GENERATE", b"not json"], bench.now)
     assert msgspec.json.decode(out.frames[1])["code"] == "bad_message"
 
 

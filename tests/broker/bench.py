@@ -1,0 +1,89 @@
+"""A broker without its sockets, for tests: events in, what it sends sorted by receiver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from tokenbus.broker.core import Broker
+from tokenbus.broker.outgoing import Outgoing, Side
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, decode_header, encode_header, encode_token_header
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Register, Registered
+
+
+class Bench:
+    """A broker with a clock of its own. Clients and workers have names."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 100.0
+        self.broker = Broker(BrokerSettings(**settings), boot=1, now=self.now)
+        self.sent: list[Outgoing] = []
+
+    def client(
+        self, name: str, word: str, body: dict[str, Any] | None = None, key: str = ""
+    ) -> list[tuple[str, Any]]:
+        """Sends a client's message; returns the immediate answers."""
+        frames = [word.encode(), msgspec.json.encode(body or {})]
+        return self._take(self.broker.on_client(peer_of(name), frames, self.now, key), name)
+
+    def worker(self, name: str, **fields: Any) -> Registered:
+        """Registers a worker; returns the broker's answer."""
+        usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m"}
+        given: dict[str, Any] = usual | fields
+        register = Register(name=name, version=1, pid=1, host="h", **given)
+        answers = self.say(name, "REGISTER", register)
+        [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
+        return msgspec.msgpack.decode(answer[2], type=Registered)
+
+    def say(self, name: str, word: str, body: Any, header: Header | None = None) -> list[Outgoing]:
+        """Sends a worker's message; returns what the broker sends at once."""
+        frames = [word.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
+        out = self.broker.on_worker(peer_of(name), frames, self.now)
+        self.sent += out
+        return out
+
+    def tokens(self, name: str, to: Header, *entries: Token, final: bool = False) -> list[Any]:
+        """Sends a worker's TOKEN message for one stream."""
+        finished = [to.request] if final else []
+        head = encode_token_header([to.address], finished)
+        frames = [b"TOKEN", head, encode_body(list(entries), "json")]
+        return self._note(self.broker.on_worker(peer_of(name), frames, self.now))
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass, with a tick every 0.25 s."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.25)
+            self.sent += self.broker.tick(self.now)
+
+    def to_client(self, name: str) -> list[tuple[str, Any]]:
+        """What was sent to a client since the last call."""
+        return self._take([], name)
+
+    def to_worker(self, name: str) -> list[tuple[str, Header]]:
+        """What was sent to a worker since the last call, without heartbeats."""
+        mine = [m for m in self.sent if m.side is Side.BACK and m.peer == peer_of(name)]
+        self.sent = [m for m in self.sent if m not in mine]
+        found = [(m.frames[0].decode(), decode_header(m.frames[1])) for m in mine]
+        return [m for m in found if m[0] not in ("HEARTBEAT", "REGISTERED")]
+
+    def _note(self, out: list[Outgoing]) -> list[Outgoing]:
+        self.sent += out
+        return out
+
+    def _take(self, out: list[Outgoing], name: str) -> list[tuple[str, Any]]:
+        self.sent += out
+        mine = [m for m in self.sent if m.side is Side.FRONT and m.peer == peer_of(name)]
+        self.sent = [m for m in self.sent if m not in mine]
+        return [(m.frames[0].decode(), msgspec.json.decode(m.frames[1])) for m in mine]
+
+
+def peer_of(name: str) -> bytes:
+    return b"\0" + name.encode()
+
+
+def generate(stream: int, **fields: Any) -> dict[str, Any]:
+    return {"stream_id": stream, "model": "m", "prompt": [1], **fields}
