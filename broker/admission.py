@@ -91,7 +91,11 @@ class Admission:
         )
         self._check_streams(request)
         self._counters.requests += 1
-        self._dispatcher.submit(request)
+        try:
+            self._dispatcher.submit(request)
+        except Exception:
+            self._dispatcher.abandon(request)
+            raise
 
     def close(self, error: TokenbusError) -> None:
         """Refuses new requests from now on; those that wait for a worker end with ``error``."""

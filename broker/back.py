@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from ..protocol.bodies import decode_as
-from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import Buffer
 from ..protocol.worker_messages import (
@@ -64,6 +64,12 @@ class Back:
         if worker is not None:
             worker.last_seen = now
         try:
+            if len(frames) < 3:
+                raise RequestError(
+                    Code.BAD_MESSAGE,
+                    f"this message has {len(frames)} frames; one of a worker has a type, a header "
+                    "and a body",
+                )
             word, head = frames[0], frames[1]
             if word == b"REGISTER":
                 self._register(peer, frames, now)
@@ -74,15 +80,10 @@ class Back:
                 self._pass_on(word, head, frames)
             else:
                 self._worker_verb(worker, word, head, frames)
-        except (TokenbusError, IndexError) as error:
-            self._drop(worker, peer, error)
+        except Exception as error:
+            self._on_failure(worker, peer, frames, error)
 
-    def _drop(self, worker: Worker | None, peer: bytes, error: Exception) -> None:
-        self._counters.bad_worker_messages += 1
-        name = worker.name if worker is not None else peer.hex()
-        log.warning("a bad message from worker %s was dropped: %s", name, error)
-
-    def on_tokens(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
+    def on_tokens(self, peer: bytes, frames: list[bytes], now: float) -> None:
         """A step's tokens: one body per client, each passed on as it is.
 
         What the broker does most: this is kept short.
@@ -90,7 +91,7 @@ class Back:
         worker = self._by_peer.get(peer)
         if worker is None:
             self.on_frames(peer, frames, now)
-            return []
+            return
         worker.last_seen = now
         try:
             sessions, finished, deltas = decode_manifest(frames[1])
@@ -100,20 +101,26 @@ class Back:
                     f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
                 )
         except (TokenbusError, IndexError) as error:
-            self._drop(worker, peer, error)
-            return []
+            # Which streams miss tokens now is unknown, so none of this worker's can go on.
+            self._counters.bad_worker_messages += 1
+            self._lose(worker, f"its TOKEN message cannot be read: {error}")
+            reason = "a TOKEN message of this worker cannot be read"
+            self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
+            return
         known = self._sessions.by_id
-        routed = []
+        out = self._out
         for i, number in enumerate(sessions, 2):
             session = known.get(number)
             if session is not None and session.peer is not None:
-                routed.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
+                out.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
         self._counters.token_bodies += len(sessions)
-        for number in finished:
-            request = self._dispatcher.requests.get(number)
-            if request is not None:
-                self._dispatcher.forget(request)
-        return routed
+        try:
+            for number in finished:
+                request = self._dispatcher.requests.get(number)
+                if request is not None:
+                    self._dispatcher.forget(request)
+        except Exception as error:
+            self._on_failure(worker, peer, frames, error)
 
     def on_gone(self, peer: bytes) -> None:
         """A worker's connection is gone, and the worker with it."""
@@ -130,6 +137,33 @@ class Back:
             self._last_beat = now
             for worker in self._by_peer.values():
                 self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+
+    def _on_failure(
+        self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
+    ) -> None:
+        """A message could not be handled: the stream that it is about, if any, ends."""
+        name = worker.name if worker is not None else peer.hex()
+        if isinstance(error, TokenbusError | IndexError):
+            self._counters.bad_worker_messages += 1
+            log.warning("a message of worker %s was dropped: %s", name, error)
+        else:
+            self._counters.internal_errors += 1
+            log.error("a defect of the broker: a message of %s failed", name, exc_info=error)
+        try:
+            header = decode_header(frames[1])
+        except (TokenbusError, IndexError):
+            return
+        request = self._dispatcher.requests.get(header.request)
+        if request is None or worker is None or worker not in (request.worker, request.steered_by):
+            return
+        failure = ServiceError(
+            Code.INTERNAL,
+            f"a message of the worker {name} about this stream could not be handled; the broker's "
+            "log says why",
+        )
+        self._dispatcher.abandon(request, failure)
+        if header.flags & Flag.FINAL:
+            self._dispatcher.forget(request)
 
     # --- verbs ----------------------------------------------------------------------------------
 

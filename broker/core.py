@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 from ..protocol.errors import Code, UnavailableError
 from ..protocol.ids import counting_ids
 from .admission import Admission
@@ -15,7 +19,10 @@ from .settings import BrokerSettings
 from .status import Counters
 from .tables import SessionTable
 
+log = logging.getLogger(__name__)
+
 PLACES_EVERY_S = 2.0
+"""How often waiting clients get a notice of their place in the queue, in seconds."""
 
 
 class Broker:
@@ -58,37 +65,37 @@ class Broker:
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
         """A message of the worker connection ``peer``."""
         if frames and frames[0] == b"TOKEN":
-            return [*self._back.on_tokens(peer, frames, now), *self._taken()]
-        self._back.on_frames(peer, frames, now)
+            self._back.on_tokens(peer, frames, now)
+        else:
+            self._back.on_frames(peer, frames, now)
         return self._taken()
 
     def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
         """A connection turned out to be gone."""
         if side is Side.FRONT:
-            self._sessions.on_gone(peer, now)
+            self._guarded(self._sessions.on_gone, peer, now)
         else:
-            self._back.on_gone(peer)
+            self._guarded(self._back.on_gone, peer)
         return self._taken()
 
     def on_full(self, side: Side, peer: bytes) -> list[Outgoing]:
         """What waits for a connection has reached its bound."""
         if side is Side.FRONT:
-            self._front.on_slow(peer)
+            self._guarded(self._front.on_slow, peer)
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: leases, deadlines, notices."""
-        self._back.tick(now)
-        self._sessions.tick(now)
-        self.dispatcher.expire(now)
+        for part in (self._back.tick, self._sessions.tick, self.dispatcher.expire):
+            self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now
-            self.dispatcher.say_places()
+            self._guarded(self.dispatcher.say_places)
         return self._taken()
 
     def drain(self) -> list[Outgoing]:
         """The broker is about to stop: it takes nothing new, and finishes what runs."""
-        self._admission.close(self._stopping())
+        self._guarded(self._admission.close, self._stopping())
         return self._taken()
 
     @property
@@ -98,7 +105,7 @@ class Broker:
 
     def stop(self) -> list[Outgoing]:
         """The broker stops: every client that still has a stream is told."""
-        self._front.end_all(self._stopping())
+        self._guarded(self._front.end_all, self._stopping())
         return self._taken()
 
     @staticmethod
@@ -106,6 +113,14 @@ class Broker:
         return UnavailableError(
             Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=5.0
         )
+
+    def _guarded(self, part: Callable[..., None], *args: Any) -> None:
+        """Runs one part of an event; a defect there is logged and does not stop the others."""
+        try:
+            part(*args)
+        except Exception:
+            self.counters.internal_errors += 1
+            log.exception("a defect of the broker in %s", part.__qualname__)
 
     def _taken(self) -> list[Outgoing]:
         if not self._out:

@@ -80,7 +80,8 @@ class Dispatcher:
         if error is not None:
             self._out.error(request, error)
         request.open = False
-        request.session.streams.pop(request.stream_id, None)
+        if request.session.streams.get(request.stream_id) is request:
+            del request.session.streams[request.stream_id]
         if request.worker is None:
             self.forget(request)
         else:
@@ -290,12 +291,12 @@ class Dispatcher:
         return min(workers, key=lambda w: (bool(model) and model not in w.models, w.fill, w.id))
 
     def _start(self, request: Request, worker: Worker) -> None:
-        request.worker = worker
-        worker.requests[request.id] = request
         flags = Flag.MSGPACK if request.session.encoding == "msgpack" else 0
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames]
         request.frames = []
+        request.worker = worker
+        worker.requests[request.id] = request
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
 
     def _dequeue(self, request: Request) -> None:

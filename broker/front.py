@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from msgspec import Struct
 
 from ..protocol.bodies import body_type, decode_as, encoding_of, error_body
-from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.messages import (
     CLIENT_MESSAGES,
     MAX_ATTACHMENT_BYTES,
@@ -29,6 +30,8 @@ from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters, status_of
 from .tables import Session, SessionTable
+
+log = logging.getLogger(__name__)
 
 
 class Front:
@@ -79,9 +82,16 @@ class Front:
                     session = self._sessions.open(peer, key, encoding_of(frames[1]), now)
                 self._on_request(session, message_type, kind, frames, now)
         except TokenbusError as error:
-            self.refuse(peer, frames, error)
+            self._refuse(peer, frames, error)
+        except Exception:
+            self._counters.internal_errors += 1
+            log.exception("a defect of the broker: a client's message %r failed", message_type[:40])
+            defect = ServiceError(
+                Code.INTERNAL, "the broker failed to handle this message; its log says why"
+            )
+            self._refuse(peer, frames, defect)
 
-    def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
+    def _refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
         """Answers a message with the ERROR that says why it is refused."""
         self._counters.refused += 1
         message_type = frames[0] if frames else b""

@@ -136,27 +136,39 @@ class BrokerServer:
         self._drain_due = False
         if self._stopped:
             return
+        try:
+            taken = self._take_all()
+        except Exception:
+            # The next tick tries again: at once could mean a busy loop.
+            self._on_defect("taking messages from the sockets")
+            return
+        if taken:
+            self._drain_soon()
+
+    def _take_all(self) -> int:
+        """Takes and routes up to ``BURST`` messages of each socket; how many these were."""
         now = time.monotonic()
         front, back, core, post = self._front, self._back, self.core, self._post
         taken = 0
         for _ in range(BURST):
-            got = receive(back)
-            if got is None:
+            frames = receive(back)
+            if frames is None:
                 break
             taken += 1
-            frames, _ = got
             post(core.on_worker(frames[0], frames[1:], now))
         for _ in range(BURST):
-            got = receive(front)
-            if got is None:
+            frames = receive(front)
+            if frames is None:
                 break
             taken += 1
-            frames, key = got
-            post(core.on_client(frames[0], frames[1:], now, key))
+            post(core.on_client(frames[0], frames[1:], now))
         if self._flush_due and now - self._flushed_at > FLUSH_EVERY_S:
             self._flush_all(now)
-        if taken:
-            self._drain_soon()
+        return taken
+
+    def _on_defect(self, doing: str) -> None:
+        self.core.counters.internal_errors += 1
+        log.exception("a defect of the broker while %s", doing)
 
     def _drain_soon(self) -> None:
         if not self._drain_due and self._loop is not None:
@@ -187,15 +199,22 @@ class BrokerServer:
     def _tick(self) -> None:
         if self._stopped or self._loop is None:
             return
-        self._post(self.core.tick(time.monotonic()))
-        self._drain_soon()
         self._loop.call_later(self.settings.tick_s, self._tick)
+        try:
+            self._post(self.core.tick(time.monotonic()))
+        except Exception:
+            self._on_defect("looking at leases and deadlines")
+        self._drain_soon()
 
     def _flush(self) -> None:
         self._flush_due = False
         if self._stopped or self._loop is None:
             return
-        went = self._flush_all(time.monotonic())
+        went = 0
+        try:
+            went = self._flush_all(time.monotonic())
+        except Exception:
+            self._on_defect("sending what waits for full pipes")
         if (self._to_front.waiting or self._to_back.waiting) and not self._flush_due:
             self._flush_due = True
             self._retry_s = RETRY_S[0] if went else min(2 * self._retry_s, RETRY_S[1])

@@ -18,6 +18,8 @@ class Counters:
     slow_clients: int = 0
     workers_lost: int = 0
     bad_worker_messages: int = 0
+    internal_errors: int = 0
+    """Exceptions that are defects of the broker; each is in its log."""
 
 
 def status_of(

@@ -247,7 +247,7 @@ def test_a_routing_id_of_the_clients_own_is_refused(bench: Bench) -> None:
 
 def test_a_bad_message_of_a_worker_is_dropped_and_counted(bench: Bench) -> None:
     bench.worker("a")
-    for frames in ([b"TOKEN"], [b"TOKEN", b"x"], [b"FLY", encode_header(), b""], []):
+    for frames in ([b"MSG"], [b"SYSTEM", b"x", b""], [b"FLY", encode_header(), b""], []):
         assert bench.broker.on_worker(peer_of("a"), frames, bench.now) == []
     assert bench.broker.counters.bad_worker_messages == 4
 

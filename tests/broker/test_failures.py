@@ -1,0 +1,234 @@
+"""A defect or a malformed message costs one request at most: timers and other messages go on."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from tokenbus.broker.outgoing import Side
+from tokenbus.broker.server import BrokerServer
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, encode_header, encode_token_header
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Register
+
+from .bench import Bench, generate, peer_of
+
+Socket = zmq.Socket[bytes]
+WAIT_MS = 60_000
+
+
+def fail_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but its first call raises."""
+    calls = []
+
+    def call(*args: Any, **given: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+        return original(*args, **given)
+
+    return call
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# --- on sockets -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[BrokerServer]:
+    """A broker on its sockets, in a thread of its own."""
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        settings = BrokerSettings(expiry_s=0.5, tick_s=0.02, heartbeat_s=0.1, drain_s=0)
+        front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
+        server = BrokerServer(front, back, settings)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_until_complete, args=(server.run(),))
+        thread.start()
+        yield server
+        loop.call_soon_threadsafe(server.stop)
+        thread.join(60)
+        loop.close()
+        assert not Path(f"{folder}/front.sock").exists()
+
+
+def connect(endpoint: str) -> Socket:
+    """A DEALER that waits long for an answer, and not for ever."""
+    socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.rcvtimeo = WAIT_MS
+    socket.connect(endpoint)
+    return socket
+
+
+def register(endpoint: str) -> Socket:
+    """A worker that serves the model ``m`` and never sends a heartbeat."""
+    worker = connect(endpoint)
+    body = Register(name="w", role="gpu", version=1, pid=1, host="h", capacity=9, patterns=["m"])
+    worker.send_multipart([b"REGISTER", encode_header(), encode_body(body, "msgpack")])
+    assert worker.recv_multipart()[0] == b"REGISTERED"
+    return worker
+
+
+def send(client: Socket, word: bytes, body: dict[str, Any]) -> None:
+    client.send_multipart([word, msgspec.json.encode(body)])
+
+
+def error_of(client: Socket) -> dict[str, Any]:
+    """The body of the next ERROR."""
+    while True:
+        word, body = client.recv_multipart()
+        if word == b"ERROR":
+            error: dict[str, Any] = msgspec.json.decode(body)
+            return error
+
+
+def test_a_tick_that_fails_is_not_the_last_one(server: BrokerServer) -> None:
+    worker, client = register(server.back_endpoint), connect(server.front_endpoint)
+    send(client, b"GENERATE", generate(1))
+    server.core.tick = fail_once(server.core.tick)  # type: ignore[method-assign]
+    # The lease of the silent worker ends, which only a later tick can do.
+    assert error_of(client)["code"] == "worker_lost"
+    worker.close()
+    client.close()
+
+
+def test_a_message_that_fails_is_answered_and_those_behind_it_are_served(
+    server: BrokerServer,
+) -> None:
+    client = connect(server.front_endpoint)
+    server.core.dispatcher.submit = fail_once(server.core.dispatcher.submit)  # type: ignore[method-assign]
+    for stream in (1, 2):
+        send(client, b"GENERATE", generate(stream))
+    errors = {e["stream_id"]: e["code"] for e in (error_of(client), error_of(client))}
+    assert errors == {1: "internal", 2: "no_worker"}
+    assert server.core.counters.internal_errors == 1
+    client.close()
+
+
+def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> None:
+    worker, client = register(server.back_endpoint), connect(server.front_endpoint)
+    server._to_front.flush = fail_once(server._to_front.flush)  # type: ignore[method-assign]
+    send(client, b"GENERATE", generate(1))
+    while worker.recv_multipart()[0] != b"GENERATE":
+        pass
+    # More than the client's pipe holds, before the client reads anything.
+    head = encode_token_header([next(iter(server.core.session_table)).id])
+    count = 3000
+    for i in range(count):
+        worker.send_multipart([b"TOKEN", head, b"%d" % i])
+    got = []
+    while len(got) < count:
+        word, body = client.recv_multipart()
+        if word == b"TOKEN":
+            got.append(int(body))
+    assert got == list(range(count))
+    worker.close()
+    client.close()
+
+
+# --- in the core ----------------------------------------------------------------------------------
+
+
+def test_a_request_that_fails_leaves_nothing_behind(bench: Bench) -> None:
+    worker = bench.worker("a")
+    dispatcher = bench.broker.dispatcher
+    dispatcher._start = fail_once(dispatcher._start)  # type: ignore[method-assign]
+    [(word, error)] = bench.client("c", "GENERATE", generate(1))
+    assert (word, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
+    assert dispatcher.requests == {}
+    assert bench.client("c", "GENERATE", generate(1)) == []
+    assert len(dispatcher.workers[worker.worker].requests) == 1
+
+
+def test_a_part_of_a_tick_that_fails_does_not_keep_the_others_from_running(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1, timeout_s=1.0))
+    bench.to_worker("a")
+    broken = bench.broker.dispatcher
+    bench.worker("b", role="controller", patterns=["*"])
+    broken.remove = fail_once(broken.remove)  # type: ignore[method-assign]
+    bench.pass_time(1.5)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    # Ending the lease of one of the two silent workers fails; the other one is lost all the same.
+    bench.pass_time(5.0)
+    assert len(broken.workers) == 1
+    assert bench.broker.counters.internal_errors == 1
+
+
+def test_a_session_that_cannot_be_ended_does_not_keep_others_from_expiring(bench: Bench) -> None:
+    bench.worker("a")
+    for name in ("c", "d"):
+        bench.client(name, "HELLO", {"capabilities": ["ping"]})
+        bench.client(name, "GENERATE", generate(1))
+    dispatcher = bench.broker.dispatcher
+    dispatcher.abandon = fail_once(dispatcher.abandon)  # type: ignore[method-assign]
+    bench.pass_time(20.0)
+    assert len(bench.broker.session_table) == 0
+
+
+@pytest.mark.parametrize("frames", [[b"TOKEN"], [b"TOKEN", b"x"], [b"TOKEN", encode_header()]])
+def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams(
+    bench: Bench, frames: list[bytes]
+) -> None:
+    # Which streams these tokens belonged to is unknown, so none of the worker's can go on.
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_worker("a")
+    bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
+    [(word, error)] = bench.to_client("c")
+    assert (word, error["code"], error["stream_id"]) == ("ERROR", "worker_lost", 1)
+    assert bench.sent[-1].frames[0] == b"REREGISTER"
+    assert bench.broker.counters.bad_worker_messages == 1
+    assert bench.broker.dispatcher.requests == {}
+
+
+@pytest.mark.parametrize("word", [b"ERROR", b"MSG", b"START", b"BUFFER"])
+def test_a_malformed_message_about_a_stream_ends_it_with_an_error(
+    bench: Bench, word: bytes
+) -> None:
+    bench.worker("a")
+    bench.worker("b", role="controller", patterns=["*"])
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("a")
+    bench.sent += bench.broker.on_worker(
+        peer_of("a"), [word, encode_header(header.request, header.address)], bench.now
+    )
+    [(sent, error)] = bench.to_client("c")
+    assert (sent, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    assert bench.broker.counters.bad_worker_messages == 1
+
+
+def test_a_malformed_message_does_not_end_the_streams_of_another_worker(bench: Bench) -> None:
+    bench.worker("a")
+    bench.worker("b", patterns=["n"])
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.broker.on_worker(peer_of("b"), [b"MSG", encode_header(header.request)], bench.now)
+    assert bench.to_client("c") == []
+    entry = Token(token=1, stream_id=1, logprob=0.0, finish_reason=None)
+    bench.tokens("a", Header(header.request, header.address), entry)
+    assert bench.to_client("c")[0][0] == "TOKEN"
+
+
+def test_a_connection_that_closes_while_the_broker_fails_is_forgotten(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    dispatcher = bench.broker.dispatcher
+    dispatcher.abandon = fail_once(dispatcher.abandon)  # type: ignore[method-assign]
+    bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
+    assert len(bench.broker.session_table) == 0
+    assert bench.broker.counters.internal_errors == 1
