@@ -1,4 +1,5 @@
-"""A sequence: tokens, how far they are computed, and how the next one is chosen."""
+"""A sequence: tokens, how far they are computed, and how the next one is chosen; its outputs; and
+the logits from which the sequences of a step are sampled."""
 
 from __future__ import annotations
 
@@ -94,3 +95,24 @@ class Sequence:
     def generated(self) -> Tokens[int]:
         """The tokens after the prompt."""
         return self.tokens[self.num_prompt :]
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step between its forward and its sampling."""
+
+    logits: torch.Tensor | None = None
+    """``[rows, vocab]``, float32."""
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    """The sequences that will be sampled, and the row of the logits that each is sampled from."""
+
+    @property
+    def ready(self) -> list[tuple[int, int]]:
+        """The sequences that will be sampled, as (request, seq)."""
+        return [(s.request, s.seq) for s in self.rows]
+
+    def add(self, logits: torch.Tensor) -> int:
+        """Appends rows of logits; returns the number of the first."""
+        first = 0 if self.logits is None else len(self.logits)
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        return first

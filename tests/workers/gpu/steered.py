@@ -38,9 +38,15 @@ class CountingEngine(Engine):
 
     forwarded = 0
 
-    def _run(self, batch: Batch) -> list[tuple[list[Chunk], object]]:  # type: ignore[override]
-        self.forwarded += batch.num_tokens
-        return super()._run(batch)  # type: ignore[return-value]
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        super().__init__(loaded, config)
+        run = self._runner.run
+
+        def counted(batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
+            self.forwarded += batch.num_tokens
+            return run(batch)
+
+        self._runner.run = counted  # type: ignore[method-assign]
 
 
 @contextmanager

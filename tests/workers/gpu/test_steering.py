@@ -465,7 +465,7 @@ def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody(
     waited = 0
     request = 0
     for number in range(STEPS):
-        if rng.random() < 0.25 and len(engine._requests) < 24:
+        if rng.random() < 0.25 and len(engine._live.requests) < 24:
             request += 1
             prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 120))]
             sampling = Sampling(max_tokens=rng.randrange(1, 40), temperature=1.0, seed=request)
@@ -473,20 +473,20 @@ def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody(
             arrived[request] = number
         step = engine.begin()
         for _ in range(rng.randrange(2)):
-            live = [(r, s) for r, held in engine._requests.items() for s in held]
+            live = [(r, s) for r, held in engine._live.requests.items() for s in held]
             if live:
                 _random_operation(engine, rng, live)
         engine.finish(step)
         if number % 50 == 0:
             _resume_all(engine)
-            for key in [key for key in arrived if key not in engine._requests]:
+            for key in [key for key in arrived if key not in engine._live.requests]:
                 waited = max(waited, number - arrived.pop(key))
     for _ in range(2000):
         _resume_all(engine)
         if not engine.has_work:
             break
         engine.step()
-    assert not engine._requests
+    assert not engine._live.requests
     assert engine.stats()["kv_pages_used"] == 0
     assert request > STEPS // 50
     assert waited < 5000, "a sequence waited for too long"
@@ -495,6 +495,6 @@ def test_a_hundred_thousand_steps_of_random_load_leak_nothing_and_starve_nobody(
 def _resume_all(engine: Engine) -> None:
     for sequence in list(engine._scheduler.suspended):
         engine.resume(sequence.request, sequence.seq)
-    for request, held in engine._requests.items():
+    for request, held in engine._live.requests.items():
         for seq in held:
             engine.release(request, seq)

@@ -1,0 +1,147 @@
+"""From a request's prompt and sampling parameters to its first sequence, or a refusal."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
+from itertools import count
+
+from ...protocol.errors import Code, RequestError
+from ...protocol.sampling import Sampling
+from .loader import LoadedModel
+from .sequence import Sequence
+from .text import Detokenizer, TextStream, detokenizers
+
+
+class Intake:
+    """Checks requests for one model and makes their sequences, numbered in order of arrival.
+
+    ``max_length``: tokens of prompt and output that a sequence may have.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_length: int) -> None:
+        self._loaded = loaded
+        self._max_length = max_length
+        self._arrivals = count()
+        self._detokenizer: Callable[[Tokens[int]], Detokenizer] | None = None
+        if loaded.tokenizer is not None:
+            self._detokenizer = detokenizers(loaded.tokenizer)
+
+    def generation(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        sampling: Sampling,
+        *,
+        priority: int,
+        client: int,
+        text: bool,
+    ) -> Sequence:
+        """The sequence of a generation; the others of ``sampling.n`` are forked from it later.
+
+        Raises RequestError where the request cannot be run.
+        """
+        self._check_prompt(prompt, len(prompt) + 1)
+        self.check_tokens(sampling.logit_bias, "$.logit_bias")
+        strings = [s for s in sampling.stop if isinstance(s, str)]
+        ids = frozenset(s for s in sampling.stop if isinstance(s, int))
+        self.check_tokens(ids, "$.stop")
+        if self._detokenizer is None and (text or strings):
+            raise RequestError(
+                Code.UNSUPPORTED,
+                "this model has no tokenizer, so it can neither give text nor stop at a string",
+                path="$.text" if text else "$.stop",
+            )
+        if not sampling.ignore_eos:
+            ids |= self._loaded.eos_token_ids
+        sequence = Sequence(
+            request=request,
+            seq=0,
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            max_length=min(self._max_length, len(prompt) + sampling.max_tokens),
+            seed=secrets.randbits(62) if sampling.seed is None else sampling.seed,
+            priority=priority,
+            client=client,
+            arrival=next(self._arrivals),
+            stop_ids=ids,
+            says_text=text,
+            pending=sampling.n - 1,
+        )
+        if text or strings:
+            sequence.text = self.text_of(sequence)
+        return sequence
+
+    def scoring(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        scored: Tokens[int],
+        *,
+        priority: int,
+        client: int,
+        text: bool,
+    ) -> Sequence:
+        """The sequence of a score. Raises RequestError where the request cannot be run."""
+        length = len(prompt) + len(scored)
+        self._check_prompt(prompt, length)
+        if not scored:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                "there is nothing to score: 'scored' is empty; it needs at least one token",
+                path="$.scored",
+            )
+        self.check_tokens(scored, "$.scored")
+        sequence = Sequence(
+            request=request,
+            seq=0,
+            tokens=[*prompt, *scored],
+            num_prompt=len(prompt),
+            sampling=Sampling(),
+            max_length=length,
+            scored=True,
+            priority=priority,
+            client=client,
+            arrival=next(self._arrivals),
+        )
+        if text and self._detokenizer is not None:
+            sequence.text = TextStream(self._detokenizer(prompt))
+        return sequence
+
+    def text_of(self, sequence: Sequence) -> TextStream:
+        """The text of a sequence's tokens so far, ready for the next token."""
+        assert self._detokenizer is not None
+        strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        text = TextStream(self._detokenizer(prompt), strings)
+        for token in sequence.generated:
+            text.push(token)
+        return text
+
+    def check_tokens(self, tokens: Iterable[int], path: str) -> None:
+        """Refuses the first token id that is outside the model's vocabulary."""
+        vocab_size = self._loaded.vocab_size
+        for i, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    Code.TOKEN_OUT_OF_RANGE,
+                    f"token id {token} is outside the vocabulary, which is 0 to {vocab_size - 1}",
+                    path=f"{path}[{i}]",
+                )
+
+    def _check_prompt(self, prompt: Tokens[int], length: int) -> None:
+        path = "$.prompt"
+        if not prompt:
+            raise RequestError(
+                Code.EMPTY_PROMPT, "the prompt is empty; it needs at least one token", path=path
+            )
+        if length > self._max_length:
+            raise RequestError(
+                Code.PROMPT_TOO_LONG,
+                f"the request needs {length} tokens, at least one generated token included; "
+                f"{self._loaded.name} takes at most {self._max_length}",
+                path=path,
+            )
+        self.check_tokens(prompt, path)

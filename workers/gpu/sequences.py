@@ -1,0 +1,251 @@
+"""The live sequences of an engine: begun, forked, spliced, extended by a token, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from ...protocol.errors import Code, RequestError
+from ...protocol.messages import FinishReason
+from .block_manager import BlockManager, BlockTable
+from .intake import Intake
+from .runner import Runner
+from .scheduler import Scheduler
+from .sequence import PendingStep, Sequence, TokenOutput
+
+
+class LiveSequences:
+    """The table of requests and their sequences, and all that changes a sequence.
+
+    A sequence is in this table from its arrival to its end, in exactly one of the scheduler's
+    lists, and its blocks are given back when it leaves both.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        max_forks: int,
+    ) -> None:
+        self._intake = intake
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._max_forks = max_forks
+        self.requests: dict[int, dict[int, Sequence]] = {}
+        self._next_fork: dict[int, int] = {}
+        """By request: the number of its next fork."""
+        self.step: PendingStep | None = None
+        """The step that has computed its logits and has not been sampled."""
+        self.outputs: list[TokenOutput] = []
+        """What the next step returns first."""
+
+    # --- the table ------------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence) -> None:
+        """Takes in the first sequence of a request."""
+        self.requests[sequence.request] = {sequence.seq: sequence}
+        self._next_fork[sequence.request] = 1 + sequence.pending
+        self._scheduler.add(sequence)
+
+    def find(self, request: int, seq: int) -> Sequence | None:
+        """A live sequence; None where it has ended or never was."""
+        return self.requests.get(request, {}).get(seq)
+
+    def named(self, request: int, seq: int) -> Sequence:
+        """A live sequence of a generation; raises RequestError where there is none."""
+        sequence = self.find(request, seq)
+        if sequence is None or sequence.scored:
+            raise RequestError(
+                Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq} to steer"
+            )
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the table and of every step; its blocks are given back."""
+        if self.step is not None:
+            self.step.rows.pop(sequence, None)
+        self._scheduler.remove(sequence)
+        left = self.requests[sequence.request]
+        del left[sequence.seq]
+        if not left:
+            del self.requests[sequence.request]
+            del self._next_fork[sequence.request]
+
+    # --- forks ----------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, n: int, numbers: Tokens[int] | None) -> list[int]:
+        """Forks a sequence into itself and ``n`` more; their numbers (``Engine.fork``)."""
+        request = parent.request
+        first = self._next_fork[request]
+        numbers = range(first, first + n) if numbers is None else numbers
+        after = max(first, max(numbers) + 1)
+        if after > self._max_forks:
+            self.fail(
+                parent,
+                f"{n} more forks would make {after} sequences of this request; "
+                f"{self._max_forks} are allowed",
+            )
+            return []
+        self._next_fork[request] = after
+        children = [self._forked(parent, number) for number in numbers]
+        for child in children:
+            self.outputs.append(
+                TokenOutput(request, child.seq, None, None, child.num_generated, parent=parent.seq)
+            )
+            if self.step is not None and parent in self.step.rows:
+                self.step.rows[child] = self.step.rows[parent]
+            elif parent.row is not None:
+                child.row = parent.row
+        self._scheduler.forked(children)
+        return [child.seq for child in children]
+
+    def fork_pending(self, sequence: Sequence) -> list[Sequence]:
+        """The other sequences of a request with ``n``: they share the prompt's blocks and
+        logits."""
+        children = [self._forked(sequence, number) for number in range(1, sequence.pending + 1)]
+        sequence.pending = 0
+        self._scheduler.forked(children)
+        return children
+
+    def _forked(self, parent: Sequence, number: int) -> Sequence:
+        child = Sequence(
+            request=parent.request,
+            seq=number,
+            tokens=list(parent.tokens),
+            num_prompt=parent.num_prompt,
+            sampling=parent.sampling,
+            max_length=parent.max_length,
+            seed=parent.seed,
+            priority=parent.priority,
+            client=parent.client,
+            arrival=parent.arrival,
+            stop_ids=parent.stop_ids,
+            text=parent.text.fork() if parent.text is not None else None,
+            says_text=parent.says_text,
+            table=self._blocks.fork(parent.table, parent.computed),
+            computed=parent.computed,
+        )
+        self.requests[parent.request][number] = child
+        return child
+
+    # --- splices and suspension -----------------------------------------------------------------
+
+    def splice(self, sequence: Sequence, drop: int, tokens: Tokens[int]) -> None:
+        """Drops the last ``drop`` generated tokens and appends ``tokens`` (``Engine.splice``)."""
+        try:
+            if not 0 <= drop <= sequence.num_generated:
+                raise RequestError(
+                    Code.INVALID_FIELD,
+                    f"a splice drops {drop} tokens, but only {sequence.num_generated} tokens "
+                    "have been generated",
+                )
+            self._intake.check_tokens(tokens, "ff_tokens")
+        except RequestError as error:
+            self.fail(sequence, error.message)
+            return
+        self.discard_logits(sequence)
+        if drop:
+            self._drop(sequence, drop)
+        if not tokens:
+            request, seq, pos = sequence.request, sequence.seq, sequence.num_generated
+            self.outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
+            return
+        for token in tokens:
+            output = self.append(sequence, token, None, None)
+            self.outputs.append(output._replace(backtrack=drop))
+            drop = 0
+            if output.finish_reason is not None:
+                return
+
+    def discard_logits(self, sequence: Sequence) -> None:
+        """A sequence that was ready is not sampled: its last token will be computed again."""
+        if self.step is not None:
+            self.step.rows.pop(sequence, None)
+        sequence.row = sequence.mask = None
+        sequence.held = False
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+
+    def _drop(self, sequence: Sequence, drop: int) -> None:
+        del sequence.tokens[len(sequence.tokens) - drop :]
+        # The last token is computed again, for its logits.
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+        self._blocks.truncate(sequence.table, sequence.computed)
+        if sequence.text is not None:
+            sequence.text = self._intake.text_of(sequence)
+
+    # --- tokens and ends ------------------------------------------------------------------------
+
+    def append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float | None,
+        top: dict[int, float] | None,
+    ) -> TokenOutput:
+        """Appends a token to its sequence, and ends the sequence where a stop or its length is
+        reached."""
+        pos = sequence.num_generated
+        sequence.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in sequence.stop_ids:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.max_length:
+            reason = "length"
+        text = None
+        if sequence.text is not None:
+            said = sequence.text.push(token)
+            text = said.certain
+            if said.stopped:
+                reason = "stop"
+            elif reason is not None:
+                rest = sequence.text.finish()
+                text += rest.certain
+                reason = "stop" if rest.stopped else reason
+        if reason is not None:
+            self.remove(sequence)
+        text = text if sequence.says_text else None
+        request, seq = sequence.request, sequence.seq
+        return TokenOutput(request, seq, token, logprob, pos, reason, top, text)
+
+    def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
+        """Ends a sequence without a further token."""
+        text = None
+        if sequence.says_text and sequence.text is not None:
+            text = sequence.text.finish().certain
+        self.remove(sequence)
+        return TokenOutput(
+            sequence.request,
+            sequence.seq,
+            None,
+            None,
+            sequence.num_generated,
+            reason,
+            text=text,
+            error=error or None,
+        )
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """Ends a sequence with an error, and the forks that were to be made of it; its blocks are
+        cleared and given back."""
+        self._runner.clear_pages(self._blocks.discard(sequence.table))
+        sequence.table = BlockTable()
+        self.outputs.append(self.end(sequence, "error", error))
+        self.outputs += [
+            TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)
+            for i in range(sequence.pending)
+        ]
+
+    def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
+        """Ends all sequences of a request; their last outputs, after those not yet returned."""
+        # What was not yet returned comes first: it may announce a fork whose end follows.
+        ended = [o for o in self.outputs if o.request == request]
+        self.outputs = [o for o in self.outputs if o.request != request]
+        for sequence in list(self.requests.get(request, {}).values()):
+            ended.append(self.end(sequence, reason))
+            ended += [
+                TokenOutput(request, sequence.seq + 1 + i, None, None, 0, reason)
+                for i in range(sequence.pending)
+            ]
+        return ended

@@ -1,0 +1,146 @@
+"""One step of an engine: schedule, run the forward, sample, append.
+
+begin    schedule ─▶ forward: one token of each decode, chunks of prompts ─▶ rows of logits
+         (decisions of controllers arrive: masks, splices, forks, deferred sequences)
+finish   sample the rows ─▶ append to each sequence, or end it
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .block_manager import BlockManager
+from .runner import Runner
+from .sampler import NAN, Row, sample, scores
+from .scheduler import Batch, Chunk, Scheduler
+from .sequence import PendingStep, Sequence, TokenOutput
+from .sequences import LiveSequences
+
+log = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Runs the steps of one model over its live sequences."""
+
+    def __init__(
+        self, live: LiveSequences, scheduler: Scheduler, blocks: BlockManager, runner: Runner
+    ) -> None:
+        self._live = live
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+
+    def begin(self) -> PendingStep:
+        """The first half: the forward of what is scheduled."""
+        batch = self._scheduler.schedule()
+        step = self._live.step = PendingStep()
+        if batch.chunks:
+            for chunks, logits in self._run(batch):
+                self._take_in(step, chunks, logits)
+        kept = [s for s in self._scheduler.running if s.row is not None and not s.held]
+        if kept:
+            first = step.add(torch.stack([s.row for s in kept if s.row is not None]))
+            step.rows.update(zip(kept, range(first, first + len(kept)), strict=True))
+        return step
+
+    def finish(self, step: PendingStep) -> list[TokenOutput]:
+        """The second half: samples the next token of each sequence that is ready."""
+        live = self._live
+        live.step = None
+        if step.logits is not None and step.rows:
+            sequences = list(step.rows)
+            sampled = sample(step.logits, list(step.rows.values()), [_row(s) for s in sequences])
+            for i, sequence in enumerate(sequences):
+                sequence.mask = sequence.row = None
+                if i in sampled.errors:
+                    live.fail(sequence, sampled.errors[i])
+                else:
+                    token, logprob, top = sampled.tokens[i], sampled.logprobs[i], sampled.top[i]
+                    live.outputs.append(live.append(sequence, token, logprob, top))
+        outputs, live.outputs = live.outputs, []
+        return outputs
+
+    # --- the forward ----------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> list[tuple[list[Chunk], torch.Tensor]]:
+        """The forward of a batch. Where it fails, each chunk is run on its own, so that only the
+        sequences whose chunks fail again end."""
+        try:
+            return [self._runner.run(batch)]
+        except Exception as error:
+            if len(batch.chunks) == 1:
+                sequence = batch.chunks[0].sequence
+                log.exception("the forward of request %d failed", sequence.request)
+                self._live.fail(sequence, f"the model failed: {error}")
+                return []
+        computed = []
+        copies = batch.copies
+        for chunk in batch.chunks:
+            computed += self._run(Batch([chunk], copies))
+            copies = []
+        return computed
+
+    def _take_in(self, step: PendingStep, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        """Records what was computed: scores, rows to sample from, and the forks that waited for
+        their prompt."""
+        row = step.add(logits)
+        for chunk in chunks:
+            sequence, rows = chunk.sequence, chunk.end - chunk.first_row
+            sequence.computed = chunk.end
+            if sequence.scored and rows:
+                assert step.logits is not None
+                self._take_scores(chunk, step.logits[row : row + rows])
+            elif rows:
+                for ready in (sequence, *self._live.fork_pending(sequence)):
+                    step.rows[ready] = row
+            if sequence.request in self._live.requests:
+                self._blocks.commit(sequence.table, sequence.tokens, sequence.computed)
+            row += rows
+
+    def _take_scores(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """The log-probabilities of the tokens that follow a chunk's rows."""
+        sequence = chunk.sequence
+        tokens = sequence.tokens[chunk.first_row + 1 : chunk.end + 1]
+        first = chunk.first_row + 1 - sequence.num_prompt
+        found = scores(logits, tokens)
+        if any(value != value for value in found):
+            self._live.fail(sequence, NAN)
+            return
+        said = sequence.text
+        outputs = [
+            TokenOutput(
+                sequence.request,
+                sequence.seq,
+                token,
+                value,
+                first + i,
+                text=said.push(token).certain if said is not None else None,
+            )
+            for i, (token, value) in enumerate(zip(tokens, found, strict=True))
+        ]
+        if chunk.completes:
+            rest = said.finish().certain if said is not None else ""
+            last = outputs[-1]
+            text = last.text + rest if last.text is not None else None
+            outputs[-1] = last._replace(finish_reason="length", text=text)
+            self._live.remove(sequence)
+        self._live.outputs += outputs
+
+
+def _row(sequence: Sequence) -> Row:
+    """How the sampler chooses the next token of a sequence."""
+    sampling = sequence.sampling
+    looks_back = (
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
+    return Row(
+        sampling,
+        sequence.seed,
+        sequence.seq,
+        sequence.num_generated,
+        prompt=sequence.tokens[: sequence.num_prompt] if looks_back else (),
+        generated=sequence.generated if looks_back else (),
+        mask=sequence.mask,
+    )
