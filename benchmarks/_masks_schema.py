@@ -12,7 +12,7 @@ from _masks_world import TEXTS, World, steady_us
 from llguidance import LLMatcher
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
-from tokenbus.workers.controller.interface import Controller, Then
+from tokenbus.workers.controller.interface import Action, Controller
 
 _clock = time.perf_counter
 
@@ -105,10 +105,10 @@ class Schemas:
             controller.post_process(appended, 0)
             answer = controller.mid_process([0], mask)
             rounds.append(Round(appended, answer.masked))
-            if answer.then is Then.STOP:
+            if answer.action is Action.STOP:
                 return rounds
             tokens = self._world.vocabulary.tokenize(text)
-            appended = list(answer.tokens) if answer.then is Then.SPLICE else tokens[:1]
+            appended = list(answer.tokens) if answer.action is Action.SPLICE else tokens[:1]
             written = self._world.vocabulary.bytes_of(appended)
             if not written or not text.startswith(written):
                 raise SystemExit(f"the schema wants {written!r} where the text has {text!r}")

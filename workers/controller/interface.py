@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 from .host import Host
 
 
-class Then(IntEnum):
+class Action(IntEnum):
     """What a call wants to happen; the numbers are those of the native ABI."""
 
     STOP = 0
-    GO_ON = 1
+    CONTINUE = 1
     """pre_process: on to mid_process; post_process: on to pre_process; mid_process: sample."""
     SUSPEND = 2
     """pre_process: sit out until a variable of the request changes or a fork of it ends."""
@@ -35,7 +35,7 @@ class Then(IntEnum):
 class Answer(NamedTuple):
     """The result of pre_process, mid_process or post_process."""
 
-    then: Then
+    action: Action
     count: int = 1  # type: ignore[assignment]
     """Forks in all."""
     backtrack: int = 0
@@ -47,10 +47,10 @@ class Answer(NamedTuple):
     """With STOP: the text is complete, as if the model had ended it; else the program stopped."""
 
 
-STOP = Answer(Then.STOP)
-COMPLETE = Answer(Then.STOP, complete=True)
-GO_ON = Answer(Then.GO_ON)
-SUSPEND = Answer(Then.SUSPEND)
+STOP = Answer(Action.STOP)
+COMPLETE = Answer(Action.STOP, complete=True)
+CONTINUE = Answer(Action.CONTINUE)
+SUSPEND = Answer(Action.SUSPEND)
 
 
 class Controller(Protocol):

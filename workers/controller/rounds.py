@@ -15,7 +15,7 @@ from enum import Enum
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import StepResult
 from .host import Host
-from .interface import Answer, Controller, Then
+from .interface import Action, Answer, Controller
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Rounds:
 
     def _sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
-        if sequence.controller.post_process(tokens, 0).then is Then.STOP:
+        if sequence.controller.post_process(tokens, 0).action is Action.STOP:
             results = [_result(sequence, "stop")]
         else:
             results = self._decide(sequence)
@@ -137,21 +137,23 @@ class Rounds:
             if group is None:
                 sequence.saw = self._changes(sequence)
                 answer = controller.pre_process()
-                if answer.then is Then.SPLICE:
+                if answer.action is Action.SPLICE:
                     if self._append(sequence, change, answer):
                         return [_result(sequence, "stop", change)]
                     continue
-                if answer.then is Then.SUSPEND:
+                if answer.action is Action.SUSPEND:
                     return [_result(sequence, "suspend", change)]
-                if answer.then is Then.STOP or (answer.then is Then.FORK and answer.count == 0):
+                if answer.action is Action.STOP or (
+                    answer.action is Action.FORK and answer.count == 0
+                ):
                     return [_result(sequence, "stop", change)]
-                if answer.then is Then.FORK and answer.count > 1:
+                if answer.action is Action.FORK and answer.count > 1:
                     return self._forked(sequence, change, answer.count - 1)
             answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
             group = None
-            if answer.then is Then.GO_ON:
+            if answer.action is Action.CONTINUE:
                 return [_result(sequence, "sample", change, answer.masked)]
-            if answer.then is Then.STOP:
+            if answer.action is Action.STOP:
                 stopped = _result(sequence, "stop", change)
                 if answer.complete:
                     stopped.finish = "stop"
@@ -193,7 +195,7 @@ class Rounds:
                 )
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
-        return sequence.controller.post_process(tokens, drop).then is Then.STOP
+        return sequence.controller.post_process(tokens, drop).action is Action.STOP
 
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, unasked: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Controller, Program, Then
+from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
@@ -67,19 +67,19 @@ class Steered:
 
     def mid(self) -> set[int] | list[int] | None:
         """mid_process: the tokens of a mask, the tokens of a splice in a list, or None: stop."""
-        assert self.controller.pre_process().then is Then.GO_ON
+        assert self.controller.pre_process().action is Action.CONTINUE
         answer = self.controller.mid_process((0,), memoryview(self._mask))
-        if answer.then is Then.STOP:
+        if answer.action is Action.STOP:
             return None
-        if answer.then is Then.SPLICE:
+        if answer.action is Action.SPLICE:
             return list(answer.tokens)
         if not answer.masked:
             return set(range(self.vocabulary.size))
         bits = int.from_bytes(self._mask, "little")
         return {i for i in range(8 * len(self._mask)) if bits >> i & 1}
 
-    def post(self, tokens: Sequence[int]) -> Then:
-        return self.controller.post_process(tokens, 0).then
+    def post(self, tokens: Sequence[int]) -> Action:
+        return self.controller.post_process(tokens, 0).action
 
 
 Choose = Callable[[int, list[int], set[int]], int]

@@ -8,7 +8,7 @@ from operator import index
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
-from ..interface import GO_ON, Answer, Then
+from ..interface import CONTINUE, Action, Answer
 from .token_set import TokenSet
 
 Mask = TokenSet | Iterable[int] | None
@@ -20,16 +20,16 @@ class Decision:
     """What a call wants to happen; made by the functions of this file."""
 
     name: str
-    then: Then
+    action: Action
     count: int = 1
     backtrack: int = 0
     tokens: str | bytes | Sequence[int] = ()
     mask: Mask = None
 
 
-_STOP = Decision("stop", Then.STOP)
-_GO_ON = Decision("go_on", Then.GO_ON)
-_SUSPEND = Decision("suspend", Then.SUSPEND)
+_STOP = Decision("stop", Action.STOP)
+_CONTINUE = Decision("go_on", Action.CONTINUE)
+_SUSPEND = Decision("suspend", Action.SUSPEND)
 
 RIGHT = {
     "init_prompt": "nothing",
@@ -55,7 +55,7 @@ def stop() -> Decision:
 
 def go_on() -> Decision:
     """On to the next call; the same as returning nothing from pre_process or post_process."""
-    return _GO_ON
+    return _CONTINUE
 
 
 def suspend() -> Decision:
@@ -71,22 +71,22 @@ def fork(count: int) -> Decision:
 
     Each has a copy of the controller, and mid_process is told all their ids as ``fork_group``.
     """
-    return Decision("fork", Then.FORK, count=count)
+    return Decision("fork", Action.FORK, count=count)
 
 
 def append(tokens: str | bytes | Sequence[int]) -> Decision:
     """pre_process, mid_process: append tokens, or text, and do not sample."""
-    return Decision("append", Then.SPLICE, tokens=tokens)
+    return Decision("append", Action.SPLICE, tokens=tokens)
 
 
 def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision:
     """mid_process: drop the last ``backtrack`` tokens, append tokens or text, and do not sample."""
-    return Decision("splice", Then.SPLICE, backtrack=backtrack, tokens=tokens)
+    return Decision("splice", Action.SPLICE, backtrack=backtrack, tokens=tokens)
 
 
 def sample(mask: Mask = None) -> Decision:
     """mid_process: let the model choose among the tokens of ``mask``; None is all of them."""
-    return Decision("sample", Then.GO_ON, mask=mask)
+    return Decision("sample", Action.CONTINUE, mask=mask)
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
@@ -95,7 +95,7 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
     Raises ControllerError that tells what was returned and what would be right.
     """
     if returned is None and call in _MAY_BE_NONE:
-        return GO_ON
+        return CONTINUE
     if not isinstance(returned, Decision):
         hint = ""
         if callable(returned) and getattr(returned, "__module__", None) == __name__:
@@ -104,16 +104,16 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
     name = returned.name
     if name not in _NAMES[call]:
         raise _wrong(f"{call} returned {name}(…), which it may not; right would be {RIGHT[call]}")
-    if returned.then is Then.FORK:
-        return Answer(Then.FORK, count=_number(f"{call}: fork(n)", returned.count, 1))
-    if returned.then is Then.SPLICE:
+    if returned.action is Action.FORK:
+        return Answer(Action.FORK, count=_number(f"{call}: fork(n)", returned.count, 1))
+    if returned.action is Action.SPLICE:
         drop = _number(f"{call}: splice(backtrack, tokens), backtrack", returned.backtrack, 0)
         tokens = _tokens(f"{call}: {name}(tokens)", returned.tokens, host)
-        return Answer(Then.SPLICE, backtrack=drop, tokens=tokens)
-    if into is None or returned.then is not Then.GO_ON or returned.mask is None:
-        return Answer(returned.then)
+        return Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
+    if into is None or returned.action is not Action.CONTINUE or returned.mask is None:
+        return Answer(returned.action)
     into[:] = _mask(returned.mask, host.vocabulary.size).mask
-    return Answer(Then.GO_ON, masked=True)
+    return Answer(Action.CONTINUE, masked=True)
 
 
 def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:

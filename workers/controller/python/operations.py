@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Stored, Vocabulary
-from ..interface import GO_ON, STOP, SUSPEND, Answer, Then
+from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 from .script_constraints import Constraint
 from .transcript import Question, Transcript
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class Operation:
@@ -27,7 +27,7 @@ class Operation:
 
     def pre_process(self) -> Answer:
         """What to do before mid_process."""
-        return GO_ON
+        return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """What to do with the next token; None: pre_process has to come first."""
@@ -74,11 +74,11 @@ class Append(Operation):
 
     def pre_process(self) -> Answer:
         """Appends at once where nothing is to be dropped."""
-        return GO_ON if self._drop else Answer(Then.SPLICE, tokens=self._tokens)
+        return CONTINUE if self._drop else Answer(Action.SPLICE, tokens=self._tokens)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Drops and appends."""
-        return Answer(Then.SPLICE, backtrack=self._drop, tokens=self._tokens)
+        return Answer(Action.SPLICE, backtrack=self._drop, tokens=self._tokens)
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Done."""
@@ -112,7 +112,7 @@ class Generate(Operation):
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
-            return GO_ON
+            return CONTINUE
         if not self._constraint.mask(mask):
             self._finish(bytes(self._text))
         return _MASKED
@@ -165,7 +165,7 @@ class Generate(Operation):
 
     def _end(self, drop: int, tokens: Sequence[int] = ()) -> None:
         if drop:
-            self._repair = Answer(Then.SPLICE, backtrack=drop, tokens=tokens)
+            self._repair = Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
         else:
             self._finish(bytes(self._text))
 
@@ -182,7 +182,7 @@ class Fork(Operation):
     def pre_process(self) -> Answer:
         """Forks."""
         self._made = True
-        return Answer(Then.FORK, count=self._count)
+        return Answer(Action.FORK, count=self._count)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Answers where the fork was made."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from ....protocol.errors import Code, ControllerError, RequestError
 from .. import interface
 from ..host import Host
-from ..interface import GO_ON, Answer, Then
+from ..interface import CONTINUE, Action, Answer
 from .asks import check_awaited
 from .calls import Calls
 from .context import Context
@@ -81,7 +81,7 @@ class ScriptController:
         """As ``interface.Controller`` says; the script runs on where its request is finished."""
         with self._calls.during("pre_process"):
             if self._detour.under_way:
-                return GO_ON
+                return CONTINUE
             while True:
                 request = self._current()
                 answer = request.pre_process()
@@ -105,7 +105,7 @@ class ScriptController:
             self._transcript.change(tokens, backtrack)
             if not self._detour.passes() and self._request is not None:
                 self._request.post_process(tokens)
-            return GO_ON
+            return CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
         """As ``interface.Controller`` says; runs the script again up to where this one waits.
@@ -184,12 +184,12 @@ class _Detour:
     def enter(self) -> Answer:
         """Appends a token, whichever."""
         self.under_way = self._own = True
-        return Answer(Then.SPLICE, tokens=(0,))
+        return Answer(Action.SPLICE, tokens=(0,))
 
     def leave(self) -> Answer:
         """Takes it back."""
         self.under_way, self._own = False, True
-        return Answer(Then.SPLICE, backtrack=1)
+        return Answer(Action.SPLICE, backtrack=1)
 
     def passes(self) -> bool:
         """Whether what was just appended or dropped was its own."""

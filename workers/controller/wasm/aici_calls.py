@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ....protocol.errors import Code, ControllerError
-from ..interface import GO_ON, STOP, SUSPEND, Answer, Then
+from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 
 SHOWN_BYTES = 200
 """How much of what a guest gave is shown to people."""
@@ -108,8 +108,8 @@ def pre_process_answer(result: bytes) -> Answer:
     if said.suspend:
         return SUSPEND
     if said.ff_tokens:
-        return Answer(Then.SPLICE, tokens=said.ff_tokens)
-    return GO_ON if len(masks) == 1 else Answer(Then.FORK, count=len(masks))
+        return Answer(Action.SPLICE, tokens=said.ff_tokens)
+    return CONTINUE if len(masks) == 1 else Answer(Action.FORK, count=len(masks))
 
 
 def mid_process_answer(result: bytes, masked: bool) -> Answer:
@@ -131,16 +131,18 @@ def mid_process_answer(result: bytes, masked: bool) -> Answer:
                 f"the splice of mid_process, backtrack {splice.backtrack} and no ff_tokens, does "
                 "nothing: backtrack counts the token about to be generated, so that 1 drops none",
             )
-        return Answer(Then.SPLICE, backtrack=max(0, splice.backtrack - 1), tokens=splice.ff_tokens)
+        return Answer(
+            Action.SPLICE, backtrack=max(0, splice.backtrack - 1), tokens=splice.ff_tokens
+        )
     if said.stop is not UNSET:
         return STOP
-    return _MASKED if masked else GO_ON
+    return _MASKED if masked else CONTINUE
 
 
 def post_process_answer(result: bytes) -> Answer:
     """What a result of post_process means."""
     said = decode(_post, result, "post_process returned", '{"stop":false}')
-    return STOP if said.stop else GO_ON
+    return STOP if said.stop else CONTINUE
 
 
 def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
@@ -165,4 +167,4 @@ def shown(data: bytes) -> str:
     return text if len(data) <= SHOWN_BYTES else f"{text}… ({len(data)} bytes)"
 
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)

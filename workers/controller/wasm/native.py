@@ -15,7 +15,7 @@ import wasmtime
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
-from ..interface import GO_ON, STOP, SUSPEND, Answer, Controller, Then
+from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
 from .instance import Guest, HostFunction, Template, make_linker
 from .wasi import WASI, start_function
 
@@ -113,15 +113,15 @@ class NativeController:
         block[_COUNT] = 0
         then = self._guest.call(self._pre, self._pre_s, "pre_process")
         if then == 1:
-            return GO_ON
+            return CONTINUE
         if then == 0:
             return STOP
         if then == 2:
             return SUSPEND
         if then == 3:
-            return Answer(Then.FORK, count=block[_N])
+            return Answer(Action.FORK, count=block[_N])
         if then == 4:
-            return Answer(Then.SPLICE, tokens=self._tokens())
+            return Answer(Action.SPLICE, tokens=self._tokens())
         known = "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"
         raise _unknown("pre_process", then, known)
 
@@ -137,7 +137,7 @@ class NativeController:
         if then == 1:
             address = block[_MASK]
             if not address:
-                return GO_ON
+                return CONTINUE
             guest = self._guest
             size = 4 * self._words
             if address + size > guest.size:
@@ -147,7 +147,7 @@ class NativeController:
         if then == 0:
             return STOP
         if then == 4:
-            return Answer(Then.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
+            return Answer(Action.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
         raise _unknown("mid_process", then, "0 (stop), 1 (sample), 4 (splice)")
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
@@ -162,7 +162,7 @@ class NativeController:
         if backtrack:
             block[_BACKTRACK] = 0
         if then == 1:
-            return GO_ON
+            return CONTINUE
         if then == 0:
             return STOP
         raise _unknown("post_process", then, "0 (stop), 1 (go on)")
@@ -215,7 +215,7 @@ class NativeController:
         return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
 
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 def _unknown(phase: str, then: int, known: str) -> ControllerError:

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 from tokenbus.workers.controller.host import Host, Vocabulary
-from tokenbus.workers.controller.interface import Answer, Program, Then
+from tokenbus.workers.controller.interface import Action, Answer, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
@@ -69,7 +69,7 @@ class Stream:
         self._view = memoryview(self._mask)
 
     def mid(self) -> Answer:
-        assert self.controller.pre_process().then is Then.GO_ON
+        assert self.controller.pre_process().action is Action.CONTINUE
         return self.controller.mid_process((0,), self._view)
 
     @property
@@ -81,9 +81,9 @@ class Stream:
         bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
         return np.flatnonzero(bits)
 
-    def push(self, tokens: Sequence[int]) -> Then:
-        then = self.controller.post_process(tokens, 0).then
-        if then is Then.GO_ON:
+    def push(self, tokens: Sequence[int]) -> Action:
+        then = self.controller.post_process(tokens, 0).action
+        if then is Action.CONTINUE:
             self.tokens += tokens
         return then
 
@@ -103,13 +103,13 @@ class Stream:
         """Tokens by chance until the end; whether it came within ``most`` samples."""
         for _ in range(most):
             answer = self.mid()
-            if answer.then is Then.STOP:
+            if answer.action is Action.STOP:
                 return True
-            if answer.then is Then.SPLICE:
-                assert self.push(answer.tokens) is Then.GO_ON
+            if answer.action is Action.SPLICE:
+                assert self.push(answer.tokens) is Action.CONTINUE
                 continue
             bits = self._bits()
             end = [bit for bit in self.vocabulary.eos_ids if bit in bits and rng.random() < 0.3]
-            if self.push(end or [int(rng.choice(bits))]) is Then.STOP:
+            if self.push(end or [int(rng.choice(bits))]) is Action.STOP:
                 return True
         return False

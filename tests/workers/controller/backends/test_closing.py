@@ -16,7 +16,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     GrammarInstance,
     GrammarModule,
 )
-from tokenbus.workers.controller.interface import Then
+from tokenbus.workers.controller.interface import Action
 
 from ....processes import steered_bus
 from ..played import BYTES, Steered, engine, vocabulary
@@ -105,17 +105,17 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
     kept = [1 + ord("[")] * 40 + [tokens.index(wide)] + [1 + ord("[")] * 59
     for number, token in enumerate(kept):
         before = run.controller.mid_process((0,), memoryview(run._mask))
-        if before.then is Then.SPLICE:
+        if before.action is Action.SPLICE:
             kept = kept[:number]
             break
         run.post([token])
-    assert before.then is Then.SPLICE
+    assert before.action is Action.SPLICE
     assert before.backtrack > 0
     whole = [*kept[: len(kept) - before.backtrack], *before.tokens]
     assert len(whole) < 100
     text = run.vocabulary.bytes_of(whole)
     assert check_whole(text)
-    assert run.controller.post_process(before.tokens, before.backtrack).then is Then.GO_ON
+    assert run.controller.post_process(before.tokens, before.backtrack).action is Action.CONTINUE
     assert run.mid() is None
     assert "taken back" in run.log.take()
 

@@ -20,7 +20,7 @@ from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar import yacc_compiler
 from tokenbus.workers.controller.backends.grammar.file_cache import FileCache
 from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Program, Then
+from tokenbus.workers.controller.interface import Action, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
@@ -221,10 +221,10 @@ def test_a_mask_has_the_tokens_that_a_match_may_go_on_with(
                 assert allowed == may | end
                 tokens = [rng.choice(sorted(allowed))]
             if tokens == [EOS]:
-                assert run.post(tokens) is Then.STOP
+                assert run.post(tokens) is Action.STOP
                 assert re.fullmatch(pattern, text.decode())
                 break
-            assert run.post(tokens) is Then.GO_ON
+            assert run.post(tokens) is Action.CONTINUE
             written = b"".join(TOKENS[token] for token in tokens)
             text, state = text + written, dfa.walk(written, state)
             assert state
@@ -443,7 +443,7 @@ def walk(program: Program, text: bytes) -> list[bytes]:
     for byte in text:
         run.controller.mid_process((0,), memoryview(run._mask))
         masks.append(bytes(run._mask))
-        assert run.post([1 + byte]) is Then.GO_ON
+        assert run.post([1 + byte]) is Action.CONTINUE
     run.controller.close()
     return masks
 

@@ -17,7 +17,7 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
     JsonSchemaProgram,
     LarkProgram,
 )
-from tokenbus.workers.controller.interface import COMPLETE, STOP, Then
+from tokenbus.workers.controller.interface import COMPLETE, STOP, Action
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ..played import EOS, Run, vocabulary
@@ -85,21 +85,21 @@ def check_masks(stream: Stream, texts: set[bytes], rng: random.Random) -> None:
             if token and any(text.startswith(here + token) for text in live)
         }
         answer = stream.mid()
-        if answer.then is Then.STOP:
+        if answer.action is Action.STOP:
             assert here in texts
             assert not may
             return
-        if answer.then is Then.SPLICE:
+        if answer.action is Action.SPLICE:
             forced = here + b"".join(map(stream.vocabulary.token, answer.tokens))
             assert all(text.startswith(forced) for text in live)
-            assert stream.push(answer.tokens) is Then.GO_ON
+            assert stream.push(answer.tokens) is Action.CONTINUE
             continue
         assert stream.allowed == (may | {EOS} if here in texts else may)
         token = rng.choice(sorted(stream.allowed))
         if token == EOS:
-            assert stream.push([token]) is Then.STOP
+            assert stream.push([token]) is Action.STOP
             return
-        assert stream.push([token]) is Then.GO_ON
+        assert stream.push([token]) is Action.CONTINUE
 
 
 @pytest.mark.parametrize(("schema", "texts"), SCHEMAS)
@@ -158,7 +158,7 @@ def test_each_end_of_sequence_is_allowed_exactly_where_the_text_is_complete(
         stream.push([1 + ord("a")])
         assert stream.mid().masked
         assert stream.allowed >= set(on.eos_ids)
-        assert stream.push([end]) is Then.STOP
+        assert stream.push([end]) is Action.STOP
 
 
 @pytest.mark.parametrize("more", [0, 1, 31 - len(TOKENS) % 32, 32 - len(TOKENS) % 32])
@@ -170,8 +170,8 @@ def test_a_vocabulary_without_an_end_has_none_in_its_masks(matchers: Matchers, m
         assert stream.mid().masked
         assert all(set(on.token(n)) <= set(b"ab!") for n in stream.allowed)
         stream.push([1 + ord("a")])
-    assert stream.push([1 + ord("!")]) is Then.GO_ON
-    assert stream.mid().then is Then.STOP
+    assert stream.push([1 + ord("!")]) is Action.CONTINUE
+    assert stream.mid().action is Action.STOP
 
 
 def test_an_empty_text_that_is_all_there_is_stops_at_once(matchers: Matchers) -> None:
@@ -195,16 +195,16 @@ def test_forced_text_has_the_tokenizers_own_tokens(matchers: Matchers, name: str
     schema = {"const": value}
     on.fingerprint = name
     stream = Stream(JsonSchemaProgram(matchers), schema, on)
-    while (answer := stream.mid()).then is not Then.STOP:
-        assert answer.then is Then.SPLICE
-        assert stream.push(answer.tokens) is Then.GO_ON
+    while (answer := stream.mid()).action is not Action.STOP:
+        assert answer.action is Action.SPLICE
+        assert stream.push(answer.tokens) is Action.CONTINUE
     assert stream.text.decode() == text
     assert stream.tokens == on.tokenize(text.encode())
 
 
 def test_no_more_is_appended_than_the_sequence_may_have(matchers: Matchers) -> None:
     stream = Stream(LarkProgram(matchers), 'start: "a"{50}', vocabulary(TOKENS), max_tokens=7)
-    assert stream.push(stream.mid().tokens) is Then.GO_ON
+    assert stream.push(stream.mid().tokens) is Action.CONTINUE
     assert len(stream.tokens) == 7
     assert stream.mid() == STOP
 

@@ -25,7 +25,7 @@ from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.errors import Code, RequestError
 from tokenbus.protocol.worker_messages import StepResult, Variable
 from tokenbus.workers.controller.host import Host, allowed
-from tokenbus.workers.controller.interface import Program, Then
+from tokenbus.workers.controller.interface import Action, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.python import (
@@ -960,11 +960,11 @@ def test_a_copy_in_the_middle_of_a_text_goes_on_with_it() -> None:
         one.post_process(tokens_of(letter), 0)
     other = one.fork(second)
     for controller, seq, letter in ((one, 0, "c"), (other, 1, "d")):
-        assert controller.pre_process().then is Then.GO_ON
+        assert controller.pre_process().action is Action.CONTINUE
         assert controller.mid_process([seq], mask).masked
         assert set(allowed(mask, 4096)) == {*tokens_of("c"), *tokens_of("d")}
         controller.post_process(tokens_of(letter), 0)
-        assert controller.pre_process().then is Then.STOP
+        assert controller.pre_process().action is Action.STOP
         controller.close()
     assert (first.log.take(), second.log.take()) == ("abc", "abd")
 

@@ -9,7 +9,7 @@ import wasmtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
-from tokenbus.workers.controller.interface import Then
+from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.wasm.native import NativeProgram
 
 from ..played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
@@ -119,7 +119,7 @@ def test_masks_of_a_string_recognizer_are_those_of_brute_force(
         token = data.draw(st.sampled_from(sorted(fits)))
         if token == EOS:
             return
-        assert sequence.post([token]) is Then.GO_ON
+        assert sequence.post([token]) is Action.CONTINUE
         text += tokens[token]
 
 

@@ -14,7 +14,7 @@ import wasmtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
-from tokenbus.workers.controller.interface import Then
+from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.wasm.native import NativeProgram
 
 from ..played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
@@ -63,8 +63,8 @@ def test_masks_of_upper4_are_those_of_brute_force(more: list[bytes], data: st.Da
         assert sequence.mid() == fits | {EOS}
         token = data.draw(st.sampled_from(sorted(fits)))
         text += tokens[token]
-        assert sequence.post([token]) is Then.GO_ON
-    assert sequence.post([EOS]) is Then.STOP
+        assert sequence.post([token]) is Action.CONTINUE
+    assert sequence.post([EOS]) is Action.STOP
 
 
 def is_upper4(text: bytes) -> bool:
@@ -167,9 +167,9 @@ def test_masks_of_choice_are_those_of_brute_force(
         assert answer == (fits | {EOS} if text in left else fits)
         token = data.draw(st.sampled_from(sorted(answer)))
         if token == EOS:
-            assert sequence.post([token]) is Then.STOP
+            assert sequence.post([token]) is Action.STOP
             break
-        assert sequence.post([token]) is Then.GO_ON
+        assert sequence.post([token]) is Action.CONTINUE
         text += tokens[token]
 
 
@@ -183,7 +183,7 @@ def test_choice_stops_by_itself_where_no_token_ends() -> None:
     sequence = Steered(CHOICE, BYTES, '["a"]', eos=-1)
     sequence.begin()
     assert sequence.mid() == [1 + ord("a")]
-    assert sequence.post([1 + ord("a")]) is Then.GO_ON
+    assert sequence.post([1 + ord("a")]) is Action.CONTINUE
     assert sequence.mid() is None
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
-from tokenbus.workers.controller.interface import GO_ON, STOP, SUSPEND, Answer, Then
+from tokenbus.workers.controller.interface import CONTINUE, STOP, SUSPEND, Action, Answer
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.aici_calls import (
     check_init_prompt,
@@ -28,16 +28,16 @@ from tokenbus.workers.state.variables import VariableStorage
 @pytest.mark.parametrize(
     ("result", "answer"),
     [
-        ({"attention_masks": [[]]}, GO_ON),
-        ({"attention_masks": [[1, 1.0]], "suspend": False, "ff_tokens": []}, GO_ON),
+        ({"attention_masks": [[]]}, CONTINUE),
+        ({"attention_masks": [[1, 1.0]], "suspend": False, "ff_tokens": []}, CONTINUE),
         ({"attention_masks": []}, STOP),
-        ({"attention_masks": [[], [1], []]}, Answer(Then.FORK, count=3)),
+        ({"attention_masks": [[], [1], []]}, Answer(Action.FORK, count=3)),
         ({"attention_masks": [[]], "suspend": True}, SUSPEND),
-        ({"attention_masks": [[]], "ff_tokens": [1, 2]}, Answer(Then.SPLICE, tokens=[1, 2])),
+        ({"attention_masks": [[]], "ff_tokens": [1, 2]}, Answer(Action.SPLICE, tokens=[1, 2])),
         ({"attention_masks": [], "suspend": True, "ff_tokens": [1]}, STOP),
         ({"attention_masks": [[], []], "suspend": True, "ff_tokens": [1]}, SUSPEND),
-        ({"attention_masks": [[], []], "ff_tokens": [1]}, Answer(Then.SPLICE, tokens=[1])),
-        ({"attention_masks": [[]], "of_a_later_version": {}}, GO_ON),
+        ({"attention_masks": [[], []], "ff_tokens": [1]}, Answer(Action.SPLICE, tokens=[1])),
+        ({"attention_masks": [[]], "of_a_later_version": {}}, CONTINUE),
     ],
 )
 def test_pre_process_says(result: object, answer: Answer) -> None:
@@ -56,10 +56,10 @@ def test_attention_with_weights_is_refused(weights: list[float]) -> None:
     [
         ("Stop", STOP),
         ({"Stop": {}}, STOP),
-        ({"SampleWithBias": {}}, GO_ON),
-        ({"Splice": {"backtrack": 0, "ff_tokens": [1]}}, Answer(Then.SPLICE, tokens=[1])),
-        ({"Splice": {"backtrack": 1, "ff_tokens": [1]}}, Answer(Then.SPLICE, tokens=[1])),
-        ({"Splice": {"backtrack": 3, "ff_tokens": []}}, Answer(Then.SPLICE, 1, 2, [])),
+        ({"SampleWithBias": {}}, CONTINUE),
+        ({"Splice": {"backtrack": 0, "ff_tokens": [1]}}, Answer(Action.SPLICE, tokens=[1])),
+        ({"Splice": {"backtrack": 1, "ff_tokens": [1]}}, Answer(Action.SPLICE, tokens=[1])),
+        ({"Splice": {"backtrack": 3, "ff_tokens": []}}, Answer(Action.SPLICE, 1, 2, [])),
     ],
 )
 def test_mid_process_says(result: object, answer: Answer) -> None:
@@ -172,4 +172,4 @@ def test_arguments_are_json(numbers: list[int], backtrack: int) -> None:
 def test_a_splice_is_read_as_it_was_written(tokens: list[int], backtrack: int) -> None:
     result = json.dumps({"Splice": {"backtrack": backtrack, "ff_tokens": tokens}}).encode()
     answer = mid_process_answer(result, masked=False)
-    assert answer == Answer(Then.SPLICE, backtrack=max(0, backtrack - 1), tokens=tokens)
+    assert answer == Answer(Action.SPLICE, backtrack=max(0, backtrack - 1), tokens=tokens)

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.worker_messages import StepResult, Variable, VariableAnswer
 from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Controller, Program, Then
+from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
@@ -363,17 +363,17 @@ class One:
         for _ in range(20):
             answer = self._controller.pre_process()
             self._note(answer)
-            if answer.then in (Then.STOP, Then.SUSPEND):
+            if answer.action in (Action.STOP, Action.SUSPEND):
                 return
-            if answer.then is not Then.SPLICE:
+            if answer.action is not Action.SPLICE:
                 answer = self._controller.mid_process((0,), memoryview(mask))
                 self._note(answer, bytes(mask) if answer.masked else b"")
-                if answer.then is Then.GO_ON:
+                if answer.action is Action.CONTINUE:
                     every = range(VOCABULARY.size)
                     self.may = [
                         t for t in every if not answer.masked or mask[t >> 3] >> (t & 7) & 1
                     ]
-                if answer.then is not Then.SPLICE:
+                if answer.action is not Action.SPLICE:
                     return
             if not self._told(answer.tokens, answer.backtrack):
                 return
@@ -389,7 +389,7 @@ class One:
     def _told(self, tokens: Sequence[int], backtrack: int) -> bool:
         said = self._controller.post_process(tokens, backtrack)
         self._note(said)
-        return said.then is not Then.STOP
+        return said.action is not Action.STOP
 
     def close(self) -> None:
         self._controller.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .....protocol.errors import Code, ControllerError
 from ... import interface
 from ...host import Host
-from ...interface import GO_ON, STOP, Answer, Controller, Then
+from ...interface import CONTINUE, STOP, Action, Answer, Controller
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
@@ -19,7 +19,7 @@ short texts a sixteenth."""
 LOOK_EVERY = 32
 """How often a sequence is asked what closing it needs, in tokens, where there is time."""
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class GrammarController:
@@ -43,7 +43,7 @@ class GrammarController:
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
-        return GO_ON
+        return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """What the grammar allows next; appends what must come, and stops where nothing can."""
@@ -59,7 +59,7 @@ class GrammarController:
             if flags & FORCED:
                 tokens = self._guest.forced(self._place)[: left - 1]
                 if tokens:
-                    return Answer(Then.SPLICE, tokens=tokens)
+                    return Answer(Action.SPLICE, tokens=tokens)
             return _MASKED
         if flags & COMPLETE:
             return interface.COMPLETE
@@ -75,14 +75,14 @@ class GrammarController:
         if tokens and tokens[-1] in eos:
             return STOP
         if self._closed:
-            return GO_ON
+            return CONTINUE
         if self._guest.append(self._place, tokens) < len(tokens):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the tokens {list(tokens)} cannot follow here; the text so far: {self._shown()}",
             )
         self._text += tokens
-        return GO_ON
+        return CONTINUE
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says; the fork has the same place in the text."""
@@ -120,7 +120,7 @@ class GrammarController:
         self._say(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
         if not tokens and not back:
             return interface.COMPLETE
-        return Answer(Then.SPLICE, backtrack=back, tokens=tokens)
+        return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _say(self, what: str) -> None:
         self._host.log.write(f"{what}\n".encode())

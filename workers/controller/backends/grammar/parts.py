@@ -16,7 +16,7 @@ import numpy as np
 from .....protocol.errors import Code, ControllerError
 from ... import interface
 from ...host import Host
-from ...interface import GO_ON, STOP, Answer, Controller, Then
+from ...interface import CONTINUE, STOP, Action, Answer, Controller
 from .combination import Part
 from .refusals import refusal
 
@@ -25,7 +25,7 @@ MOST_POSITIONS = 256
 MOST_WAYS = 32
 """In which a text so far may be read."""
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)
 
 Start = Callable[[Part, Host], Controller]
 """Makes the controller of a plan's part."""
@@ -130,7 +130,7 @@ class PartsController:
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
-        return GO_ON
+        return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """What any way allows; appends what the only one must have, and stops where nothing may
@@ -151,12 +151,12 @@ class PartsController:
             mask[:] = bytes(len(mask))
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
-            if answer.then is Then.SPLICE and not np.frombuffer(mask, np.uint32).any():
+            if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
                 # It closes its text: there is no time for other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]
-            if answer.then is not Then.STOP:
+            if answer.action is not Action.STOP:
                 ended = self._takes_end(mask)
                 way.mask = bytes(mask)
                 self._ways.append(way)
@@ -177,7 +177,7 @@ class PartsController:
         self._complete = complete
         if not self._ways:
             return interface.COMPLETE if complete else STOP
-        if len(self._ways) == 1 and not complete and forced[0].then is Then.SPLICE:
+        if len(self._ways) == 1 and not complete and forced[0].action is Action.SPLICE:
             return forced[0]
         return self._joined(mask, complete)
 
@@ -196,7 +196,7 @@ class PartsController:
                     way.controller.close()
         for way in self._ways:
             way.controller.post_process(tokens, backtrack)
-        return GO_ON
+        return CONTINUE
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says."""

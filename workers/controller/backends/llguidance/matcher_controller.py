@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from .....protocol.errors import Code, ControllerError
 from ...host import Host
-from ...interface import COMPLETE, GO_ON, STOP, Answer, Controller, Then
+from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer, Controller
 from .matchers import Grammar
 from .trial import reason
 
@@ -20,7 +20,7 @@ SHOWN = 200
 AT_ONCE = 256
 """Tokens that are followed without a break for other threads."""
 
-_MASKED = Answer(Then.GO_ON, masked=True)
+_MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class MatcherController:
@@ -46,7 +46,7 @@ class MatcherController:
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
-        return GO_ON
+        return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """What the grammar allows next; appends what must come, and stops where nothing can.
@@ -69,7 +69,7 @@ class MatcherController:
             if self._matcher.is_error():
                 raise self._failed()
         if forced:
-            return Answer(Then.SPLICE, tokens=forced[:left])
+            return Answer(Action.SPLICE, tokens=forced[:left])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
         if not complete:
@@ -92,7 +92,7 @@ class MatcherController:
             if took > self._host.limits.mid_s:
                 raise self._too_slow(took)
         self._text += tokens
-        return GO_ON
+        return CONTINUE
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says; the fork has the same place in the text."""
