@@ -1,4 +1,5 @@
-"""The models that a worker holds: loaded at start or on demand, the least recently used let go."""
+"""The cache of a worker's loaded models: loaded at start or on demand, the least recently used
+evicted."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from fnmatch import fnmatchcase
 from glob import escape
 from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import ModelInfo
@@ -51,9 +54,9 @@ LoadEvent = Progress | Ready | Failed
 
 
 class Models:
-    """The shelf. Loading runs on a thread of its own; its events are taken by the worker's loop.
+    """The cache. Loading runs on a thread of its own; the worker's loop takes its events.
 
-    ``on_event`` is called from that thread whenever ``events`` has something new.
+    ``on_event`` is called from that thread whenever there is a new one in ``events``.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Models:
 
     @property
     def patterns(self) -> list[str]:
-        """What may be loaded, as the broker is told."""
+        """Names of models that may be loaded, as the worker registers them."""
         return self._patterns
 
     @property
@@ -81,8 +84,8 @@ class Models:
         return dict(self._engines)
 
     def infos(self) -> list[ModelInfo]:
-        """What clients may know of the loaded models."""
-        return [model_info(engine.loaded) for engine in self._engines.values()]
+        """What clients may know of the loaded models; safe on another thread."""
+        return [model_info(engine.loaded) for engine in list(self._engines.values())]
 
     def get(self, name: str) -> Engine | None:
         """The engine of a loaded model, now the most recently used; None where it is not loaded."""
@@ -104,12 +107,12 @@ class Models:
         self._wanted.put(name)
 
     def loaded(self, event: Ready | Failed) -> list[str]:
-        """Takes the end of a load in; gives the models that were let go to make room."""
+        """Takes in the end of a load; the models that were evicted to make room."""
         self._loading.discard(event.model)
         if isinstance(event, Failed):
             return []
         self._engines[event.model] = event.engine
-        gone = []
+        evicted = []
         for name in list(self._engines):
             if len(self._engines) <= self._settings.max_models:
                 break
@@ -117,8 +120,8 @@ class Models:
                 del self._engines[name]
                 if self._ranks is not None:
                     self._ranks.drop(name)
-                gone.append(name)
-        return gone
+                evicted.append(name)
+        return evicted
 
     # --- the loader's thread --------------------------------------------------------------------
 
@@ -130,7 +133,7 @@ class Models:
         settings = self._settings
 
         def progress(part: float, stage: str) -> None:
-            self._say(Progress(name, part, stage))
+            self._report(Progress(name, part, stage))
 
         try:
             options: dict[str, Any] = {
@@ -149,16 +152,24 @@ class Models:
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,
             )
-            self._say(Ready(name, Engine(loaded, config)))
+            self._report(Ready(name, Engine(loaded, config)))
         except ModelLoadError as error:
-            self._say(Failed(name, error))
+            self._report(Failed(name, error))
         except Exception as error:
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
-            self._say(Failed(name, ModelLoadError(reason)))
+            self._report(Failed(name, ModelLoadError(reason)))
 
-    def _say(self, event: LoadEvent) -> None:
+    def _report(self, event: LoadEvent) -> None:
         self.events.put(event)
         self._on_event()
+
+
+def device_works(device: torch.device) -> bool:
+    """Whether a device still computes: after some errors a CUDA context is lost for good."""
+    try:
+        return torch.ones((), device=device).add(1).item() == 2
+    except RuntimeError:
+        return False
 
 
 def model_info(loaded: LoadedModel) -> ModelInfo:

@@ -241,7 +241,8 @@ def _cuts(s: Sampling) -> bool:
 def _cut(probabilities: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Sorted probabilities with those set to 0 that top_k, top_p and min_p leave out, in turn."""
     device, size = probabilities.device, probabilities.shape[-1]
-    top_k = torch.tensor([s.top_k or size for s in samplings], device=device).unsqueeze(-1)
+    most = [min(s.top_k or size, size) for s in samplings]
+    top_k = torch.tensor(most, device=device).unsqueeze(-1)
     top_p = torch.tensor([s.top_p for s in samplings], device=device).unsqueeze(-1)
     min_p = torch.tensor([s.min_p for s in samplings], device=device).unsqueeze(-1)
     kept = probabilities * (torch.arange(size, device=device) < top_k)

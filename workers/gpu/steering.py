@@ -77,11 +77,22 @@ class Steering:
     # --- requests -------------------------------------------------------------------------------
 
     def start(self, request: int, engine: Engine, start: Start) -> None:
-        """A request that was just added to its engine gets its controller."""
+        """A request that was just added to its engine gets its controller.
+
+        Raises RequestError where the controller's argument cannot be sent on; then nothing is sent.
+        """
+        try:
+            body = encode_body(start, "msgpack")
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the controller's argument cannot be encoded: {error}",
+                path="$.controller_arg",
+            ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
         self._requests[request] = Steered(engine, eos)
         self._awaited.add((request, 0))
-        self._post([b"START", encode_header(request), encode_body(start, "msgpack")])
+        self._post([b"START", encode_header(request), body])
 
     def ends_of(self, request: int) -> list[TokenOutput]:
         """The ends of a request that is cancelled, whose controllers are not waited for."""

@@ -1,4 +1,4 @@
-"""The GPU worker: takes requests from the bus, steps its engines, sends tokens back."""
+"""The GPU worker: takes messages from the bus, steps its engines, sends tokens back."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-from msgspec import UNSET
-
 from ...protocol.bodies import decode_as, encode_body
-from ...protocol.errors import Code, RequestError, TokenbusError, error_for
+from ...protocol.errors import error_for
 from ...protocol.header import encode_header
 from ...protocol.messages import (
     PROTOCOL_VERSION,
@@ -22,10 +17,7 @@ from ...protocol.messages import (
     Cancel,
     Generate,
     ModelInfoRequest,
-    Msg,
     Score,
-    System,
-    Token,
 )
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
@@ -34,43 +26,22 @@ from ...protocol.worker_messages import (
     Register,
     Registered,
     Result,
-    Start,
     TokenizerAnswer,
     TokenizerRequest,
-    VocabularyName,
 )
 from ..bus import Bus, FromBus
+from .arrivals import Arrivals
 from .engine import Engine, TokenOutput
-from .models import Failed, Models, Progress, Ready, model_info, tokenizer_json
-from .prompts import prompt_tokens, tokenize
+from .live_streams import LiveStreams
+from .models import Models, device_works, tokenizer_json
 from .ranks import Ranks
 from .steering import Steering
-from .streams import (
-    Stream,
-    attached_frames,
-    error_frames,
-    message_frames,
-    saved_buffer_frames,
-    token_frames,
-)
+from .streams import Stream, attached_frames
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
-"""How long a worker without work waits for a message before it looks at its own state again."""
-
-_decode_result = msgspec.msgpack.Decoder(Result).decode
-
-Request = Generate | Score | ModelInfoRequest
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A request whose model is being loaded."""
-
-    stream: Stream
-    message: Request
-    attachments: list[bytes] = field(default_factory=list)
+"""How long a worker without work waits for a message before it checks its own state again."""
 
 
 class GpuWorker:
@@ -79,36 +50,40 @@ class GpuWorker:
     def __init__(self, settings: Settings, name: str = "") -> None:
         self._settings = settings
         self._name = name or f"gpu-{socket.gethostname()}-{os.getpid()}"
-        self._streams: dict[int, Stream] = {}
-        self._waiting: dict[int, Waiting] = {}
         self._bus = Bus(settings.back_endpoint, self._registration, self._load)
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
+        self._streams = LiveStreams(self._bus.post, self._release)
         self._steering = Steering(partial(self._bus.post, wake=False))
+        self._arrivals = Arrivals(
+            self._models, self._streams, self._steering, self._bus.post, self._bus.changed
+        )
         self._draining_since: float | None = None
         self._stop_reason = ""
         self._failed: str | None = None
-        self._logged = ("", 0)
-        self._unsent: list[TokenOutput] = []
-        """Of the last step, on a GPU."""
-        self._tokens = 0
+        """Why the worker cannot go on."""
         self._rate = 0.0
         self._rate_at = time.monotonic()
+        self._counted = 0
+        """Outputs that are in the rate already."""
 
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves; returns 0, or 1 where the model that it was started for could not be loaded."""
+        """Serves; returns 0, or 1 where the worker could not go on: its default model could not be
+        loaded, or its device was lost."""
         if self._models.default:
             self._models.want(self._models.default)
         self._bus.start()
-        while not self._done():
-            self._take()
-            self._load_events()
-            self._step()
-        self._bus.close(self._stop_reason or "it was stopped")
-        if self._ranks is not None:
-            self._ranks.close()
+        try:
+            while not self._done():
+                self._take()
+                self._load_events()
+                self._step()
+        finally:
+            self._bus.close(self._failed or self._stop_reason or "it failed")
+            if self._ranks is not None:
+                self._ranks.close()
         if self._failed is not None:
             log.error("%s", self._failed)
             return 1
@@ -128,60 +103,99 @@ class GpuWorker:
             log.info("draining %d streams: %s", len(self._streams), self._stop_reason)
         if self._draining_since is None:
             return False
-        late = time.monotonic() - self._draining_since > self._settings.drain_s
-        return late or not (self._streams or self._waiting)
+        timed_out = time.monotonic() - self._draining_since > self._settings.drain_s
+        return timed_out or not (len(self._streams) or self._arrivals.num_waiting)
 
     def _take(self) -> None:
-        """The messages that are there; waits for one while there is nothing to step."""
+        """Takes the messages that have arrived; waits for one while there is nothing to step."""
         busy = any(engine.has_work for engine in self._models.engines.values())
-        self._take_what_is_there(0 if busy else IDLE_S)
+        self._receive(0 if busy else IDLE_S)
 
-    def _take_what_is_there(self, wait_s: float = 0.0) -> None:
+    def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
                 self._on_message(message)
-            except Exception:
-                log.exception("a %s message was dropped", message.type.decode("ascii", "replace"))
+            except Exception as error:
+                self._message_failed(message, error)
         self._bus.flush()
 
+    def _load_events(self) -> None:
+        while not self._models.events.empty():
+            event = self._models.events.get()
+            try:
+                self._failed = self._arrivals.on_load_event(event) or self._failed
+            except Exception as error:
+                self._arrivals.fail_model(event.model, error)
+
     def _step(self) -> None:
-        """One step of each model that has work, and one message with all its tokens.
+        """One step of each model that has work, and one message with all its tokens."""
+        for model, engine in self._models.engines.items():
+            if not engine.has_work:
+                continue
+            try:
+                outputs = self._computed(engine)
+                if engine.runs_beside and engine.has_work:
+                    self._streams.defer(outputs)
+                else:
+                    self._streams.send(outputs)
+            except Exception as error:
+                self._step_failed(model, engine, error)
+            self._bus.flush()
+
+    def _computed(self, engine: Engine) -> list[TokenOutput]:
+        """What one step of an engine gives its clients.
 
         On a GPU the forward runs on while the tokens of the step before are sent and new requests
         are read; on a CPU it is over when ``begin`` returns, so they are sent at once.
         """
-        for engine in self._models.engines.values():
-            if not engine.has_work:
-                continue
-            with self._bus.stepping():
-                began = time.monotonic()
-                step = engine.begin()
-                if engine.runs_beside:
-                    self._send([])
-                    self._take_what_is_there()
-                if self._steering.active:
-                    engine.wait_for_forward()
-                    forward_s = time.monotonic() - began
-                    self._steering.decide(engine, step, forward_s, self._take_what_is_there)
-                outputs = engine.finish(step)
+        with self._bus.stepping():
+            began = time.monotonic()
+            step = engine.begin()
+            if engine.runs_beside:
+                self._streams.send([])
+                self._receive()
             if self._steering.active:
-                outputs = self._steering.sampled(engine, outputs)
-            if engine.runs_beside and engine.has_work:
-                self._unsent += outputs
-            else:
-                self._send(outputs)
-            self._bus.flush()
+                engine.wait_for_forward()
+                forward_s = time.monotonic() - began
+                self._steering.decide(engine, step, forward_s, self._receive)
+            outputs = engine.finish(step)
+        if self._steering.active:
+            outputs = self._steering.sampled(engine, outputs)
+        return outputs
 
-    # --- requests -------------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------
+
+    def _message_failed(self, message: FromBus, error: Exception) -> None:
+        """Ends the request that a message belongs to, where it belongs to one."""
+        shown = message.type.decode("ascii", "backslashreplace")
+        request = message.header.request
+        stream = self._streams.get(request)
+        if stream is not None:
+            self._streams.fail(stream, error, f"handling a {shown} message")
+        elif not self._arrivals.fail(request, error, f"handling a {shown} message"):
+            log.error("a %s message was dropped", shown, exc_info=error)
+
+    def _step_failed(self, model: str, engine: Engine, error: Exception) -> None:
+        """Ends the streams of a model whose step has failed as a whole; the worker ends where its
+        device or its tables cannot be trusted any more."""
+        for stream in self._streams:
+            if stream.model == model:
+                self._streams.fail(stream, error, f"computing a step of {model}")
+        if not device_works(engine.loaded.device):
+            self._failed = f"the device {engine.loaded.device} does not compute any more: {error}"
+        elif self._streams.inconsistent or engine.has_requests:
+            self._failed = f"a step of {model} failed and left requests behind: {error}"
+
+    # --- messages -------------------------------------------------------------------------------
 
     def _on_message(self, message: FromBus) -> None:
         match message.type:
             case b"GENERATE":
-                self._request(message, Generate)
+                self._arrivals.request(message, Generate)
             case b"SCORE":
-                self._request(message, Score)
+                self._arrivals.request(message, Score)
             case b"MODEL_INFO":
-                self._request(message, ModelInfoRequest)
+                self._arrivals.request(message, ModelInfoRequest)
             case b"CANCEL":
                 self._cancel(message.header.request, decode_as(Cancel, message.body))
             case b"ATTACH":
@@ -191,11 +205,11 @@ class GpuWorker:
                     for frames in attached_frames(stream, received):
                         self._bus.post(frames)
             case b"RESULT":
-                result = _decode_result(message.body)
                 worker, attachments = message.header.address, message.attachments
+                result = decode_as(Result, message.body, "msgpack")
                 ends = self._steering.on_result(worker, result, attachments)
                 if ends:
-                    self._send(ends)
+                    self._streams.send(ends)
             case b"LOST":
                 self._lost(decode_as(Lost, message.body, "msgpack"))
             case b"TOKENIZER":
@@ -204,92 +218,20 @@ class GpuWorker:
                 self.stop("the broker asked for it")
             case b"REGISTERED":
                 for request in decode_as(Registered, message.body, "msgpack").unknown:
-                    self._drop(request)
+                    self._arrivals.drop(request)
+                    self._streams.drop(request)
             case _:
-                log.warning("a GPU worker does not know the type %r", message.type)
-
-    def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """A request: into its engine, behind the loading of its model, or refused."""
-        stream = Stream.of(message.header, _stream_id(message.body), "")
-        try:
-            request = decode_as(kind, message.body)
-            stream.model = request.model or self._models.default
-            if not stream.model:
-                raise RequestError(
-                    Code.UNKNOWN_MODEL,
-                    "this worker loads models on demand; name one",
-                    path="$.model",
-                )
-            waiting = Waiting(stream, request, message.attachments)
-            engine = self._models.get(stream.model)
-            if engine is None:
-                self._models.want(stream.model)
-                self._waiting[stream.request] = waiting
-                self._notice(stream, "loading", f"loading {stream.model}", 0.0)
-            else:
-                self._begin(waiting, engine)
-        except TokenbusError as error:
-            self._bus.post(error_frames(stream, error))
-
-    def _begin(self, waiting: Waiting, engine: Engine) -> None:
-        """Gives a request to its engine; raises TokenbusError where it is wrong."""
-        stream, message = waiting.stream, waiting.message
-        tokenizer = engine.loaded.tokenizer
-        if isinstance(message, ModelInfoRequest):
-            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
-            self._bus.post(message_frames(stream, b"MSG", answer, final=True))
-            return
-        prompt = prompt_tokens(message, waiting.attachments, tokenizer)
-        common = {"priority": message.priority, "client": stream.session}
-        if isinstance(message, Score):
-            scored = message.scored
-            if isinstance(scored, str):
-                scored = tokenize(scored, tokenizer, start=False)
-            engine.score(stream.request, prompt, scored, text=message.text, **common)
-        else:
-            steered = message.controller is not None
-            sampling = message
-            if steered:
-                # Its controller decides what an end-of-sequence token is, and is forked with it.
-                sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
-            stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
-            engine.add(stream.request, prompt, sampling, text=message.text, **common)
-            if message.controller is not None:
-                start = Start(
-                    controller=message.controller,
-                    arg=message.controller_arg,
-                    prompt=prompt,
-                    n=message.n,
-                    max_tokens=min(message.max_tokens, engine.max_length - len(prompt)),
-                    model=stream.model,
-                    vocabulary=VocabularyName(
-                        fingerprint=engine.loaded.fingerprint,
-                        size=engine.loaded.vocab_size,
-                        eos=sorted(engine.loaded.eos_token_ids),
-                    ),
-                    ignore_eos=message.ignore_eos,
-                )
-                self._steering.start(stream.request, engine, start)
-        self._streams[stream.request] = stream
+                log.warning("a GPU worker does not take messages of the type %r", message.type)
 
     def _cancel(self, request: int, cancel: Cancel) -> None:
-        waiting = self._waiting.pop(request, None)
-        if waiting is not None:
-            end = Token(
-                token=None,
-                stream_id=waiting.stream.stream_id,
-                logprob=None,
-                finish_reason=cancel.reason,
-            )
-            waiting.stream.live = 0
-            self._post_tokens([(waiting.stream, [end])])
-            return
         stream = self._streams.get(request)
-        engine = self._models.get(stream.model) if stream is not None else None
-        if stream is not None and engine is not None:
-            aborted = engine.abort(request, cancel.reason)
-            ends = self._steering.ends_of(request)
-            self._send([*ends, *self._steering.noted(request, aborted)])
+        if stream is None:
+            self._arrivals.cancel(request, cancel)
+            return
+        engine = self._models.engines[stream.model]
+        aborted = engine.abort(request, cancel.reason)
+        ends = self._steering.ends_of(request)
+        self._streams.send([*ends, *self._steering.noted(request, aborted)])
 
     def _lost(self, lost: Lost) -> None:
         """Requests that have no controller any more end."""
@@ -297,110 +239,42 @@ class GpuWorker:
         for request in lost.requests:
             stream = self._streams.get(request)
             if stream is not None:
-                self._drop(request)
-                self._bus.post(error_frames(stream, error))
+                self._streams.fail(stream, error, "running its controller")
 
     def _tokenizer(self, message: FromBus) -> None:
-        """A controller worker asks for a tokenizer."""
+        """Sends the tokenizer that a controller worker wants, or why there is none."""
         wanted: TokenizerRequest = decode_as(TokenizerRequest, message.body, "msgpack")
         loaded = (e.loaded for e in self._models.engines.values())
         found = next((m for m in loaded if m.fingerprint == wanted.fingerprint), None)
-        json = tokenizer_json(found) if found is not None else None
-        error = None
-        if json is None:
-            error = "the model has no tokenizer in the form of the tokenizers library"
+        json, error = None, None
+        if found is None:
+            error = f"no loaded model has a tokenizer of the fingerprint {wanted.fingerprint}"
+        else:
+            try:
+                json = tokenizer_json(found)
+                if json is None:
+                    error = "the model has no tokenizer in the form of the tokenizers library"
+            except Exception as failed:
+                log.exception("the tokenizer of %s cannot be sent", found.name)
+                error = f"the model's tokenizer cannot be written as JSON: {failed}"
         answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)
         head = encode_header(0, message.header.address)
         attachments = [json.encode()] if json is not None else []
         self._bus.post([b"TOKENIZER_JSON", head, encode_body(answer, "msgpack"), *attachments])
 
-    def _drop(self, request: int) -> None:
-        """Ends a stream that nobody waits for any more, without a word."""
-        self._waiting.pop(request, None)
-        stream = self._streams.pop(request, None)
-        self._steering.forget(request)
-        engine = self._models.get(stream.model) if stream is not None else None
+    def _release(self, stream: Stream) -> None:
+        """Frees what the engine and the controllers keep of a stream that is over."""
+        self._steering.forget(stream.request)
+        engine = self._models.engines.get(stream.model)
         if engine is not None:
-            engine.abort(request, "cancelled")
+            engine.abort(stream.request)
 
-    # --- tokens ---------------------------------------------------------------------------------
-
-    def _send(self, outputs: list[TokenOutput]) -> None:
-        """Sends outputs, behind those that wait to be sent."""
-        outputs, self._unsent = [*self._unsent, *outputs], []
-        new: dict[int, tuple[Stream, list[Token]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request)
-            if stream is None:
-                continue
-            stream.live += (output.parent is not None) - (output.finish_reason is not None)
-            new.setdefault(output.request, (stream, []))[1].append(_entry(output, stream))
-        self._tokens += len(outputs)
-        self._post_tokens(list(new.values()))
-
-    def _post_tokens(self, new: list[tuple[Stream, list[Token]]]) -> None:
-        for stream, entries in new:
-            stream.entries += entries
-            if stream.live == 0:
-                self._streams.pop(stream.request, None)
-                self._steering.forget(stream.request)
-                if stream.save:
-                    self._bus.post(saved_buffer_frames(stream))
-        frames = token_frames(new)
-        if frames is not None:
-            self._bus.post(frames)
-
-    # --- models ---------------------------------------------------------------------------------
-
-    def _load_events(self) -> None:
-        while not self._models.events.empty():
-            event = self._models.events.get()
-            waiting = [w for w in self._waiting.values() if w.stream.model == event.model]
-            match event:
-                case Progress(model, part, stage):
-                    if (stage, int(10 * part)) != self._logged:
-                        self._logged = (stage, int(10 * part))
-                        log.info("%s: %s (%d%%)", model, stage, round(100 * part))
-                    for w in waiting:
-                        self._notice(w.stream, "loading", f"{model}: {stage}", part)
-                case Ready(model, engine):
-                    for name in self._models.loaded(event):
-                        log.info("%s unloaded", name)
-                    log.info("%s ready on device %s", model, engine.loaded.device)
-                    self._bus.changed()
-                    self._release(waiting, _beginner(self._begin, engine))
-                case Failed(model, error):
-                    self._models.loaded(event)
-                    log.error("%s", error)
-                    if model == self._models.default and not self._models.engines:
-                        self._failed = str(error)
-                    refusal = RequestError(Code.MODEL_LOAD_FAILED, str(error), path="$.model")
-                    self._release(waiting, _raiser(refusal))
-
-    def _release(self, waiting: list[Waiting], begin: Callable[[Waiting], None]) -> None:
-        for w in waiting:
-            del self._waiting[w.stream.request]
-            try:
-                begin(w)
-            except TokenbusError as error:
-                self._bus.post(error_frames(w.stream, error))
-
-    def _notice(self, stream: Stream, event: str, message: str, progress: float) -> None:
-        notice = System(
-            event="loading" if event == "loading" else "loaded",
-            message=message,
-            stream_id=stream.stream_id,
-            model=stream.model,
-            progress=round(progress, 3),
-        )
-        self._bus.post(message_frames(stream, b"SYSTEM", notice))
-
-    # --- what the broker is told (on the bus thread) ----------------------------------------------
+    # --- registration and heartbeat (on the bus thread) -------------------------------------------
 
     def _registration(self) -> Register:
         live = [
             LiveRequest(request=s.request, session=s.session, stream_id=s.stream_id)
-            for s in list(self._streams.values())
+            for s in self._streams
         ]
         return Register(
             name=self._name,
@@ -418,48 +292,12 @@ class GpuWorker:
     def _load(self) -> tuple[int, dict[str, float]]:
         now = time.monotonic()
         if now - self._rate_at >= 0.5:
-            self._rate = self._tokens / (now - self._rate_at)
-            self._tokens, self._rate_at = 0, now
-        load = {"tokens_per_s": round(self._rate, 1), "loading": float(len(self._waiting))}
+            sent = self._streams.num_outputs
+            self._rate = (sent - self._counted) / (now - self._rate_at)
+            self._counted, self._rate_at = sent, now
+        waiting = self._arrivals.num_waiting
+        load = {"tokens_per_s": round(self._rate, 1), "loading": float(waiting)}
         for engine in list(self._models.engines.values()):
             for name, value in engine.stats().items():
                 load[name] = load.get(name, 0.0) + value
-        return len(self._streams) + len(self._waiting), load
-
-
-def _entry(output: TokenOutput, stream: Stream) -> Token:
-    return Token(
-        token=output.token,
-        stream_id=stream.stream_id,
-        logprob=output.logprob,
-        finish_reason=output.finish_reason,
-        top_logprobs=UNSET if output.top_logprobs is None else dict(output.top_logprobs),
-        pos=output.pos,
-        seq=output.seq,
-        text=UNSET if output.text is None else output.text,
-        backtrack=output.backtrack,
-        parent=output.parent,
-        error=output.error,
-        code=output.code,
-        logs=output.logs,
-        storage=list(output.storage),
-        live=stream.live if output.finish_reason is not None else 0,
-    )
-
-
-def _beginner(
-    begin: Callable[[Waiting, Engine], None], engine: Engine
-) -> Callable[[Waiting], None]:
-    return lambda waiting: begin(waiting, engine)
-
-
-def _raiser(error: TokenbusError) -> Callable[[Waiting], None]:
-    def refuse(_: Waiting) -> None:
-        raise error
-
-    return refuse
-
-
-def _stream_id(body: bytes) -> int:
-    """The stream of a request, which the broker has read already."""
-    return int(decode_as(ModelInfoRequest, body).stream_id)
+        return len(self._streams) + waiting, load

@@ -1,0 +1,68 @@
+"""A GPU worker in the test's own process, on a real broker: a test can make a part of it fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tokenbus.protocol.settings import Settings
+from tokenbus.workers.gpu.worker import GpuWorker
+
+from ...processes import Bus, until
+
+JOIN_S = 60.0
+
+
+class InProcess:
+    """The worker, its bus and the result of its ``run``."""
+
+    def __init__(self, bus: Bus, **settings: Any) -> None:
+        self.bus = bus
+        self.worker = GpuWorker(Settings(back=f"ipc://{bus.folder}/back.sock", **settings))
+        self.results: list[int] = []
+        self._thread = threading.Thread(
+            target=lambda: self.results.append(self.worker.run()), name="gpu-worker", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def engine(self, model: str = "embedded") -> Any:
+        """The engine of a model that is loaded."""
+        return self.worker._models.engines[model]
+
+    def end(self) -> int | None:
+        """Stops it; the result of its ``run``, None where that raised."""
+        self.worker.stop("the test is over")
+        self._thread.join(JOIN_S)
+        assert not self.alive
+        return self.results[0] if self.results else None
+
+    def wait_until_idle(self) -> None:
+        """Waits until neither the broker nor the worker has anything left of any request."""
+        with self.bus.client() as client:
+
+            def idle() -> bool:
+                workers = client.status().workers
+                return not any(w.requests or w.load.get("kv_pages_used") for w in workers)
+
+            until(idle, JOIN_S, "nothing is left of any request")
+
+
+@contextmanager
+def in_process(**settings: Any) -> Iterator[InProcess]:
+    """A bus whose GPU worker is in this process, and serves."""
+    with Bus(heartbeat_s=0.1) as bus:
+        running = InProcess(bus, **settings)
+        try:
+            bus.wait_for_roles("gpu")
+            if settings.get("model") != "auto":
+                bus.wait_for_models("embedded")
+            yield running
+        finally:
+            running.end()

@@ -1,0 +1,214 @@
+"""From a request's message to its engine, through the loading of its model where that is needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ...protocol.bodies import decode_as
+from ...protocol.errors import Code, RequestError
+from ...protocol.messages import Cancel, Generate, ModelInfoRequest, Msg, Score, System, Token
+from ...protocol.worker_messages import Start, VocabularyName
+from ..bus import FromBus
+from .engine import Engine
+from .live_streams import LiveStreams
+from .models import Failed, LoadEvent, Models, Progress, Ready, model_info
+from .prompts import prompt_tokens, tokenize
+from .steering import Steering
+from .streams import Frames, Stream, message_frames
+
+log = logging.getLogger(__name__)
+
+Request = Generate | Score | ModelInfoRequest
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request whose model is being loaded."""
+
+    stream: Stream
+    message: Request
+    attachments: list[bytes] = field(default_factory=list)
+
+
+class Arrivals:
+    """Takes requests in. ``post`` sends frames; ``on_models`` is called when a model was loaded.
+
+    A request goes to its engine, waits for its model, or is refused; whatever fails, its client
+    receives an ERROR and nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        streams: LiveStreams,
+        steering: Steering,
+        post: Callable[[Frames], None],
+        on_models: Callable[[], None],
+    ) -> None:
+        self._models = models
+        self._streams = streams
+        self._steering = steering
+        self._post = post
+        self._on_models = on_models
+        self._waiting: dict[int, Waiting] = {}
+        self._logged = ("", 0)
+        """The stage of loading, and the tenth of it, that was logged last."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose models are being loaded."""
+        return len(self._waiting)
+
+    def request(self, message: FromBus, kind: type[Request]) -> None:
+        """Takes one request in."""
+        stream = Stream.of(message.header, _stream_id(message.body), "")
+        try:
+            self._take(stream, decode_as(kind, message.body), message.attachments)
+        except Exception as error:
+            self._waiting.pop(stream.request, None)
+            self._streams.fail(stream, error, "starting this request")
+
+    def cancel(self, request: int, cancel: Cancel) -> bool:
+        """Ends a request whose model is being loaded; whether it is such a request."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is None:
+            return False
+        end = Token(
+            token=None,
+            stream_id=waiting.stream.stream_id,
+            logprob=None,
+            finish_reason=cancel.reason,
+        )
+        self._streams.send_end(waiting.stream, end)
+        return True
+
+    def drop(self, request: int) -> None:
+        """Ends a request that waits for its model; nothing is sent."""
+        self._waiting.pop(request, None)
+
+    def fail(self, request: int, error: Exception, doing: str) -> bool:
+        """Ends a request that waits for its model with an ERROR; whether it is such a request."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            self._streams.fail(waiting.stream, error, doing)
+        return waiting is not None
+
+    # --- one request ----------------------------------------------------------------------------
+
+    def _take(self, stream: Stream, request: Request, attachments: list[bytes]) -> None:
+        stream.model = request.model or self._models.default
+        if not stream.model:
+            raise RequestError(
+                Code.UNKNOWN_MODEL,
+                "the request names no model, and this worker has no default one; name a model",
+                path="$.model",
+            )
+        waiting = Waiting(stream, request, attachments)
+        engine = self._models.get(stream.model)
+        if engine is not None:
+            self._begin(waiting, engine)
+            return
+        self._models.want(stream.model)
+        self._waiting[stream.request] = waiting
+        self._notice(stream, f"loading {stream.model}", 0.0)
+
+    def _begin(self, waiting: Waiting, engine: Engine) -> None:
+        """Gives a request to its engine; raises TokenbusError where it is wrong."""
+        stream, message = waiting.stream, waiting.message
+        tokenizer = engine.loaded.tokenizer
+        if isinstance(message, ModelInfoRequest):
+            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
+            self._post(message_frames(stream, b"MSG", answer, final=True))
+            return
+        prompt = prompt_tokens(message, waiting.attachments, tokenizer)
+        common = {"priority": message.priority, "client": stream.session}
+        if isinstance(message, Score):
+            scored = message.scored
+            if isinstance(scored, str):
+                scored = tokenize(scored, tokenizer, start=False)
+            engine.score(stream.request, prompt, scored, text=message.text, **common)
+        else:
+            sampling = message
+            if message.controller is not None:
+                # Its controller decides what an end-of-sequence token is, and is forked with it.
+                sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
+            stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
+            engine.add(stream.request, prompt, sampling, text=message.text, **common)
+            if message.controller is not None:
+                self._steering.start(stream.request, engine, _start(message, stream, engine))
+        self._streams.add(stream)
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def on_load_event(self, event: LoadEvent) -> str | None:
+        """Takes in how far the loading of a model has come; why the worker cannot serve at all,
+        where its default model could not be loaded."""
+        waiting = [w for w in self._waiting.values() if w.stream.model == event.model]
+        match event:
+            case Progress(model, part, stage):
+                if (stage, int(10 * part)) != self._logged:
+                    self._logged = (stage, int(10 * part))
+                    log.info("%s: %s (%d%%)", model, stage, round(100 * part))
+                for w in waiting:
+                    self._notice(w.stream, f"{model}: {stage}", part)
+            case Ready(model, engine):
+                for name in self._models.loaded(event):
+                    log.info("%s unloaded", name)
+                log.info("%s ready on device %s", model, engine.loaded.device)
+                self._on_models()
+                for w in waiting:
+                    del self._waiting[w.stream.request]
+                    try:
+                        self._begin(w, engine)
+                    except Exception as error:
+                        self._streams.fail(w.stream, error, "starting this request")
+            case Failed(model, error):
+                self._models.loaded(event)
+                log.error("%s", error)
+                refusal = RequestError(Code.MODEL_LOAD_FAILED, str(error), path="$.model")
+                self.fail_model(model, refusal)
+                if model == self._models.default and not self._models.engines:
+                    return str(error)
+        return None
+
+    def fail_model(self, model: str, error: Exception) -> None:
+        """Ends the requests that wait for a model with an ERROR."""
+        for w in [w for w in self._waiting.values() if w.stream.model == model]:
+            self.fail(w.stream.request, error, "loading its model")
+
+    def _notice(self, stream: Stream, message: str, progress: float) -> None:
+        notice = System(
+            event="loading",
+            message=message,
+            stream_id=stream.stream_id,
+            model=stream.model,
+            progress=round(progress, 3),
+        )
+        self._post(message_frames(stream, b"SYSTEM", notice))
+
+
+def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
+    assert message.controller is not None
+    return Start(
+        controller=message.controller,
+        arg=message.controller_arg,
+        prompt=stream.prompt,
+        n=message.n,
+        max_tokens=min(message.max_tokens, engine.max_length - len(stream.prompt)),
+        model=stream.model,
+        vocabulary=VocabularyName(
+            fingerprint=engine.loaded.fingerprint,
+            size=engine.loaded.vocab_size,
+            eos=sorted(engine.loaded.eos_token_ids),
+        ),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _stream_id(body: bytes) -> int:
+    """The stream of a request; the broker has checked it."""
+    return int(decode_as(ModelInfoRequest, body).stream_id)
