@@ -1,163 +1,130 @@
-"""The connection of a client: a socket on a thread of its own.
+"""The connection of a client: its session on a socket with a thread of its own.
 
 So the session is kept alive, and tokens are taken off the network, whatever the caller does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import zmq
-
+from ..protocol.errors import Code, ConnectionLostError
+from ..protocol.frames import Frames
+from ..transport.dealer import Dealer
 from .calls import Call, Event
 from .session import ClientSession
 
-log = logging.getLogger(__name__)
-
 Delivery = list[tuple[Call, list[Event]]]
-RECEIVE_AT_ONCE = 256
-"""Messages taken from the socket before their events are handed on."""
-
-
-class AddressError(ValueError):
-    """What was given as the broker's address is none."""
+LINGER_MS = 500
+"""How long a client that is closed goes on sending what was submitted."""
 
 
 class Connection:
     """Carries the calls of one client to the broker at ``front``.
 
-    ``deliver`` gets their events, on the connection's thread, and must not block. The thread starts
-    with the first call. Raises AddressError where ``front`` is no ZeroMQ address.
+    ``deliver`` receives their events, on the connection's thread, and must not block. The thread
+    starts with the first call. Raises AddressError where ``front`` is not a ZeroMQ address.
     """
 
     def __init__(
         self, front: str, deliver: Callable[[Delivery], None], patience_s: float = 30.0
     ) -> None:
-        self._front = front
-        self._deliver = deliver
-        self._patience_s = patience_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
-        self._wake_r, self._wake_w = os.pipe()
-        os.set_blocking(self._wake_r, False)
-        os.set_blocking(self._wake_w, False)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-        self._connect().close()
+        self._lock = threading.RLock()
+        """Reentrant, as a client may be finalized, and so closed, within any allocation."""
+        self._closed: str | None = None
+        """Why no more calls are taken."""
+        session = ClientSession(front, patience_s, time.monotonic())
+        peer = _ClientPeer(session, self._commands, deliver, self._end)
+        self._dealer = Dealer(front, peer, "tokenbus", LINGER_MS)
 
     def submit(self, call: Call) -> None:
-        """Begins a call; raises RuntimeError after ``close``."""
+        """Begins a call; raises RuntimeError where no call can be carried any more."""
+        if self._dealer.forked:
+            raise RuntimeError(
+                "this client was made before the process forked, and serves only the parent; make "
+                "a new client in the child"
+            )
         with self._lock:
-            if self._closing:
-                raise RuntimeError("this client is closed")
+            if self._closed is not None:
+                raise RuntimeError(self._closed)
             self._commands.append(lambda session, now: session.submit(call, now))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tokenbus", daemon=True)
-                self._thread.start()
-        self._wake()
+            if not self._dealer.started:
+                self._dealer.start()
+        self._dealer.wake()
 
     def cancel(self, call: Call) -> None:
-        """Nobody waits for this call any more. Safe in a finalizer: it takes no lock."""
-        self._commands.append(lambda session, now: session.cancel(call))
-        self._wake()
+        """Ends a call whose events are not needed any more. Safe in a finalizer: takes no lock."""
+        if self._closed is None:
+            self._commands.append(lambda session, now: session.cancel(call))
+            self._dealer.wake()
 
     def close(self) -> None:
-        """Ends the session, with every call that is not over."""
+        """Ends the session, and every call that has not ended."""
+        if self._dealer.forked:
+            return
         with self._lock:
-            if self._closing:
+            if self._closed is not None:
                 return
-            self._closing = True
-        self._wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._closed = "this client is closed"
+            self._commands.append(lambda session, now: session.bye())
+        self._dealer.close()
 
-    def __del__(self) -> None:
-        # Not in close: another thread may be about to write to it.
-        for end in (self._wake_r, self._wake_w):
-            os.close(end)
+    def _end(self, reason: str) -> None:
+        """The last thing on the connection's thread: from here on no call is taken."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = f"this client's connection has ended: {reason}"
 
-    # --- the thread -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        session = ClientSession(self._front, self._patience_s, time.monotonic())
-        ended = False
-        while not ended:
-            socket = self._connect()
-            try:
-                session.connected(time.monotonic())
-                ended = self._serve(socket, session)
-            except zmq.ContextTerminated:
-                return
-            except Exception:
-                log.exception("the connection to %s failed; connecting again", self._front)
-                time.sleep(0.1)
-            finally:
-                socket.close(linger=500 if self._closing else 0)
+class _ClientPeer:
+    """The session, and what the client's threads want of it, as the connection sees them."""
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._front)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise AddressError(
-                f"front: {self._front!r} is no address of a broker ({error.strerror}); one is "
-                "tcp://127.0.0.1:5555"
-            ) from None
-        return socket
+    def __init__(
+        self,
+        session: ClientSession,
+        commands: deque[Callable[[ClientSession, float], None]],
+        deliver: Callable[[Delivery], None],
+        ended: Callable[[str], None],
+    ) -> None:
+        self._session = session
+        self._commands = commands
+        self._deliver = deliver
+        self._ended = ended
+        self.connected = session.connected
+        self.wait_s = session.wait_s
+        self.lost = session.lost
 
-    def _serve(self, socket: zmq.Socket[bytes], session: ClientSession) -> bool:
-        """Until the client closes (True) or the broker was silent for too long."""
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
-        while True:
-            more = self._receive(socket, session)
-            now = time.monotonic()
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_r, 4096)
-            # Looked at before the commands: what was submitted before the close is among them.
-            closing = self._closing
-            while self._commands:
-                self._commands.popleft()(session, now)
-            session.on_time(now)
-            if closing:
-                session.bye()
-            for frames in session.outgoing:
-                socket.send_multipart(frames)
-            session.outgoing.clear()
-            if session.ready:
-                ready, session.ready = session.ready, []
-                self._deliver(ready)
-            if closing or session.lost(now):
-                return closing
-            if not more:
-                poller.poll(int(session.wait_s(now) * 1000) + 1)
+    def receive(self, messages: list[Frames], now: float) -> None:
+        """Lets the session see each message, and hands the events on."""
+        for frames in messages:
+            self._session.on_frames(frames, now)
+        self._hand_on()
 
-    @staticmethod
-    def _receive(socket: zmq.Socket[bytes], session: ClientSession) -> bool:
-        """Takes what is there; whether there may be more."""
-        now = time.monotonic()
-        for _ in range(RECEIVE_AT_ONCE):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            session.on_frames(frames, now)
-        return True
+    def outgoing(self, now: float) -> Iterator[Frames]:
+        """What was submitted, and what is due."""
+        session = self._session
+        while self._commands:
+            self._commands.popleft()(session, now)
+        session.on_time(now)
+        self._hand_on()
+        sent, session.outgoing = session.outgoing, []
+        yield from sent
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_w, b"!")
+    def ended(self, reason: str) -> None:
+        """Ends every call with an error; without this, their readers would wait for ever."""
+        self._ended(reason)
+        session, now = self._session, time.monotonic()
+        while self._commands:
+            self._commands.popleft()(session, now)
+        what = f"the connection has ended: {reason}" if reason else "this client was closed"
+        session.end_all(ConnectionLostError(Code.CONNECTION_LOST, what))
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        session = self._session
+        if session.ready:
+            ready, session.ready = session.ready, []
+            self._deliver(ready)

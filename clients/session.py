@@ -26,7 +26,7 @@ from ..protocol.errors import (
     UnavailableError,
     error_for,
 )
-from ..protocol.frames import Message, decode_frames, encode_frames
+from ..protocol.frames import Frames, Message, decode_frames, encode_frames
 from ..protocol.messages import (
     SERVER_MESSAGES,
     Attach,
@@ -45,8 +45,6 @@ from ..protocol.messages import (
 from .calls import Call, Ended, Event
 
 log = logging.getLogger(__name__)
-
-Frames = list[bytes]
 
 HELLO_AGAIN_S = 5.0
 """How long an unanswered HELLO waits before the connection is made anew, in seconds."""

@@ -9,6 +9,9 @@ from .bodies import Encoding, body_type, decode_as, encode_body
 from .errors import Code, RequestError
 from .header import Header, decode_header, encode_header
 
+Frames = list[bytes]
+"""The frames of one message."""
+
 
 class Message(NamedTuple):
     """A message of either codec: its type, its body, and raw bytes beside it."""
@@ -18,9 +21,7 @@ class Message(NamedTuple):
     attachments: tuple[bytes, ...] = ()
 
 
-def encode_frames(
-    message: Message, encoding: Encoding, header: Header | None = None
-) -> list[bytes]:
+def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
     """The frames of a message; with ``header`` in the form between broker and workers."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]

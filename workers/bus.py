@@ -1,28 +1,31 @@
-"""A worker's connection to the bus, on a thread of its own.
+"""A worker's connection to the bus, on a thread of its own, so that heartbeats go out while a
+forward runs.
 
-So heartbeats go out while a forward runs. The worker's own thread takes what came with ``take`` and
-hands out frames with ``post``; neither ever waits for the network.
+The worker's own thread takes messages with ``take`` and hands over frames with ``post``; neither
+waits for the network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import zmq
-
 from ..protocol.errors import TokenbusError
+from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
 from ..protocol.worker_messages import Heartbeat, Register
-from .lease import Frames, Lease
+from ..transport.dealer import Dealer
+from .lease import Lease
 
 log = logging.getLogger(__name__)
+
+LINGER_MS = 1000
+"""How long a worker that leaves goes on sending what it has posted."""
 
 
 class FromBus(NamedTuple):
@@ -34,12 +37,17 @@ class FromBus(NamedTuple):
     attachments: list[bytes]
 
 
+class BusEndedError(RuntimeError):
+    """The connection has ended for good, though the worker did not close it."""
+
+
 class Bus:
     """The connection of one worker.
 
-    ``registration`` gives what to register with (called on the bus thread); ``load`` the gauges and
-    the number of requests for the heartbeat. ``first`` sees what came at once, on the bus thread,
-    and returns what is for ``take``: for answers that must not wait for another thread.
+    ``registration`` returns what to register with (called on the bus thread); ``load`` the number
+    of requests and the gauges for the heartbeat. ``first`` gets new messages at once, on the bus
+    thread, and returns those that are for ``take``: for answers that must not wait for another
+    thread. Raises AddressError.
     """
 
     def __init__(
@@ -49,34 +57,35 @@ class Bus:
         load: Callable[[], tuple[int, dict[str, float]]],
         first: Callable[[list[FromBus]], list[FromBus]] | None = None,
     ) -> None:
-        self.endpoint = endpoint
-        self._load = load
-        self._first = first
-        self._lease = Lease(registration, self._beat, time.monotonic())
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox: deque[FromBus] = deque()
         self._arrived = threading.Condition()
         self._interrupted = False
         self._outbox: deque[Frames] = deque()
-        self._wake_r, self._wake_w = os.pipe()
-        os.set_blocking(self._wake_r, False)
-        os.set_blocking(self._wake_w, False)
+        self._ended: str | None = None
         self._step_started: float | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
+        self._load = load
+        lease = Lease(registration, self._beat, time.monotonic())
+        self._lease = lease
+        peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end)
+        self._dealer = Dealer(endpoint, peer, "bus", LINGER_MS)
 
     def start(self) -> None:
         """Connects and registers."""
-        self._thread.start()
+        self._dealer.start()
 
     def take(self, wait_s: float) -> list[FromBus]:
-        """All messages that came, waiting up to ``wait_s`` seconds for the first."""
+        """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
+
+        Raises BusEndedError where none can arrive any more.
+        """
         with self._arrived:
-            if not self._inbox and not self._interrupted and wait_s > 0:
+            if not self._inbox and not self._interrupted and wait_s > 0 and self._ended is None:
                 self._arrived.wait(wait_s)
             self._interrupted = False
             taken = list(self._inbox)
             self._inbox.clear()
+        if self._ended and not taken:
+            raise BusEndedError(f"the connection to the broker has ended: {self._ended}")
         return taken
 
     def interrupt(self) -> None:
@@ -93,16 +102,16 @@ class Bus:
         """
         self._outbox.append(frames)
         if wake:
-            self._wake()
+            self._dealer.wake()
 
     def flush(self) -> None:
-        """Sends what was handed over without a wake."""
+        """Sends what was handed over without a wake-up."""
         if self._outbox:
-            self._wake()
+            self._dealer.wake()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step, so that heartbeats tell how long it has been running."""
+        """Around a step, so that heartbeats report for how long it has been running."""
         self._step_started = time.monotonic()
         try:
             yield
@@ -110,101 +119,32 @@ class Bus:
             self._step_started = None
 
     def changed(self) -> None:
-        """What the worker registered with has changed."""
+        """Registers again, as what the worker registered with has changed."""
         for frames in self._lease.changed():
             self.post(frames)
 
     def drain(self, reason: str) -> None:
-        """Asks for no more requests."""
+        """Stops the broker from sending further requests."""
         for frames in self._lease.drain(reason):
             self.post(frames)
 
     def close(self, reason: str) -> None:
-        """Leaves the bus: sends what is still to be sent, says so, and ends the thread."""
+        """Leaves the bus: sends what was posted, unregisters, and ends the thread."""
         for frames in self._lease.leave(reason):
             self.post(frames)
-        self._closing = True
-        self._wake()
-        self._thread.join(timeout=5)
+        self._dealer.close()
 
-    # --- the bus thread -------------------------------------------------------------------------
+    # --- on the bus thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._closing:
-            socket = self._connect()
-            try:
-                self._serve(socket)
-            except zmq.ContextTerminated:
-                return
-            except Exception:
-                log.exception("the bus connection failed; connecting again")
-            finally:
-                socket.close(linger=1000 if self._closing else 0)
+    def _put(self, messages: list[FromBus]) -> None:
+        with self._arrived:
+            self._inbox.extend(messages)
+            self._arrived.notify_all()
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.connect(self.endpoint)
-        return socket
-
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Until the worker leaves or the broker was silent for too long."""
-        lease = self._lease
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
-        self._send_all(socket, lease.connected(time.monotonic()))
-        while True:
-            ready = dict(poller.poll(int(lease.wait_s(time.monotonic()) * 1000) + 1))
-            now = time.monotonic()
-            if self._wake_r in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_r, 4096)
-            if socket in ready:
-                self._receive(socket, now)
-            while self._outbox:
-                socket.send_multipart(self._outbox.popleft(), copy=True)
-            if self._closing:
-                return
-            self._send_all(socket, lease.on_time(now))
-            if lease.lost(now):
-                log.warning("no word from the broker at %s; connecting again", self.endpoint)
-                return
-
-    def _receive(self, socket: zmq.Socket[bytes], now: float) -> None:
-        came: list[FromBus] = []
-        while True:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                if len(frames) < 3:
-                    log.warning("a message of %d frames from the broker was dropped", len(frames))
-                    continue
-                was_registered = self._lease.registered
-                consumed, answers = self._lease.on_frames(frames, now)
-                if self._lease.registered and not was_registered:
-                    log.info("registered with the broker at %s", self.endpoint)
-                self._send_all(socket, answers)
-                if not consumed:
-                    came.append(FromBus(frames[0], decode_header(frames[1]), frames[2], frames[3:]))
-            except TokenbusError as error:
-                log.warning("a bad message from the broker was dropped: %s", error)
-        if came and self._first is not None:
-            came = self._first(came)
-        if came:
-            with self._arrived:
-                self._inbox.extend(came)
-                self._arrived.notify_all()
-
-    @staticmethod
-    def _send_all(socket: zmq.Socket[bytes], messages: list[Frames]) -> None:
-        for frames in messages:
-            socket.send_multipart(frames)
+    def _end(self, reason: str) -> None:
+        with self._arrived:
+            self._ended = reason
+            self._arrived.notify_all()
 
     def _beat(self, now: float) -> Heartbeat:
         started = self._step_started
@@ -215,6 +155,74 @@ class Bus:
             load=load,
         )
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_w, b"!")
+
+class _WorkerPeer:
+    """The lease, what the worker posts and what it takes, as the connection sees them."""
+
+    def __init__(
+        self,
+        address: str,
+        lease: Lease,
+        outbox: deque[Frames],
+        put: Callable[[list[FromBus]], None],
+        first: Callable[[list[FromBus]], list[FromBus]] | None,
+        ended: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._lease = lease
+        self._outbox = outbox
+        self._put = put
+        self._first = first
+        self._answers: deque[Frames] = deque()
+        """The lease's own, which precede what the worker posts."""
+        self.ended = ended
+
+    def connected(self, now: float) -> None:
+        """Registers."""
+        self._answers.clear()
+        self._answers.extend(self._lease.connected(now))
+
+    def receive(self, messages: list[Frames], now: float) -> None:
+        """Lets the lease see each message, and puts the others where the worker takes them."""
+        taken: list[FromBus] = []
+        for frames in messages:
+            try:
+                if len(frames) < 3:
+                    log.warning(
+                        "dropped a message of %d frames from the broker; it has 3 at least",
+                        len(frames),
+                    )
+                    continue
+                was_registered = self._lease.registered
+                consumed, answers = self._lease.on_frames(frames, now)
+                if self._lease.registered and not was_registered:
+                    log.info("registered with the broker at %s", self._address)
+                self._answers.extend(answers)
+                if not consumed:
+                    header = decode_header(frames[1])
+                    taken.append(FromBus(frames[0], header, frames[2], frames[3:]))
+            except TokenbusError as error:
+                log.warning("dropped an invalid message from the broker: %s", error)
+        if taken and self._first is not None:
+            taken = self._first(taken)
+        if taken:
+            self._put(taken)
+
+    def outgoing(self, now: float) -> Iterator[Frames]:
+        """The lease's answers, what the worker has posted, and the heartbeat when it is due."""
+        for queue in (self._answers, self._outbox):
+            while queue:
+                yield queue.popleft()
+        yield from self._lease.on_time(now)
+
+    def wait_s(self, now: float) -> float:
+        """Until the next heartbeat."""
+        return self._lease.wait_s(now)
+
+    def lost(self, now: float) -> bool:
+        """Whether the broker was silent for too long; what was posted for it is discarded then."""
+        lost = self._lease.lost(now)
+        if lost:
+            log.warning("the broker at %s is silent; connecting again", self._address)
+            self._outbox.clear()
+        return lost

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..protocol.bodies import decode_as, encode_body
+from ..protocol.frames import Frames
 from ..protocol.header import encode_header
 from ..protocol.worker_messages import Drain, Heartbeat, Register, Registered, Unregister
-
-Frames = list[bytes]
 
 DEFAULT_HEARTBEAT_S = 1.0
 DEFAULT_EXPIRY_S = 5.0

@@ -11,7 +11,7 @@ import msgspec
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
-from ..connection import AddressError
+from ...transport.dealer import AddressError
 from ..system import add_commands as add_system_commands
 from . import controller, generate, grammar, interactive, score, status
 from .exits import INTERRUPTED, WRONG_USAGE, report

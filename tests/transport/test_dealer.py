@@ -1,0 +1,199 @@
+"""The connection below workers and clients, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from tokenbus.protocol.frames import Frames
+from tokenbus.transport.dealer import AddressError, Dealer
+
+from ..processes import free_port, until
+
+WAIT_S = 60.0
+"""How long a test waits before it gives up."""
+
+
+class Echo:
+    """A peer that says hello on each socket, sends what it is given, and keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.to_send: deque[Frames] = deque()
+        self.received: list[Frames] = []
+        self.turns = 0
+        self.silent = False
+        """Makes the connection be opened anew, once."""
+        self.fails = 0
+        """How often ``connected`` raises."""
+        self.reasons: list[str] = []
+
+    def connected(self, now: float) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("the peer has a defect")
+        self.to_send.appendleft([b"hello"])
+
+    def receive(self, messages: list[Frames], now: float) -> None:
+        self.received += messages
+
+    def outgoing(self, now: float) -> Iterator[Frames]:
+        self.turns += 1
+        while self.to_send:
+            yield self.to_send.popleft()
+
+    def wait_s(self, now: float) -> float:
+        return 0.05
+
+    def lost(self, now: float) -> bool:
+        lost, self.silent = self.silent, False
+        return lost
+
+    def ended(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class Router:
+    """The other end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.bind(self.address)
+
+    def receive(self) -> list[bytes]:
+        """The next message: who sent it, and its frames."""
+        assert self._socket.poll(int(WAIT_S * 1000)), "no message came"
+        return self._socket.recv_multipart()
+
+    def send(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart(frames)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    router = Router(zmq.Context.instance())
+    yield router
+    router.close()
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file and no socket can be opened meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def pauses(caplog: pytest.LogCaptureFixture) -> list[float]:
+    """The pauses that were logged, in seconds."""
+    found = re.findall(r"opening a new one in ([\d.]+) s", caplog.text)
+    return [float(seconds) for seconds in found]
+
+
+def test_messages_go_both_ways_and_a_close_sends_what_is_left(router: Router) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=1000)
+    dealer.start()
+    client, hello = router.receive()
+    assert hello == b"hello"
+    for number in range(1000):
+        router.send([client, b"%d" % number])
+    until(lambda: len(peer.received) == 1000, WAIT_S, "all were received")
+    assert peer.received == [[b"%d" % number] for number in range(1000)]
+    peer.to_send += [[b"one", b"more"], [b"last"]]
+    dealer.close()
+    assert [router.receive()[1:] for _ in range(2)] == [[b"one", b"more"], [b"last"]]
+    assert peer.reasons == [""]
+
+
+def test_a_wake_up_from_another_thread_sends_at_once(router: Router) -> None:
+    peer = Echo()
+    peer.wait_s = lambda now: 3600.0  # type: ignore[method-assign]
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    assert router.receive()[1] == b"hello"
+
+    def hand_over() -> None:
+        peer.to_send.append([b"from another thread"])
+        dealer.wake()
+
+    threading.Thread(target=hand_over).start()
+    assert router.receive()[1] == b"from another thread"
+    dealer.close()
+
+
+def test_a_broker_that_is_lost_gets_a_new_socket(router: Router) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    first, _ = router.receive()
+    peer.silent = True
+    second, hello = router.receive()
+    assert hello == b"hello"
+    assert first != second
+    dealer.close()
+
+
+def test_without_descriptors_it_tries_again_with_growing_pauses(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    with no_descriptors(), caplog.at_level(logging.WARNING):
+        dealer.start()
+        until(lambda: len(pauses(caplog)) >= 4, WAIT_S, "four attempts failed")
+        turns = peer.turns
+        until(lambda: peer.turns > turns, WAIT_S, "the peer's deadlines go on")
+    assert pauses(caplog)[:4] == [0.05, 0.1, 0.2, 0.4]
+    assert router.receive()[1] == b"hello"
+    dealer.close()
+
+
+def test_a_peer_that_fails_gets_a_new_socket_after_a_pause(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Echo()
+    peer.fails = 2
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    assert router.receive()[1] == b"hello"
+    assert pauses(caplog) == [0.05, 0.1]
+    assert "the peer has a defect" in caplog.text
+    dealer.close()
+
+
+def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    monkeypatch.setattr(zmq.Context, "instance", lambda: context)
+    router = Router(context)
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    router.receive()
+    router.close()
+    context.term()
+    until(lambda: peer.reasons, WAIT_S, "it ended")
+    assert peer.reasons == ["the ZeroMQ context was terminated"]
+    dealer.close()
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "tcp://127.0.0.1", "carrier://pigeon"])
+def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
+    with pytest.raises(AddressError, match=re.escape(repr(address))):
+        Dealer(address, Echo(), "test", linger_ms=0)

@@ -1,0 +1,240 @@
+"""A DEALER socket on a thread of its own, which carries one side of the protocol.
+
+The side of the protocol (a ``Peer``: a worker's lease, a client's session) knows no sockets; the
+connection knows no messages. It owns the socket, the wake-up from other threads, reconnecting with
+growing pauses, the orderly close, and what happens when the ZeroMQ context is terminated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import zmq
+
+from ..protocol.frames import Frames
+
+log = logging.getLogger(__name__)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+RECEIVE_AT_ONCE = 256
+"""Messages taken from the socket before the peer sees them and may send."""
+PAUSES_S = (0.05, 2.0)
+"""The pause after the first failure of a row, and the longest; each is twice the one before."""
+OFFLINE_TICK_S = 0.1
+"""How often the peer's deadlines are checked during such a pause, in seconds."""
+JOIN_S = 5.0
+"""How long ``close`` waits for the thread, in seconds."""
+
+
+class AddressError(ValueError):
+    """The text given as the broker's address is not a valid ZeroMQ address."""
+
+
+class Peer(Protocol):
+    """One side of the protocol. All methods are called on the connection's thread.
+
+    An exception in any of them but ``ended`` closes the socket and opens a new one after a pause.
+    Times are seconds of the monotonic clock.
+    """
+
+    def connected(self, now: float) -> None:
+        """A new socket was opened; what was not sent on the old one is to be discarded."""
+
+    def receive(self, messages: list[Frames], now: float) -> None:
+        """The messages that have arrived, in order; never an empty list."""
+
+    def outgoing(self, now: float) -> Iterable[Frames]:
+        """The messages to send now, and the place for deadlines.
+
+        Called after each wake-up and whenever ``wait_s`` has passed; during a pause between two
+        sockets too, where the messages are discarded.
+        """
+
+    def wait_s(self, now: float) -> float:
+        """In how many seconds ``outgoing`` is to be called again, without a wake-up."""
+
+    def lost(self, now: float) -> bool:
+        """Whether the broker was silent for so long that a new socket is to be opened."""
+
+    def ended(self, reason: str) -> None:
+        """The thread ends: closed by its owner (an empty ``reason``), or for this reason."""
+
+
+class Dealer:
+    """Carries ``peer`` to the broker at ``address``; ``name`` is the thread's.
+
+    ZeroMQ queues what is sent without a bound, so that no send blocks; what is queued is bounded
+    by the time after which the peer says ``lost``, as closing the socket discards it. ``linger_ms``
+    is how long an orderly close goes on sending. Raises AddressError.
+    """
+
+    def __init__(self, address: str, peer: Peer, name: str, linger_ms: int) -> None:
+        self.address = address
+        self._peer = peer
+        self._name = name
+        self._linger_ms = linger_ms
+        self._context: Context = zmq.Context.instance()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._received = False
+        self._open().close(linger=0)
+
+    @property
+    def started(self) -> bool:
+        """Whether ``start`` was called."""
+        return self._thread is not None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy in a forked process, where no thread serves it."""
+        return os.getpid() != self._process
+
+    def start(self) -> None:
+        """Starts the thread, which opens the socket."""
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake_w, b"!")
+
+    def close(self) -> None:
+        """Sends what the peer has to send, closes the socket and ends the thread."""
+        self._closing = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=JOIN_S)
+
+    def __del__(self) -> None:
+        # Not in close: another thread may be about to write to it.
+        for end in ("_wake_r", "_wake_w"):
+            if hasattr(self, end):
+                os.close(getattr(self, end))
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "its thread failed"
+        try:
+            self._keep_connected()
+            reason = ""
+        except zmq.ContextTerminated:
+            reason = "the ZeroMQ context was terminated"
+        finally:
+            self._peer.ended(reason)
+
+    def _keep_connected(self) -> None:
+        first, longest = PAUSES_S
+        pause_s = 0.0
+        while not self._closing:
+            self._received = False
+            try:
+                self._serve()
+                continue
+            except zmq.ContextTerminated:
+                raise
+            except Exception as error:
+                if self._context.closed:
+                    raise zmq.ContextTerminated from None
+                pause_s = first if self._received else min(pause_s * 2 or first, longest)
+                log.warning(
+                    "the connection to %s failed (%s); opening a new one in %g s",
+                    self.address,
+                    error,
+                    pause_s,
+                    # A failure of the operating system explains itself.
+                    exc_info=not isinstance(error, OSError | zmq.ZMQError),
+                )
+            self._pause(pause_s)
+
+    def _pause(self, pause_s: float) -> None:
+        """Waits without a socket. The peer's deadlines go on; what it sends is discarded."""
+        until = time.monotonic() + pause_s
+        while (left_s := until - time.monotonic()) > 0 and not self._closing:
+            poller = zmq.Poller()
+            poller.register(self._wake_r, zmq.POLLIN)
+            poller.poll(int(min(left_s, OFFLINE_TICK_S) * 1000) + 1)
+            self._clear_wake()
+            try:
+                for _ in self._peer.outgoing(time.monotonic()):
+                    pass
+            except Exception:
+                log.exception("there is no connection to %s, and its peer failed", self.address)
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            socket.close()
+            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
+                raise AddressError(
+                    f"{self.address!r} is not a valid address of a broker "
+                    f"({os.strerror(error.errno or 0)}); one is tcp://127.0.0.1:5555"
+                ) from None
+            raise
+        return socket
+
+    def _serve(self) -> None:
+        """Serves one socket, until ``close`` or until the peer says ``lost``."""
+        socket = self._open()
+        try:
+            self._exchange(socket)
+        finally:
+            socket.close(linger=self._linger_ms if self._closing else 0)
+
+    def _exchange(self, socket: zmq.Socket[bytes]) -> None:
+        peer = self._peer
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_r, zmq.POLLIN)
+        peer.connected(time.monotonic())
+        while True:
+            messages = self._receive(socket)
+            now = time.monotonic()
+            if messages:
+                self._received = True
+                peer.receive(messages, now)
+            self._clear_wake()
+            # Read before ``outgoing``: what was handed over before the close is sent.
+            closing = self._closing
+            for frames in peer.outgoing(now):
+                socket.send_multipart(frames)
+            if closing:
+                return
+            if peer.lost(now):
+                return
+            if len(messages) < RECEIVE_AT_ONCE:
+                poller.poll(int(peer.wait_s(now) * 1000) + 1)
+
+    @staticmethod
+    def _receive(socket: zmq.Socket[bytes]) -> list[Frames]:
+        messages: list[Frames] = []
+        for _ in range(RECEIVE_AT_ONCE):
+            try:
+                messages.append(socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return messages
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
