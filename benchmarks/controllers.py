@@ -290,7 +290,7 @@ def variable_us(sandbox: Sandbox, model: Path) -> float:
         bus = Bus(running.back, registration, lambda: (0, {}), first)
         calls = VariableCalls(bus.post)
         bus.start()
-        variables = SequenceVariables(1, 0, calls.ask, lambda: None)
+        variables = SequenceVariables(1, 0, calls.perform, lambda: None)
         controller = sandbox.program("reads_variable").start(sandbox.host(0, variables))
         times = []
         for _ in range(2_000):

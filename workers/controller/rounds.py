@@ -1,8 +1,8 @@
-"""What a sequence goes through between two tokens, until something needs the model.
+"""A round: the calls of one controller between two tokens, until its sequence needs the model.
 
-post_process with what was sampled, pre_process, mid_process; and again post_process and
-pre_process for tokens that these append by themselves. What comes of it is always of one form: drop
-some tokens, append some, and then sample under a mask, fork, suspend, or stop.
+post_process with the tokens that were sampled, pre_process, mid_process; and again post_process and
+pre_process for tokens that these append themselves. The result always has one form: drop some
+tokens, append some, and then sample under a mask, fork, suspend, or stop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """Where a sequence stands."""
+    """What a sequence does now."""
 
     RUNNING = "running"
-    """A round of it is under way, or about to be."""
-    AWAY = "away"
-    """The model has it."""
+    """Its round runs or is queued."""
+    WAITING = "waiting"
+    """It waits for the model."""
     SUSPENDED = "suspended"
-    OVER = "over"
+    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +43,19 @@ class ControlledSequence:
     mask: memoryview
     """Where mid_process writes the mask, ``[4 * ceil(vocab / 32)]`` bytes."""
     row: int | None = None
-    """The row of the shared file that ``mask`` is; None: it is sent."""
+    """The row of the shared file that ``mask`` is; None where masks are sent as attachments."""
     stage: Stage = Stage.RUNNING
     length: int = 0
     """Tokens beyond the prompt."""
     slow: bool = False
-    """Whether its last round was worth a thread of its own."""
-    saw: int = 0
-    """Changes that others had made in its request as its last pre_process began."""
+    """Whether its last round took long enough for a thread of its own."""
+    seen_changes: int = 0
+    """Changes that other sequences of its request had made when its last pre_process began."""
 
 
 @dataclass(slots=True)
 class Change:
-    """Tokens to drop and to append, put together from several answers."""
+    """Tokens to drop and to append, combined from several answers."""
 
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Makes so many copies of a sequence; raises ControllerError where there may be no more."""
+"""Makes so many copies of a sequence; raises ControllerError beyond the limit of forks."""
 
 
 class Rounds:
-    """Plays rounds of the sequences of one request. Each call returns what is to be told.
+    """Runs the rounds of the sequences of one request. Each call returns the results to send.
 
-    ``changes`` counts what other sequences than the given one have changed in the request.
+    ``changes`` counts the changes in the request by other sequences than the given one.
     """
 
     def __init__(self, fork: Fork, changes: Callable[[ControlledSequence], int]) -> None:
@@ -86,7 +86,7 @@ class Rounds:
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """The first round; of ``n`` sequences, into which this one is forked before."""
+        """The first round, of ``n`` sequences into which this one is forked first."""
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
     def sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
@@ -94,11 +94,11 @@ class Rounds:
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
-        """The round of a sequence that was suspended."""
+        """The round of a sequence that was woken."""
         return self._guarded(sequence, lambda: self._decide(sequence))
 
     def ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
-        """The last post_process of a sequence that the model's side has ended."""
+        """The last post_process of a sequence that the GPU worker has ended."""
         return self._guarded(sequence, lambda: self._ended(sequence, tokens))
 
     # --- inside ---------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Rounds:
         sequence.controller.init_prompt(prompt)
         if n == 1:
             return self._decide(sequence)
-        return self._forked(sequence, Change(), n - 1, unasked=True)
+        return self._forked(sequence, Change(), n - 1, at_start=True)
 
     def _sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
@@ -130,12 +130,12 @@ class Rounds:
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
-        """pre_process and mid_process, or only this where the fork ``group`` has just been made."""
+        """pre_process and mid_process; only mid_process where ``group`` has just been forked."""
         change = Change()
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):
             if group is None:
-                sequence.saw = self._changes(sequence)
+                sequence.seen_changes = self._changes(sequence)
                 answer = controller.pre_process()
                 if answer.action is Action.SPLICE:
                     if self._append(sequence, change, answer):
@@ -162,62 +162,62 @@ class Rounds:
                 return [_result(sequence, "stop", change)]
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"it went through {sequence.host.limits.silent_rounds} rounds by itself; a controller "
-            "has to sample, suspend or stop now and then",
+            f"it appended tokens in {sequence.host.limits.silent_rounds} rounds without sampling; "
+            "a controller has to sample, suspend or stop before that",
         )
 
     def _append(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
-        """Drops and appends what an answer says; whether post_process then stops."""
+        """Drops and appends the tokens of an answer; whether post_process stops."""
         drop, tokens = answer.backtrack, answer.tokens
         if not drop and not tokens:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "a splice drops tokens or appends some; this one does neither",
+                "its splice neither drops nor appends tokens; a splice has to do one of them",
             )
         if drop > sequence.length:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"a splice drops {drop} tokens, and the sequence has {sequence.length} beyond its "
+                f"its splice drops {drop} tokens; the sequence has {sequence.length} beyond its "
                 "prompt",
             )
         appended, most = len(change.tokens) + len(tokens), sequence.host.limits.appended_tokens
         if appended > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appends {appended} tokens before it samples; {most} are the most",
+                f"it appended {appended} tokens without sampling; at most {most} are allowed",
             )
         size = sequence.host.vocabulary.size
         for token in tokens:
             if not 0 <= token < size:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"it appends token {token}; the vocabulary is 0 to {size - 1}",
+                    f"it appended token {token}; token ids of this model are 0 to {size - 1}",
                 )
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
 
     def _forked(
-        self, sequence: ControlledSequence, change: Change, more: int, unasked: bool = False
+        self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
     ) -> list[StepResult]:
-        """The fork itself, and the first round of all that came of it; from its beginning, where
-        the controller has not asked for the fork."""
+        """The fork itself and the rounds of all its sequences: from mid_process on, or with
+        pre_process where the request forks (``n``) and not its controller."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]
-        group = None if unasked else [sequence.seq, *forked.children]
+        group = None if at_start else [sequence.seq, *forked.children]
         results = [forked]
-        for one in (sequence, *children):
-            results += self._guarded(one, lambda one=one: self._decide(one, group))  # type: ignore[misc]
+        for each in (sequence, *children):
+            results += self._guarded(each, lambda each=each: self._decide(each, group))  # type: ignore[misc]
         return results
 
     @staticmethod
     def _guarded(
-        sequence: ControlledSequence, play: Callable[[], list[StepResult]]
+        sequence: ControlledSequence, round_: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
         """A round whose failure ends its own sequence."""
         try:
-            return play()
+            return round_()
         except TokenbusError as error:
             failed = _result(sequence, "error")
             failed.error, failed.code = error.message, str(error.code)
@@ -230,7 +230,7 @@ class Rounds:
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
-    """After the end-of-sequence token a sequence ends, unless its controller makes more of it."""
+    """Ends a sequence after the end-of-sequence token, where its controller would just sample."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
     if alone and first.then in ("sample", "stop"):
@@ -241,7 +241,7 @@ def _end_of_sequence(results: list[StepResult]) -> None:
 def _result(
     sequence: ControlledSequence, then: str, change: Change | None = None, masked: bool = False
 ) -> StepResult:
-    """What is told of a round; its log and its writes go with it."""
+    """The result of a round, with its log and its writes to variables."""
     return StepResult(
         sequence.host.request,
         sequence.seq,

@@ -1,8 +1,8 @@
-"""The controllers of one request: a sequence, its forks, who waits for whom.
+"""The controllers of one request: a sequence, its forks, and which of them wait.
 
-A sequence is with the model, in a round, or suspended. A suspended one goes on when another
-sequence of the request has written a variable or has ended since its last pre_process began; where
-all are suspended and none goes on, nobody ever will: the request ends as deadlocked.
+A sequence waits for the model, runs a round, or is suspended. A suspended one is woken when another
+sequence of the request has written a variable or has finished since its last pre_process began.
+Where all are suspended and none is woken, none ever will be: the request ends with `deadlock`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from .masks import MaskRows
 from .rounds import ControlledSequence, Rounds, Stage
 from .variable_calls import SequenceVariables
 
-Play = Callable[[], list[StepResult]]
+Round = Callable[[], list[StepResult]]
+"""A round that is ready to run: the results of its sequence, and of forks that it made."""
 
 MAX_WAKES = 200
-"""How often sequences may wake each other without one of them sampling, for each that there is: a
+"""How often sequences may wake each other, times their number, before one of them samples: a
 barrier at which all of them wait wakes each as often as there are others."""
 SHARED_MEMORY = 16
-"""The memory that many sequences share, in times of what one alone may have."""
+"""The memory that all sequences of a request share, as a multiple of what one alone may have."""
 
 _STAGES = {
-    "sample": Stage.AWAY,
+    "sample": Stage.WAITING,
     "fork": Stage.RUNNING,
     "suspend": Stage.SUSPENDED,
-    "stop": Stage.OVER,
-    "error": Stage.OVER,
+    "stop": Stage.FINISHED,
+    "error": Stage.FINISHED,
 }
 
 
@@ -51,21 +52,21 @@ class SequenceGroup:
         arg: bytes,
         max_tokens: int,
         ignore_eos: bool,
-        ask: Callable[[Variable], VariableAnswer],
+        perform: Callable[[Variable], VariableAnswer],
     ) -> None:
-        """``gpu``: the GPU worker that has the request; ``ask`` does an operation on a variable."""
+        """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable."""
         self.request = request
         self.gpu = gpu
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
-        self._ask = ask
+        self._perform = perform
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
-        self._gone: deque[Controller] = deque()
-        """Those of sequences that are over, until ``free``."""
+        self._unfreed: deque[Controller] = deque()
+        """Controllers of sequences that have finished, until ``free``."""
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
         self._next = 1
@@ -79,8 +80,8 @@ class SequenceGroup:
     def begin(
         self, program: Program, vocabulary: Vocabulary, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """Makes the controller, and forks it into ``n``, and plays the first rounds; raises
-        TokenbusError where none can be made."""
+        """Makes the controller, forks it into ``n`` sequences, and runs their first rounds; raises
+        TokenbusError where the controller cannot be made."""
         self._vocabulary = vocabulary
         variables = self._variables(0)
         host = self._host(0, variables, self._limits)
@@ -92,86 +93,86 @@ class SequenceGroup:
 
     def step(
         self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None
-    ) -> tuple[ControlledSequence, Play] | None:
-        """What is to be played of a sequence that the model's side tells of; None where it is not
-        with the model."""
+    ) -> tuple[ControlledSequence, Round] | None:
+        """The round of a sequence after the model sampled ``tokens``, or after the GPU worker
+        ended it; None where the sequence does not wait for the model."""
         with self._lock:
             sequence = self._sequences.get(seq)
-            if sequence is None or sequence.stage is not Stage.AWAY:
+            if sequence is None or sequence.stage is not Stage.WAITING:
                 return None
             self._rows = rows
             if sequence.row is None and rows is not None:
                 self._give_row(sequence, rows)
             sequence.stage = Stage.RUNNING
             self._wakes = 0
-        play = self._rounds.ended if ended else self._rounds.sampled
-        return sequence, partial(play, sequence, tokens)
+        round_ = self._rounds.ended if ended else self._rounds.sampled
+        return sequence, partial(round_, sequence, tokens)
 
-    def told(self, results: Sequence[StepResult]) -> tuple[list[Play], list[StepResult]]:
-        """These results are about to be sent: what is to be played next, and what else told."""
+    def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
+        """Results are about to be sent: the rounds of the sequences that they wake, and results of
+        sequences that can never be woken."""
         with self._lock:
             for result in results:
                 sequence = self._sequences.get(result.seq)
                 if sequence is None:
                     continue
                 sequence.stage = _STAGES[result.then]
-                if sequence.stage is Stage.OVER:
+                if sequence.stage is Stage.FINISHED:
                     self._drop(sequence)
                     self._changes += 1
             if self._closed:
                 self._drop_idle()
                 return [], []
-            return self._woken()
+            return self._wake()
 
     def mask(self, seq: int) -> bytes | None:
-        """A copy of a sequence's mask, to be sent; None where it is gone."""
+        """A copy of a sequence's mask, to be sent; None where the sequence has finished."""
         with self._lock:
             sequence = self._sequences.get(seq)
             return bytes(sequence.mask) if sequence is not None else None
 
     def close(self) -> None:
-        """The request is over: everything goes, what is in a round when that ends."""
+        """The request has ended: drops all sequences, those in a round when it ends."""
         with self._lock:
             self._closed = True
             self._drop_idle()
 
     def free(self) -> None:
-        """Frees the controllers that have gone: some milliseconds where they had much memory."""
+        """Frees the controllers of finished sequences; takes milliseconds where their memory is
+        large."""
         while True:
             try:
-                controller = self._gone.pop()
+                controller = self._unfreed.pop()
             except IndexError:
                 return
             controller.close()
 
-    @property
-    def over(self) -> bool:
-        """Whether no sequence is left."""
-        return not self._sequences
-
     # --- inside ---------------------------------------------------------------------------------
 
-    def _woken(self) -> tuple[list[Play], list[StepResult]]:
-        every = self._sequences.values()
-        waiting = [s for s in every if s.stage is Stage.SUSPENDED]
-        woken = [s for s in waiting if self._changes_of_others(s) > s.saw]
+    def _wake(self) -> tuple[list[Round], list[StepResult]]:
+        sequences = self._sequences.values()
+        waiting = [s for s in sequences if s.stage is Stage.SUSPENDED]
+        woken = [s for s in waiting if self._changes_of_others(s) > s.seen_changes]
         if woken:
             self._wakes += len(woken)
-            if self._wakes > MAX_WAKES * len(every):
-                text = f"its sequences woke each other {self._wakes} times without one that samples"
-                return [], [self._failed(s, Code.CONTROLLER_FAILED, text) for s in waiting]
+            if self._wakes > MAX_WAKES * len(sequences):
+                text = (
+                    f"the sequences of the request woke each other {self._wakes} times and none of "
+                    "them sampled; a sequence that is woken has to sample or stop now and then"
+                )
+                return [], [self._error_result(s, Code.CONTROLLER_FAILED, text) for s in waiting]
             for sequence in woken:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in woken], []
         if waiting and len(waiting) == len(self._sequences):
             text = (
-                "deadlock: every sequence of the request is suspended, so that no variable will "
-                "change and no fork will end"
+                "deadlock: every sequence of the request is suspended, so no variable will change "
+                "and no fork will end"
             )
-            return [], [self._failed(s, Code.DEADLOCK, text) for s in waiting]
+            return [], [self._error_result(s, Code.DEADLOCK, text) for s in waiting]
         return [], []
 
-    def _failed(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
+    def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING
         return StepResult(
             self.request,
@@ -190,8 +191,8 @@ class SequenceGroup:
             if first + more > self._limits.forks:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"{more} more forks would make {first + more} sequences of this request; "
-                    f"{self._limits.forks} are allowed",
+                    f"the fork of {more} more sequences would make {first + more} of this request; "
+                    f"at most {self._limits.forks} are allowed",
                 )
             self._next += more
             limits = self._limits_among(len(self._sequences) + more)
@@ -216,22 +217,22 @@ class SequenceGroup:
         return children
 
     def _limits_among(self, sequences: int) -> Limits:
-        """The limits of a fork that is one of so many sequences."""
+        """The limits of each fork, where there are so many sequences."""
         alone = self._limits.memory_bytes
         return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
 
     def _changes_of_others(self, sequence: ControlledSequence) -> int:
         return self._changes - sequence.variables.own_changes
 
-    def _wrote(self) -> None:
+    def _count_write(self) -> None:
         with self._lock:
             self._changes += 1
 
     def _variables(self, seq: int) -> SequenceVariables:
-        return SequenceVariables(self.request, seq, self._asked, self._wrote)
+        return SequenceVariables(self.request, seq, self._perform_within_quota, self._count_write)
 
-    def _asked(self, operation: Variable) -> VariableAnswer:
-        """An operation's answer, where the request may write so much."""
+    def _perform_within_quota(self, operation: Variable) -> VariableAnswer:
+        """An operation's answer; raises ControllerError where the request has written too much."""
         most = self._limits.written_bytes
         with self._lock:
             self._written_bytes += len(operation.value)
@@ -239,9 +240,10 @@ class SequenceGroup:
         if written > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the request wrote {written} bytes to variables so far; {most} are the most",
+                f"the request wrote {written} bytes to variables in all; at most {most} are "
+                "allowed",
             )
-        return self._ask(operation)
+        return self._perform(operation)
 
     def _host(self, seq: int, variables: SequenceVariables, limits: Limits) -> Host:
         return Host(
@@ -267,7 +269,7 @@ class SequenceGroup:
 
     def _drop(self, sequence: ControlledSequence) -> None:
         del self._sequences[sequence.seq]
-        self._gone.append(sequence.controller)
+        self._unfreed.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:
             self._rows.give_back(sequence.row)
 

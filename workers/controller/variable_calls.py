@@ -34,7 +34,7 @@ class VariableCalls:
         self._post = post
         self._calls: dict[tuple[int, int, int], list[Any]] = {}
 
-    def ask(self, operation: Variable) -> VariableAnswer:
+    def perform(self, operation: Variable) -> VariableAnswer:
         """The answer to an operation.
 
         Raises ControllerError where none comes or it is a refusal, UnavailableError where too many
@@ -81,13 +81,13 @@ class SequenceVariables:
         self,
         request: int,
         seq: int,
-        ask: Callable[[Variable], VariableAnswer],
+        perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
     ) -> None:
         """``written`` is called after each write that was made."""
         self._request = request
         self._seq = seq
-        self._ask = ask
+        self._perform = perform
         self._written = written
         self._count = 0
         self._writes: list[Any] = []
@@ -119,8 +119,8 @@ class SequenceVariables:
         if self._written_bytes > ROUND_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it wrote {self._written_bytes} bytes to variables in one round; {ROUND_BYTES} "
-                "are the most",
+                f"it wrote {self._written_bytes} bytes to variables in one round; at most "
+                f"{ROUND_BYTES} are allowed",
             )
         answer = self._do(op, name, value, when)
         if answer.written:
@@ -148,4 +148,4 @@ class SequenceVariables:
             value,
             when,
         )
-        return self._ask(operation)
+        return self._perform(operation)

@@ -1,4 +1,4 @@
-"""The controller worker: takes steps from GPU workers, plays rounds, sends what comes of them."""
+"""The controller worker: takes STEP, runs a round of each of its sequences, sends RESULT."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from ..bus import Bus, FromBus
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
+from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
-from .replies import Reply
 from .rounds import ControlledSequence
-from .sequence_group import Play, SequenceGroup
+from .sequence_group import Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
 from .variable_calls import VariableCalls
@@ -58,11 +58,11 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 SLOW_S = 0.0005
-"""A round that took this long is given a thread of its own the next time."""
+"""A sequence whose round took this long gets a thread of its own for the next one."""
 SWITCH_S = 0.0005
-"""For how long a thread keeps Python's lock while others want it, in seconds: a round takes it a
-few times, and beside a long call of a host function (a text of a megabyte that becomes tokens) it
-would wait for Python's usual 5 ms each time."""
+"""How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
+few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
+wait for Python's usual 5 ms each time."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -80,10 +80,10 @@ def limits_of(settings: Settings) -> Limits:
 
 
 class ControllerWorker:
-    """One process of controllers. ``run`` serves until ``stop``.
+    """One controller worker process. ``run`` serves until ``stop``.
 
-    ``programs``: Python controllers to serve by their names; with them, this worker takes no
-    modules. All others share the store of modules in the run directory.
+    ``programs``: Python controllers by name; a worker that has some serves only these. All others
+    share the store of modules in the run directory.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class ControllerWorker:
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
-        """Threads of their own: a start may take a second, where it waits for a grammar to be
-        compiled even more, and no round waits behind one."""
+        """Separate threads for START: it may take a second, and more where a grammar has to be
+        compiled, and no round waits behind it."""
         self._store_calls = ThreadPoolExecutor(2, "store")
-        self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._at_once)
-        self._calls = VariableCalls(self._bus.post)
-        self._vocabularies = Vocabularies(self._ask_tokenizer)
+        self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._take_answers)
+        self._variable_calls = VariableCalls(self._bus.post)
+        self._vocabularies = Vocabularies(self._request_tokenizer)
         self._masks = MaskFiles()
-        self._sessions: dict[int, SequenceGroup] = {}
+        self._groups: dict[int, SequenceGroup] = {}
         self._order = threading.Lock()
-        self._replies: list[Reply] = []
-        """Those that are not complete, as far as is known; under ``_listed``."""
-        self._listed = threading.Lock()
-        self._rounds = 0
+        self._pending: list[PendingResult] = []
+        """Complete ones are removed now and then; under ``_pending_lock``."""
+        self._pending_lock = threading.Lock()
+        self._rounds_started = 0
         self._stop_reason = ""
         self._draining_since: float | None = None
 
@@ -128,8 +128,8 @@ class ControllerWorker:
                 try:
                     self._on_message(message)
                 except Exception:
-                    word = message.type.decode("ascii", "replace")
-                    log.exception("a %s message was dropped", word)
+                    kind = message.type.decode("ascii", "replace")
+                    log.exception("a %s message failed", kind)
             if self._busy:
                 self._tick()
         self._bus.close(self._stop_reason)
@@ -137,7 +137,7 @@ class ControllerWorker:
         return 0
 
     def stop(self, reason: str) -> None:
-        """Takes no more requests, finishes those it has, and ends; callable from a signal."""
+        """Drains: takes no more requests, finishes the running ones; callable from a signal."""
         self._stop_reason = reason
         self._bus.interrupt()
 
@@ -147,31 +147,31 @@ class ControllerWorker:
         if self._draining_since is None:
             self._draining_since = time.monotonic()
             self._bus.drain(self._stop_reason)
-        late = time.monotonic() - self._draining_since > self._settings.drain_s
-        return late or not self._sessions
+        expired = time.monotonic() - self._draining_since > self._settings.drain_s
+        return expired or not self._groups
 
     @property
     def _busy(self) -> bool:
         return self._pool.busy or self._starts.busy
 
     def _tick(self) -> None:
-        """Rounds are under way: guests are looked at, late ones are not waited for."""
+        """Rounds are running: enforces time limits, and sends the results that are ready."""
         self._engine.increment_epoch()
         self._pool.help()
         self._starts.help()
         now = time.monotonic()
-        with self._listed:
-            self._replies = [reply for reply in self._replies if not reply.complete]
-            waiting = list(self._replies)
-        for reply in waiting:
-            reply.flush(now)
+        with self._pending_lock:
+            self._pending = [pending for pending in self._pending if not pending.complete]
+            incomplete = list(self._pending)
+        for pending in incomplete:
+            pending.flush(now)
 
-    def _at_once(self, messages: list[FromBus]) -> list[FromBus]:
-        """On the bus thread: answers for guests that wait."""
+    def _take_answers(self, messages: list[FromBus]) -> list[FromBus]:
+        """On the bus thread: hands answers to the guests that wait for them."""
         rest = []
         for message in messages:
             if message.type == b"VARIABLE_ANSWER":
-                self._calls.on_answer(message.body)
+                self._variable_calls.on_answer(message.body)
             else:
                 rest.append(message)
         return rest
@@ -194,41 +194,40 @@ class ControllerWorker:
             case b"TOKENIZER_JSON":
                 answer = decode_as(TokenizerAnswer, message.body, "msgpack")
                 json = message.attachments[0] if message.attachments else None
-                self._starts.submit(
-                    [partial(self._arrived, answer.fingerprint, json, answer.error or "")]
-                )
+                arrived, error = self._vocabularies.arrived, answer.error or ""
+                self._starts.submit([partial(arrived, answer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
-                self._store_calls.submit(self._stored, message)
+                self._store_calls.submit(self._serve_store, message)
             case b"DRAIN":
-                self.stop("the broker asked for it")
+                self.stop("the broker requested it")
             case _:
-                log.warning("a controller worker does not know the type %r", message.type)
+                log.warning("a controller worker takes no messages of type %r", message.type)
 
     def _start(self, header: Header, start: Start, tenant: str) -> None:
-        """A request begins: its vocabulary first, then its controller."""
-        session = SequenceGroup(
+        """START: gets the vocabulary, then makes the controller and runs its first round."""
+        group = SequenceGroup(
             header.request,
             header.address,
             self._limits,
             _arg_bytes(start.arg),
             start.max_tokens,
             start.ignore_eos,
-            self._calls.ask,
+            self._variable_calls.perform,
         )
-        self._sessions[header.request] = session
+        self._groups[header.request] = group
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
-            reply = self._reply(session.gpu, 1)
+            pending = self._new_result(group.gpu, 1)
             self._starts.submit(
-                [partial(self._begin, reply, session, start, tenant, vocabulary, error)]
+                [partial(self._begin, pending, group, start, tenant, vocabulary, error)]
             )
 
         self._vocabularies.want(start.vocabulary, header.address, ready)
 
     def _begin(
         self,
-        reply: Reply,
-        session: SequenceGroup,
+        pending: PendingResult,
+        group: SequenceGroup,
         start: Start,
         tenant: str,
         vocabulary: TokenizerVocabulary | None,
@@ -238,76 +237,76 @@ class ControllerWorker:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
             program = self._programs.get(tenant, start.controller)
-            results = session.begin(program, vocabulary, start.prompt, start.n)
+            results = group.begin(program, vocabulary, start.prompt, start.n)
         except TokenbusError as failed:
-            results = [_failed(session.request, failed.message, failed.code)]
+            results = [_error_result(group.request, failed.message, failed.code)]
         except Exception as failed:
             log.exception("the controller %s cannot be started", start.controller)
-            results = [_failed(session.request, f"the controller worker failed: {failed!r}")]
-        reply.add(session, results)
+            results = [_error_result(group.request, f"the controller worker failed: {failed!r}")]
+        pending.add(group, results)
 
     def _step(self, gpu: int, step: Step) -> None:
-        """A step of a GPU worker: a round of each of its sequences."""
+        """STEP: runs a round of each of its sequences."""
         rows = None
         if step.masks:
             rows = self._masks.get(step.masks, step.rows, step.row_bytes)
-        plays: list[tuple[SequenceGroup, ControlledSequence, Play]] = []
-        for told in step.sequences:
-            session = self._sessions.get(told.request)
-            if session is None:
+        rounds: list[tuple[SequenceGroup, ControlledSequence, Round]] = []
+        for stepped in step.sequences:
+            group = self._groups.get(stepped.request)
+            if group is None:
                 continue
-            found = session.step(told.seq, told.tokens, told.ended is not None, rows)
+            found = group.step(stepped.seq, stepped.tokens, stepped.ended is not None, rows)
             if found is not None:
-                plays.append((session, *found))
-        if not plays:
+                rounds.append((group, *found))
+        if not rounds:
             return
-        self._rounds += len(plays)
-        reply = self._reply(gpu, len(plays))
+        self._rounds_started += len(rounds)
+        pending = self._new_result(gpu, len(rounds))
         jobs: list[Job] = [
-            partial(_played, reply, session, sequence, play) for session, sequence, play in plays
+            partial(_run_round, pending, group, sequence, round_)
+            for group, sequence, round_ in rounds
         ]
-        self._pool.submit(jobs, 1 + sum(sequence.slow for _, sequence, _ in plays))
+        self._pool.submit(jobs, 1 + sum(sequence.slow for _, sequence, _ in rounds))
 
-    def _reply(self, gpu: int, parts: int) -> Reply:
-        reply = Reply(gpu, parts, self._bus.post, self._go_on, self._order)
-        with self._listed:
-            self._replies.append(reply)
-            if len(self._replies) > 64:
-                self._replies = [r for r in self._replies if not r.complete]
-        return reply
+    def _new_result(self, gpu: int, rounds: int) -> PendingResult:
+        pending = PendingResult(gpu, rounds, self._bus.post, self._after_send, self._order)
+        with self._pending_lock:
+            self._pending.append(pending)
+            if len(self._pending) > 64:
+                self._pending = [p for p in self._pending if not p.complete]
+        return pending
 
-    def _go_on(self, session: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
-        """What follows of results that are on their way: who is woken, who waits for nothing."""
+    def _after_send(
+        self, group: SequenceGroup, rounds: list[Round], failed: list[StepResult]
+    ) -> None:
+        """Runs the rounds of woken sequences; ``failed`` are results of those in a deadlock."""
         if failed:
-            self._reply(session.gpu, 1).add(session, failed)
-        if plays:
-            reply = self._reply(session.gpu, len(plays))
-            self._pool.submit([partial(_woken, reply, session, play) for play in plays])
+            self._new_result(group.gpu, 1).add(group, failed)
+        if rounds:
+            pending = self._new_result(group.gpu, len(rounds))
+            self._pool.submit([partial(_run_woken, pending, group, round_) for round_ in rounds])
 
     def _end(self, request: int) -> None:
-        session = self._sessions.pop(request, None)
-        if session is not None:
-            session.close()
-            self._pool.submit([session.free])
+        group = self._groups.pop(request, None)
+        if group is not None:
+            group.close()
+            self._pool.submit([group.free])
 
     # --- tokenizers and modules -----------------------------------------------------------------
 
-    def _ask_tokenizer(self, fingerprint: str, gpu: int) -> None:
+    def _request_tokenizer(self, fingerprint: str, gpu: int) -> None:
         body = encode_body(TokenizerRequest(fingerprint=fingerprint), "msgpack")
         self._bus.post([b"TOKENIZER", encode_header(0, gpu), body])
 
-    def _arrived(self, fingerprint: str, json: bytes | None, error: str) -> None:
-        self._vocabularies.arrived(fingerprint, json, error)
-
-    def _stored(self, message: FromBus) -> None:
-        """A request to the store of modules; the last attachment is the client's tenant."""
+    def _serve_store(self, message: FromBus) -> None:
+        """A client's request to the module store; the last attachment is the client's tenant."""
         header = message.header
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         head = encode_header(header.request, header.address, Flag.FINAL)
         stream_id = decode_as(Tags, message.body).stream_id
         try:
             *attachments, tenant = message.attachments
-            result = self._store_answer(message, attachments, tenant.decode())
+            result = self._store_result(message, attachments, tenant.decode())
             answer = Msg(stream_id=stream_id, result=result)
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
@@ -318,7 +317,7 @@ class ControllerWorker:
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames)
 
-    def _store_answer(self, message: FromBus, attachments: list[bytes], tenant: str) -> Any:
+    def _store_result(self, message: FromBus, attachments: list[bytes], tenant: str) -> Any:
         assert self._store is not None
         match message.type:
             case b"UPLOAD":
@@ -333,11 +332,11 @@ class ControllerWorker:
             case _:
                 return self._store.list(tenant)
 
-    # --- what the broker is told (on the bus thread) ----------------------------------------------
+    # --- registration and heartbeat (on the bus thread) -------------------------------------------
 
     def _registration(self) -> Register:
         live = [
-            LiveRequest(request=request, session=0, stream_id=0) for request in list(self._sessions)
+            LiveRequest(request=request, session=0, stream_id=0) for request in list(self._groups)
         ]
         return Register(
             name=self._name,
@@ -351,25 +350,27 @@ class ControllerWorker:
         )
 
     def _load(self) -> tuple[int, dict[str, float]]:
-        return len(self._sessions), {
-            "rounds": float(self._rounds),
-            "sessions": float(len(self._sessions)),
+        return len(self._groups), {
+            "rounds": float(self._rounds_started),
+            "sessions": float(len(self._groups)),
             "waiting": float(self._pool.waiting_jobs + self._starts.waiting_jobs),
         }
 
 
-def _played(reply: Reply, session: SequenceGroup, sequence: ControlledSequence, play: Play) -> None:
+def _run_round(
+    pending: PendingResult, group: SequenceGroup, sequence: ControlledSequence, round_: Round
+) -> None:
     began = time.perf_counter()
-    results = play()
+    results = round_()
     sequence.slow = time.perf_counter() - began > SLOW_S
-    reply.add(session, results)
+    pending.add(group, results)
 
 
-def _woken(reply: Reply, session: SequenceGroup, play: Play) -> None:
-    reply.add(session, play())
+def _run_woken(pending: PendingResult, group: SequenceGroup, round_: Round) -> None:
+    pending.add(group, round_())
 
 
-def _failed(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:
+def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:
     return StepResult(request, 0, "error", error=message, code=str(code))
 
 

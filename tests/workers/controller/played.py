@@ -13,7 +13,7 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.native import NativeProgram
@@ -87,7 +87,7 @@ Choose = Callable[[int, list[int], set[int]], int]
 
 
 class Run:
-    """A request played to its end by a worker's session, with ``choose`` for a model."""
+    """A request run to its end by its sequence group, with ``choose`` for a model."""
 
     def __init__(
         self,
@@ -102,26 +102,26 @@ class Run:
         self.ended: dict[int, str] = {}
         self.logs: dict[int, str] = {}
         self.sampled = self.dropped = 0
-        self._session = SequenceGroup(
+        self._group = SequenceGroup(
             1, 1, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
         )
-        self._play(self._session.begin(made, self._vocabulary, [1, 2]))
+        self._play(self._group.begin(made, self._vocabulary, [1, 2]))
 
     def text(self, seq: int = 0) -> str:
         return b"".join(map(self._vocabulary.token, self.tokens[seq])).decode()
 
     def _play(self, results: list[StepResult]) -> None:
-        plays: deque[Play] = deque()
-        while results or plays:
+        rounds: deque[Round] = deque()
+        while results or rounds:
             if not results:
-                results = plays.popleft()()
-            sampled = [play for result in results for play in self._told(result)]
-            woken, results = self._session.told(results)
-            self._session.free()
-            plays += [*sampled, *woken]
+                results = rounds.popleft()()
+            sampled = [round_ for result in results for round_ in self._told(result)]
+            woken, results = self._group.record(results)
+            self._group.free()
+            rounds += [*sampled, *woken]
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 
-    def _told(self, result: StepResult) -> list[Play]:
+    def _told(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
         del tokens[len(tokens) - result.backtrack :]
@@ -137,14 +137,14 @@ class Run:
         seq, tokens, size = result.seq, self.tokens[result.seq], self._vocabulary.size
         may = set(range(size))
         if result.attachment is not None:
-            bits = int.from_bytes(self._session.mask(seq) or b"", "little")
+            bits = int.from_bytes(self._group.mask(seq) or b"", "little")
             may = {i for i in range(bits.bit_length()) if bits >> i & 1}
         token = self._choose(seq, tokens, may)
         assert token in may, f"the mask forbids {token}"
         tokens.append(token)
         self.sampled += 1
         over = len(tokens) >= self._max
-        stepped = self._session.step(seq, [token], over, None)
+        stepped = self._group.step(seq, [token], over, None)
         assert stepped is not None
         return stepped[1]()
 

@@ -258,7 +258,7 @@ def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
     posted: list[list[bytes]] = []
     with pytest.raises(ControllerError) as caught:
-        variable_calls.VariableCalls(posted.append).ask(Variable(1, 0, 1, "get", "name"))
+        variable_calls.VariableCalls(posted.append).perform(Variable(1, 0, 1, "get", "name"))
     assert len(posted) == 2
     assert caught.value.code == "controller_failed"
     assert caught.value.message == (

@@ -30,7 +30,7 @@ def test_other_jobs_run_while_as_many_guests_as_threads_wait_for_the_state_worke
     answers: list[VariableAnswer] = []
 
     def asks(request: int) -> Job:
-        return lambda: answers.append(calls.ask(Variable(request, 0, 1, "get", "name")))
+        return lambda: answers.append(calls.perform(Variable(request, 0, 1, "get", "name")))
 
     pool.submit([asks(request) for request in range(1, 8)], 2)
     for _ in range(7):

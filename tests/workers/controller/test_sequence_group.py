@@ -1,4 +1,4 @@
-"""Sessions, rounds, answers, threads and rows of masks, each for itself."""
+"""Sequence groups, rounds, RESULT messages, threads and rows of masks, each alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tokenbus.workers.controller import sequence_group
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskFiles, MaskRows
+from tokenbus.workers.controller.pending_result import PendingResult
 from tokenbus.workers.controller.pool import Pool
 from tokenbus.workers.controller.python import (
     Controller,
@@ -31,9 +32,8 @@ from tokenbus.workers.controller.python import (
     stop,
     suspend,
 )
-from tokenbus.workers.controller.replies import Reply
 from tokenbus.workers.controller.rounds import Change
-from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.tokenizers import Vocabularies
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.state.variables import VariableStorage
@@ -74,22 +74,22 @@ def decides(pre: Decisions = [], mid: Decisions = []) -> type[Decides]:  # noqa:
 def opened(
     kind: type[Controller], limits: Limits | None = None, ignore_eos: bool = False
 ) -> tuple[SequenceGroup, list[StepResult]]:
-    """A session and what comes of its first round, which has been told."""
-    session = SequenceGroup(1, 9, limits or Limits(), b"", 100, ignore_eos, VariableStorage().apply)
-    results = session.begin(PythonProgram(kind), vocabulary(BYTES), [1, 2, 3])
-    assert session.told(results) == ([], [])
-    return session, results
+    """A group and the results of its first round, which have been recorded."""
+    group = SequenceGroup(1, 9, limits or Limits(), b"", 100, ignore_eos, VariableStorage().apply)
+    results = group.begin(PythonProgram(kind), vocabulary(BYTES), [1, 2, 3])
+    assert group.record(results) == ([], [])
+    return group, results
 
 
 def stepped(
-    session: SequenceGroup,
+    group: SequenceGroup,
     *tokens: int,
     seq: int = 0,
     ended: bool = False,
     rows: MaskRows | None = None,
 ) -> list[StepResult]:
     """The round of a sequence after these tokens."""
-    found = session.step(seq, tokens, ended, rows)
+    found = group.step(seq, tokens, ended, rows)
     assert found is not None
     return found[1]()
 
@@ -111,38 +111,38 @@ def test_splices_of_a_round_add_up_to_one(splices: list[tuple[int, list[int]]]) 
 
 def test_what_a_controller_does_by_itself_is_one_result() -> None:
     kind = decides([append([5, 6]), append([7])], [splice(2, [8]), splice(1, []), sample({3})])
-    session, [result] = opened(kind)
+    group, [result] = opened(kind)
     assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 0, [5])
     assert result.logs == "[5, 6] 0;[7] 0;[8] 2;[] 1;"
-    mask = session.mask(0)
+    mask = group.mask(0)
     assert mask is not None
     assert list(allowed(mask, SIZE)) == [3]
 
 
 def test_more_is_taken_back_than_was_appended() -> None:
-    session, _ = opened(decides([], [sample(), sample(), splice(2, [4]), sample()]))
-    session.told(stepped(session, 10))
-    [result] = stepped(session, 11)
+    group, _ = opened(decides([], [sample(), sample(), splice(2, [4]), sample()]))
+    group.record(stepped(group, 10))
+    [result] = stepped(group, 11)
     assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 2, [4])
 
 
 @pytest.mark.parametrize(
     ("pre", "mid", "says"),
     [
-        ([], [splice(1, [4])], "drops 1 tokens, and the sequence has 0"),
-        ([append([4])], [splice(2, [4])], "drops 2 tokens, and the sequence has 1"),
-        ([], [splice(0, [])], "does neither"),
-        ([append([4])] * 300, [], "256 rounds by itself"),
+        ([], [splice(1, [4])], "drops 1 tokens; the sequence has 0"),
+        ([append([4])], [splice(2, [4])], "drops 2 tokens; the sequence has 1"),
+        ([], [splice(0, [])], "neither drops nor appends"),
+        ([append([4])] * 300, [], "256 rounds without sampling"),
         ([fork(200)], [], "128 are allowed"),
     ],
 )
 def test_a_wrong_decision_ends_its_sequence_and_says_why(
     pre: Decisions, mid: Decisions, says: str
 ) -> None:
-    session, [result] = opened(decides(pre, mid))
+    group, [result] = opened(decides(pre, mid))
     assert (result.then, result.code) == ("error", "controller_failed")
     assert says in (result.error or "")
-    assert session.over
+    assert not group._sequences
 
 
 @pytest.mark.parametrize(
@@ -161,19 +161,19 @@ def test_a_wrong_decision_ends_its_sequence_and_says_why(
 def test_after_the_end_of_sequence_token_only_a_controller_that_does_more_goes_on(
     mid: Decisions, ignore_eos: bool, then: str, finish: str
 ) -> None:
-    session, _ = opened(decides([], [sample(), *mid]), ignore_eos=ignore_eos)
-    [result] = stepped(session, EOS)
+    group, _ = opened(decides([], [sample(), *mid]), ignore_eos=ignore_eos)
+    [result] = stepped(group, EOS)
     assert (result.then, result.finish, result.attachment) == (then, finish, None)
 
 
 def test_an_end_told_by_the_model_s_side_is_passed_on_and_answered_with_the_last_log() -> None:
-    session, _ = opened(decides())
-    results = stepped(session, 7, ended=True)
+    group, _ = opened(decides())
+    results = stepped(group, 7, ended=True)
     assert [(r.then, r.logs) for r in results] == [("stop", "[7] 0;")]
-    session.told(results)
-    assert session.over
-    session, _ = opened(decides())
-    assert [(r.then, r.logs) for r in stepped(session, ended=True)] == [("stop", "")]
+    group.record(results)
+    assert not group._sequences
+    group, _ = opened(decides())
+    assert [(r.then, r.logs) for r in stepped(group, ended=True)] == [("stop", "")]
 
 
 def test_the_log_of_a_round_is_bounded_and_counts_what_is_dropped() -> None:
@@ -182,14 +182,14 @@ def test_the_log_of_a_round_is_bounded_and_counts_what_is_dropped() -> None:
             self.log("x" * 100, end="")
             return sample()
 
-    session, [result] = opened(Talks, Limits(log_bytes=64))
+    group, [result] = opened(Talks, Limits(log_bytes=64))
     assert result.logs == "x" * 64 + "\n[36 more bytes of log were dropped]\n"
-    session.told([result])
-    [result] = stepped(session, 5)
+    group.record([result])
+    [result] = stepped(group, 5)
     assert result.logs.startswith("x" * 64)
 
 
-# --- sessions -------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 class Pair(Controller):
@@ -231,12 +231,12 @@ def test_who_waits_for_a_variable_is_woken_by_another_s_write_and_not_by_its_own
             self.vars.set("go", "now")
             return go_on()
 
-    session, _ = opened(Writes)
-    assert session.told(stepped(session, 5)) == ([], []), "its own write wakes nobody"
-    results = stepped(session, 6, seq=1)
+    group, _ = opened(Writes)
+    assert group.record(stepped(group, 5)) == ([], []), "its own write wakes nobody"
+    results = stepped(group, 6, seq=1)
     assert [w["WriteVar"]["name"] for w in results[0].storage] == ["go"]
-    [play], [] = session.told(results)
-    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+    [round_], [] = group.record(results)
+    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
 
 
 def test_a_write_of_a_round_that_began_before_the_suspension_is_not_missed() -> None:
@@ -245,11 +245,11 @@ def test_a_write_of_a_round_that_began_before_the_suspension_is_not_missed() -> 
             self.vars.set("go", "now")
             return go_on()
 
-    session, _ = opened(Writes)
-    waits = stepped(session, 5)
-    acts = stepped(session, 6, seq=1)
-    [play], [] = session.told([*waits, *acts])
-    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+    group, _ = opened(Writes)
+    waits = stepped(group, 5)
+    acts = stepped(group, 6, seq=1)
+    [round_], [] = group.record([*waits, *acts])
+    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
 
 
 def test_the_end_of_a_fork_wakes_who_waits() -> None:
@@ -263,10 +263,10 @@ def test_the_end_of_a_fork_wakes_who_waits() -> None:
         def acts(self) -> Decision:
             return stop()
 
-    session, _ = opened(Ends)
-    session.told(stepped(session, 5))
-    [play], [] = session.told(stepped(session, 6, seq=1))
-    assert [(r.seq, r.then) for r in play()] == [(0, "stop")]
+    group, _ = opened(Ends)
+    group.record(stepped(group, 5))
+    [round_], [] = group.record(stepped(group, 6, seq=1))
+    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
 
 
 def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
@@ -275,15 +275,15 @@ def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
             self.log("waiting", end="")
             return suspend()
 
-    session, _ = opened(Both)
-    session.told(stepped(session, 5))
-    plays, failed = session.told(stepped(session, 6, seq=1))
-    assert plays == []
+    group, _ = opened(Both)
+    group.record(stepped(group, 5))
+    rounds, failed = group.record(stepped(group, 6, seq=1))
+    assert rounds == []
     assert {(r.seq, r.then, r.code) for r in failed} == {
         (seq, "error", str(Code.DEADLOCK)) for seq in (0, 1)
     }
-    session.told(failed)
-    assert session.over
+    group.record(failed)
+    assert not group._sequences
 
 
 def test_sequences_that_only_wake_each_other_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,52 +295,52 @@ def test_sequences_that_only_wake_each_other_are_ended(monkeypatch: pytest.Monke
         acts = waits
 
     monkeypatch.setattr(sequence_group, "MAX_WAKES", 50)
-    session, _ = opened(PingPong)
-    plays, failed = session.told([*stepped(session, 5), *stepped(session, 6, seq=1)])
+    group, _ = opened(PingPong)
+    rounds, failed = group.record([*stepped(group, 5), *stepped(group, 6, seq=1)])
     for _ in range(60):
         if failed:
             break
-        results = [result for play in plays for result in play()]
-        plays, failed = session.told(results)
+        results = [result for round_ in rounds for result in round_()]
+        rounds, failed = group.record(results)
     assert all("woke each other" in (r.error or "") for r in failed)
 
 
 def test_more_forks_than_are_allowed_end_the_sequence_that_wants_them_and_no_other() -> None:
-    session, results = opened(decides([fork(3), fork(3)]), Limits(forks=4))
+    group, results = opened(decides([fork(3), fork(3)]), Limits(forks=4))
     assert [r.seq for r in results if r.then == "sample"] == [0, 1, 2]
-    [failed] = stepped(session, 5)
-    assert "2 more forks would make 5 sequences" in (failed.error or "")
-    session.told([failed])
-    assert [r.then for r in stepped(session, 5, seq=1)] == ["error"]
-    assert not session.over
+    [failed] = stepped(group, 5)
+    assert "the fork of 2 more sequences would make 5" in (failed.error or "")
+    group.record([failed])
+    assert [r.then for r in stepped(group, 5, seq=1)] == ["error"]
+    assert group._sequences
 
 
 def test_a_sequence_that_the_model_does_not_have_is_not_played() -> None:
-    session, _ = opened(decides())
-    assert session.step(3, [5], False, None) is None
-    found = session.step(0, [5], False, None)
+    group, _ = opened(decides())
+    assert group.step(3, [5], False, None) is None
+    found = group.step(0, [5], False, None)
     assert found is not None
-    assert session.step(0, [6], False, None) is None, "its round is under way"
-    session.told(found[1]())
-    assert session.step(0, [6], False, None) is not None
+    assert group.step(0, [6], False, None) is None, "its round is under way"
+    group.record(found[1]())
+    assert group.step(0, [6], False, None) is not None
 
 
-def test_a_session_that_is_closed_keeps_what_is_in_a_round_until_it_is_over() -> None:
-    session, _ = opened(Pair)
-    found = session.step(0, [5], False, None)
+def test_a_group_that_is_closed_keeps_a_sequence_until_its_round_has_ended() -> None:
+    group, _ = opened(Pair)
+    found = group.step(0, [5], False, None)
     assert found is not None
-    session.close()
-    assert not session.over
-    assert session.told(found[1]()) == ([], [])
-    assert session.over
+    group.close()
+    assert group._sequences
+    assert group.record(found[1]()) == ([], [])
+    assert not group._sequences
 
 
-def test_a_session_whose_controller_is_being_made_may_be_closed() -> None:
-    session = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
-    session.close()
-    results = session.begin(PythonProgram(Pair), vocabulary(BYTES), [1])
-    assert session.told(results) == ([], [])
-    assert session.over
+def test_a_group_whose_controller_is_being_made_may_be_closed() -> None:
+    group = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    group.close()
+    results = group.begin(PythonProgram(Pair), vocabulary(BYTES), [1])
+    assert group.record(results) == ([], [])
+    assert not group._sequences
 
 
 # --- rows of masks --------------------------------------------------------------------------------
@@ -373,8 +373,8 @@ MakeRows = Callable[[int], tuple[MaskRows, mmap.mmap]]
 
 def test_masks_are_written_where_the_gpu_worker_reads_them(file: MakeRows) -> None:
     rows, seen = file(4)
-    session, _ = opened(decides([], [sample({1}), sample({2, 40})]))
-    [result] = stepped(session, 5, rows=rows)
+    group, _ = opened(decides([], [sample({1}), sample({2, 40})]))
+    [result] = stepped(group, 5, rows=rows)
     assert result.attachment is None
     assert result.row is not None
     size = rows.row_bytes
@@ -384,10 +384,10 @@ def test_masks_are_written_where_the_gpu_worker_reads_them(file: MakeRows) -> No
 def test_sequences_without_a_row_send_their_masks(file: MakeRows) -> None:
     rows, _ = file(1)
     mid = [sample({seq}) for seq in range(1, 5)]
-    session, _ = opened(decides([fork(3)], mid))
-    results = [stepped(session, 5, seq=seq, rows=rows)[0] for seq in range(3)]
+    group, _ = opened(decides([fork(3)], mid))
+    results = [stepped(group, 5, seq=seq, rows=rows)[0] for seq in range(3)]
     assert [(r.row, r.attachment) for r in results] == [(0, None), (None, 0), (None, 0)]
-    mask = session.mask(2)
+    mask = group.mask(2)
     assert mask is not None
     assert list(allowed(mask, SIZE)) == [2]
 
@@ -395,10 +395,10 @@ def test_sequences_without_a_row_send_their_masks(file: MakeRows) -> None:
 def test_a_row_is_given_back_with_its_sequence(file: MakeRows) -> None:
     rows, _ = file(2)
     for _ in range(5):
-        session, _ = opened(decides([fork(2)]))
-        session.told([*stepped(session, 5, rows=rows), *stepped(session, 5, seq=1, rows=rows)])
+        group, _ = opened(decides([fork(2)]))
+        group.record([*stepped(group, 5, rows=rows), *stepped(group, 5, seq=1, rows=rows)])
         assert rows.take() is None
-        session.close()
+        group.close()
     assert {rows.take(), rows.take()} == {0, 1}
 
 
@@ -452,9 +452,9 @@ class Answered:
     def __init__(self, parts: int) -> None:
         self.results: list[Result] = []
         self.attachments: list[list[bytes]] = []
-        self.woken: list[tuple[list[Play], list[StepResult]]] = []
+        self.woken: list[tuple[list[Round], list[StepResult]]] = []
         self.on_post: Callable[[], None] = lambda: None
-        self.reply = Reply(9, parts, self._post, self._woken, threading.Lock())
+        self.pending = PendingResult(9, parts, self._post, self._woken, threading.Lock())
 
     def _post(self, frames: list[bytes]) -> None:
         word, header, body, *attachments = frames
@@ -463,24 +463,24 @@ class Answered:
         self.attachments.append(attachments)
         self.on_post()
 
-    def _woken(self, _: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
+    def _woken(self, _: SequenceGroup, rounds: list[Round], failed: list[StepResult]) -> None:
         assert self.results, "what follows comes after the answer"
-        self.woken.append((plays, failed))
+        self.woken.append((rounds, failed))
 
 
 def untold(kind: type[Controller]) -> tuple[SequenceGroup, list[StepResult]]:
-    session = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
-    return session, session.begin(PythonProgram(kind), vocabulary(BYTES), [1])
+    group = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    return group, group.begin(PythonProgram(kind), vocabulary(BYTES), [1])
 
 
 def test_an_answer_is_one_message_when_its_last_part_is_there() -> None:
     answered = Answered(3)
     for token in (3, 4):
-        answered.reply.add(*untold(decides([], [sample({token})])))
+        answered.pending.add(*untold(decides([], [sample({token})])))
     assert not answered.results
-    assert not answered.reply.complete
-    answered.reply.add(*untold(decides()))
-    assert answered.reply.complete
+    assert not answered.pending.complete
+    answered.pending.add(*untold(decides()))
+    assert answered.pending.complete
     [result] = answered.results
     assert [r.attachment for r in result.sequences] == [0, 1, None]
     assert [list(allowed(mask, SIZE)) for mask in answered.attachments[0]] == [[3], [4]]
@@ -488,35 +488,35 @@ def test_an_answer_is_one_message_when_its_last_part_is_there() -> None:
 
 def test_what_is_done_does_not_wait_for_ever_for_what_is_not() -> None:
     answered = Answered(2)
-    answered.reply.add(*untold(decides()))
-    answered.reply.flush(answered.reply._began)
+    answered.pending.add(*untold(decides()))
+    answered.pending.flush(answered.pending._began)
     assert not answered.results
-    answered.reply.flush(answered.reply._began + 1)
-    answered.reply.flush(answered.reply._began + 1)
+    answered.pending.flush(answered.pending._began + 1)
+    answered.pending.flush(answered.pending._began + 1)
     assert len(answered.results) == 1
-    assert not answered.reply.complete
-    answered.reply.add(*untold(decides()))
+    assert not answered.pending.complete
+    answered.pending.add(*untold(decides()))
     assert len(answered.results) == 2
-    assert answered.reply.complete
+    assert answered.pending.complete
 
 
 def test_a_step_that_comes_at_once_finds_its_sequence_with_the_model() -> None:
     answered = Answered(1)
-    session, results = untold(decides())
+    group, results = untold(decides())
     found = []
-    answered.on_post = lambda: found.append(session.step(0, [5], False, None))
-    answered.reply.add(session, results)
+    answered.on_post = lambda: found.append(group.step(0, [5], False, None))
+    answered.pending.add(group, results)
     assert found[0] is not None
     [after] = found[0][1]()
-    assert session.told([after]) == ([], [])
-    assert session.step(0, [6], False, None) is not None
+    assert group.record([after]) == ([], [])
+    assert group.step(0, [6], False, None) is not None
 
 
-def test_the_masks_of_a_session_that_was_closed_are_left_out() -> None:
+def test_the_masks_of_a_group_that_was_closed_are_left_out() -> None:
     answered = Answered(1)
-    session, results = opened(decides([], [sample({3}), sample({4})]))
-    session.close()
-    answered.reply.add(session, results)
+    group, results = opened(decides([], [sample({3}), sample({4})]))
+    group.close()
+    answered.pending.add(group, results)
     assert [result.sequences for result in answered.results] in ([], [[]])
 
 

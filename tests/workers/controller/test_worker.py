@@ -309,7 +309,7 @@ def test_one_fork_fails_and_the_others_go_on(system: System) -> None:
     assert [s.finish_reason for s in got] == ["length", "error", "error", "length"]
     assert (got[1].code, got[2].code) == ("controller_failed", "controller_failed")
     assert "I cannot" in (got[1].error or "")
-    assert "drops 5 tokens, and the sequence has 1" in (got[2].error or "")
+    assert "drops 5 tokens; the sequence has 1" in (got[2].error or "")
     assert got[0].tokens == got[3].tokens
 
 

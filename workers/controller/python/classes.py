@@ -18,7 +18,7 @@ from .. import interface
 from ..host import Host
 from ..interface import Answer
 from .arguments import parsed
-from .calls import Calls
+from .author_calls import AuthorCalls
 from .decisions import Decision, answer_of, go_on, sample, stop
 from .text_variables import Vars
 
@@ -118,7 +118,7 @@ class PythonProgram:
 
     def start(self, host: Host) -> interface.Controller:
         """A fresh object of the class."""
-        calls = Calls(self.name, host)
+        calls = AuthorCalls(self.name, host)
         with calls.during("__init__"):
             controller = self._kind.__new__(self._kind)
             controller.host = host
@@ -163,7 +163,7 @@ class PythonProgram:
 class ClassController:
     """The controller of one sequence: an author's object behind the interface."""
 
-    def __init__(self, name: str, controller: Controller, calls: Calls) -> None:
+    def __init__(self, name: str, controller: Controller, calls: AuthorCalls) -> None:
         self._name = name
         self._controller = controller
         self._calls = calls
@@ -194,7 +194,7 @@ class ClassController:
 
     def fork(self, host: Host) -> interface.Controller:
         """As ``interface.Controller`` says."""
-        calls = Calls(self._name, host)
+        calls = AuthorCalls(self._name, host)
         with calls.during("clone"):
             copied = self._cloned()
             copied.host = host

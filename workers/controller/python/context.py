@@ -12,7 +12,7 @@ from ....protocol.errors import Code, ControllerError
 from ..host import Host, Stored, Variables, Written
 from . import script_constraints
 from .arguments import parsed
-from .asks import Ask, asks
+from .awaitable_calls import AwaitableCall, awaitable_call
 from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
@@ -38,14 +38,14 @@ class Context:
     def __init__(self, host: Host, transcript: Transcript) -> None:
         self._host = host
         self._transcript = transcript
-        self.unawaited: list[Ask[Any]] = []
-        """What the script asked and does not await yet."""
+        self.unawaited: list[AwaitableCall[Any]] = []
+        """Calls that the script has made and does not await yet."""
         self.vars = Vars(_RecordedVariables(host.variables, transcript))
         """The variables of the request: ``ctx.vars["name"]``, ``get``, ``set``, ``append``."""
 
     # --- waiting --------------------------------------------------------------------------------
 
-    @asks
+    @awaitable_call
     async def fixed(self, text: str | bytes, following: Label | None = None) -> None:
         """Appends text; with ``following``, what comes after that label is dropped before."""
         after = None
@@ -67,7 +67,7 @@ class Context:
             raise _wrong(f"fixed(text) with {text!r}; right would be text or bytes")
         await self._ask(make, "fixed", text=text, following=following)
 
-    @asks
+    @awaitable_call
     async def gen(
         self,
         *,
@@ -130,7 +130,7 @@ class Context:
         assert isinstance(text, bytes)
         return text.decode("utf-8", "replace")
 
-    @asks
+    @awaitable_call
     async def fork(self, count: int) -> int:
         """Becomes ``count`` sequences, each with this script from here on; returns which one this
         is, 0 to count - 1. The first is the one that was there."""
@@ -142,7 +142,7 @@ class Context:
         assert isinstance(index, int)
         return index
 
-    @asks
+    @awaitable_call
     async def wait_var(self, name: str) -> str:
         """Sits out until the request has this variable, and returns its text."""
         read = self._host.variables.get
@@ -152,7 +152,7 @@ class Context:
         assert isinstance(stored, Stored)
         return text_of(name, stored)
 
-    @asks
+    @awaitable_call
     async def stop(self) -> None:
         """Ends the sequence; does not return."""
         await self._ask(Stop, "stop")

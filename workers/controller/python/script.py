@@ -16,8 +16,8 @@ from ....protocol.errors import Code, ControllerError, RequestError
 from .. import interface
 from ..host import Host
 from ..interface import CONTINUE, Action, Answer
-from .asks import check_awaited
-from .calls import Calls
+from .author_calls import AuthorCalls
+from .awaitable_calls import check_awaited
 from .context import Context
 from .operations import Operation, Stop
 from .transcript import Question, Transcript
@@ -64,7 +64,7 @@ class ScriptController:
         self._function = function
         self._host = host
         self._transcript = transcript
-        self._calls = Calls(name, host)
+        self._calls = AuthorCalls(name, host)
         self._context = Context(host, transcript)
         self._coroutine = function(self._context)
         self._request: Operation | None = None

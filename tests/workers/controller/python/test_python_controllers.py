@@ -1,4 +1,4 @@
-"""Python controllers, played as a controller worker plays them, with a sampler for a model."""
+"""Python controllers, run as a controller worker runs them, with a sampler for a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.python.script import Script
 from tokenbus.workers.controller.python.script_constraints import Grammar, regex
-from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables, VariableCalls
 from tokenbus.workers.state.variables import VariableStorage
@@ -104,9 +104,9 @@ class Run:
         self.sampled = 0
         self.sent_back = 0
         """Tokens that the model has to drop."""
-        ask = variable_calls().ask
-        self._session = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
-        self._play(self._session.begin(program, vocabulary(), tokens_of(prompt)))
+        ask = variable_calls().perform
+        self._group = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
+        self._play(self._group.begin(program, vocabulary(), tokens_of(prompt)))
 
     def text(self, seq: int = 0) -> str:
         """What the sequence became, after its prompt."""
@@ -118,23 +118,23 @@ class Run:
         return [self.text(seq) for seq in sorted(self.tokens)]
 
     def _play(self, results: list[StepResult]) -> None:
-        plays: deque[Play] = deque()
+        rounds: deque[Round] = deque()
         while True:
-            sampled: list[Play] = []
+            sampled: list[Round] = []
             for result in results:
                 sampled += self._told(result)
-            woken, more = self._session.told(results)
-            self._session.free()
-            plays += [*sampled, *woken]
+            woken, more = self._group.record(results)
+            self._group.free()
+            rounds += [*sampled, *woken]
             if more:
                 results = more
-            elif plays:
-                results = plays.popleft()()
+            elif rounds:
+                results = rounds.popleft()()
             else:
                 break
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 
-    def _told(self, result: StepResult) -> list[Play]:
+    def _told(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
         del tokens[len(tokens) - result.backtrack :]
@@ -155,14 +155,14 @@ class Run:
         seq, tokens = result.seq, self.tokens[result.seq]
         size = vocabulary().size
         masked = result.attachment is not None or result.row is not None
-        mask = self._session.mask(seq) if masked else None
+        mask = self._group.mask(seq) if masked else None
         may = list(range(size)) if mask is None else list(allowed(mask, size))
         token = self._choose(seq, tokens, may)
         assert token in may, f"the mask forbids {vocabulary().token(token)!r}"
         tokens.append(token)
         self.sampled += 1
         over = len(tokens) >= self._max_tokens
-        stepped = self._session.step(seq, [token], over, None)
+        stepped = self._group.step(seq, [token], over, None)
         assert stepped is not None
         return stepped[1]()
 

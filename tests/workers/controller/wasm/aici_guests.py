@@ -100,11 +100,11 @@ def _rust() -> tuple[str, str]:
 
 
 _STAGES = {
-    "sample": Stage.AWAY,
+    "sample": Stage.WAITING,
     "fork": Stage.RUNNING,
     "suspend": Stage.SUSPENDED,
-    "stop": Stage.OVER,
-    "error": Stage.OVER,
+    "stop": Stage.FINISHED,
+    "error": Stage.FINISHED,
 }
 
 
@@ -145,7 +145,7 @@ class Request:
         """The round after these tokens; and those of sequences that it wakes."""
         self.tokens[seq] += tokens
         sequence = self.sequences[seq]
-        assert sequence.stage is Stage.AWAY
+        assert sequence.stage is Stage.WAITING
         return self._take(self._rounds.sampled(sequence, tokens))
 
     def may_sample(self, seq: int = 0) -> list[int]:
@@ -161,7 +161,7 @@ class Request:
         for sequence in self.sequences.values():
             sequence.controller.close()
 
-    # --- what a session does --------------------------------------------------------------------
+    # --- what a sequence group does --------------------------------------------------------------
 
     def _take(self, results: list[StepResult]) -> list[StepResult]:
         for result in results:
@@ -176,7 +176,7 @@ class Request:
                 self._changes += 1
         for sequence in list(self.sequences.values()):
             asleep = sequence.stage is Stage.SUSPENDED
-            if asleep and self._changes_of_others(sequence) > sequence.saw:
+            if asleep and self._changes_of_others(sequence) > sequence.seen_changes:
                 results = results + self._take(self._rounds.again(sequence))
         return results
 

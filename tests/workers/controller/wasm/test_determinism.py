@@ -25,7 +25,7 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.native import NativeProgram
@@ -180,11 +180,11 @@ class Record:
 
 
 class Request:
-    """A request whose controllers run in a session of their own."""
+    """A request whose controllers run in a sequence group of their own."""
 
     def __init__(self, made: Program, arg: str, record: Record) -> None:
         self._record = record
-        self._session = SequenceGroup(1, 1, LIMITS, arg.encode(), MAX_TOKENS, False, self._answer)
+        self._group = SequenceGroup(1, 1, LIMITS, arg.encode(), MAX_TOKENS, False, self._answer)
         self._storage = VariableStorage()
         self._made = made
         self.may: dict[int, list[int]] = {}
@@ -192,29 +192,29 @@ class Request:
         self.length: dict[int, int] = {0: 0}
 
     def begin(self) -> None:
-        self._play(lambda: self._session.begin(self._made, VOCABULARY, PROMPT))
+        self._play(lambda: self._group.begin(self._made, VOCABULARY, PROMPT))
 
     def tell(self, told: Told) -> None:
         self._record.told.append(told)
         self.may.pop(told.seq)
         self.length[told.seq] += len(told.tokens)
-        stepped = self._session.step(told.seq, told.tokens, told.ended, None)
+        stepped = self._group.step(told.seq, told.tokens, told.ended, None)
         assert stepped is not None
         self._play(stepped[1])
 
     def close(self) -> None:
-        self._session.close()
-        self._session.free()
+        self._group.close()
+        self._group.free()
 
-    def _play(self, play: Play) -> None:
-        plays: deque[Play] = deque([play])
-        while plays:
-            results = plays.popleft()()
+    def _play(self, round_: Round) -> None:
+        rounds: deque[Round] = deque([round_])
+        while rounds:
+            results = rounds.popleft()()
             while results:
                 self._came(results)
-                woken, results = self._session.told(results)
-                self._session.free()
-                plays += woken
+                woken, results = self._group.record(results)
+                self._group.free()
+                rounds += woken
 
     def _came(self, results: list[StepResult]) -> None:
         masks = []
@@ -223,7 +223,7 @@ class Request:
             self.length[seq] += len(result.ff_tokens) - result.backtrack
             self.length.update((child, self.length[seq]) for child in result.children)
             if result.then == "sample":
-                mask = self._session.mask(seq) if result.attachment is not None else None
+                mask = self._group.mask(seq) if result.attachment is not None else None
                 masks.append(mask)
                 self.may[seq] = [
                     token

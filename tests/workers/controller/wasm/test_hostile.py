@@ -537,13 +537,13 @@ def test_a_splice_before_the_beginning_is_told_of(system: System, drop: int) -> 
     # In its third round, when there are 2 tokens.
     body = f"(if (i32.eq (global.get $round) (i32.const 3)) (then {splice(drop, 7)}))"
     assert system.controller_error(guest(mid=body)) == (
-        f"a splice drops {drop} tokens, and the sequence has 2 beyond its prompt"
+        f"its splice drops {drop} tokens; the sequence has 2 beyond its prompt"
     )
 
 
 def test_a_splice_that_does_nothing_is_told_of(system: System) -> None:
     assert system.controller_error(guest(mid=splice(0))) == (
-        "a splice drops tokens or appends some; this one does neither"
+        "its splice neither drops nor appends tokens; a splice has to do one of them"
     )
 
 
@@ -552,7 +552,7 @@ def test_a_splice_that_does_nothing_is_told_of(system: System) -> None:
 def test_a_token_outside_the_vocabulary_is_told_of(system: System, phase: str, token: int) -> None:
     last = system.client.model_info().vocab_size - 1
     assert system.controller_error(guest(**{phase: splice(0, 65, token)})) == (
-        f"it appends token {token}; the vocabulary is 0 to {last}"
+        f"it appended token {token}; token ids of this model are 0 to {last}"
     )
 
 
@@ -584,8 +584,8 @@ def test_an_answer_that_does_not_exist_is_told_of(system: System, phase: str, kn
 )
 def test_a_controller_that_never_samples_is_stopped(system: System, calls: dict[str, str]) -> None:
     assert system.controller_error(guest(**calls), max_tokens=2000) == (
-        "it went through 256 rounds by itself; a controller has to sample, suspend or stop now and "
-        "then"
+        "it appended tokens in 256 rounds without sampling; a controller has to sample, suspend or "
+        "stop before that"
     )
 
 
@@ -593,7 +593,7 @@ def test_a_controller_that_never_samples_is_stopped(system: System, calls: dict[
     ("count", "says"),
     [
         (1_000_000, "it appends 1000000 tokens at once; 65536 are the most"),
-        (40_000, "it appends 80000 tokens before it samples; 65536 are the most"),
+        (40_000, "it appended 80000 tokens without sampling; at most 65536 are allowed"),
     ],
 )
 def test_appending_more_and_more_is_stopped(system: System, count: int, says: str) -> None:
@@ -611,7 +611,7 @@ def test_appending_more_and_more_is_stopped(system: System, count: int, says: st
 
 def test_ten_thousand_forks_at_once_are_refused(system: System) -> None:
     assert system.controller_error(guest(pre=set_word(N, 10_000) + "(return (i32.const 3))")) == (
-        "9999 more forks would make 10000 sequences of this request; 128 are allowed"
+        "the fork of 9999 more sequences would make 10000 of this request; at most 128 are allowed"
     )
 
 
@@ -621,7 +621,7 @@ def test_a_fork_bomb_across_forks_is_refused(system: System) -> None:
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=100), system.crowd)
     assert len(sequences) == 128
     assert {s.error for s in sequences} == {
-        "1 more forks would make 129 sequences of this request; 128 are allowed"
+        "the fork of 1 more sequences would make 129 of this request; at most 128 are allowed"
     }
     assert {s.code for s in sequences} == {"controller_failed"}
 
@@ -634,7 +634,9 @@ def test_sequences_that_wake_each_other_for_ever_are_stopped(system: System) -> 
     name = system.upload(guest(pre=pre))
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
     assert {s.error for s in sequences} <= {
-        f"its sequences woke each other {n} times without one that samples" for n in (401, 402)
+        f"the sequences of the request woke each other {n} times and none of them sampled; a "
+        "sequence that is woken has to sample or stop now and then"
+        for n in (401, 402)
     }
 
 
@@ -643,8 +645,8 @@ def test_a_deadlock_is_told_of(system: System) -> None:
     assert type(error) is ControllerError
     assert error.code == "deadlock"
     assert error.message == (
-        "deadlock: every sequence of the request is suspended, so that no variable will change and "
-        "no fork will end"
+        "deadlock: every sequence of the request is suspended, so no variable will change and no "
+        "fork will end"
     )
 
 
@@ -670,14 +672,15 @@ def test_one_value_of_a_gigabyte_cannot_be_had(system: System) -> None:
 def test_a_gigabyte_by_appending_is_refused(system: System) -> None:
     append = times(1024, f"(drop {call('var_append', 512, 4, 0, 1048576, -1, 0)})")
     assert system.controller_error(guest(pages=32, init=append)) == (
-        "init_prompt: it wrote 1048576 bytes to variables in one round; 131072 are the most"
+        "init_prompt: it wrote 1048576 bytes to variables in one round; at most 131072 are allowed"
     )
 
 
 def test_a_gigabyte_round_by_round_is_refused(system: System) -> None:
     wasm = guest(pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 131072, -1, 0)})")
     assert system.controller_error(wasm, max_tokens=1024) == (
-        "mid_process: the request wrote 16908288 bytes to variables so far; 16777216 are the most"
+        "mid_process: the request wrote 16908288 bytes to variables in all; at most 16777216 are "
+        "allowed"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a script asks of its context: made by a call, answered where it is awaited."""
+"""Calls of a script into its context: each does its work where it is awaited."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from ....protocol.errors import Code, ControllerError
-from .calls import place
+from .author_calls import place
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Asks(Protocol):
-    """What has calls that ask."""
+class HasAwaitableCalls(Protocol):
+    """An object with awaitable calls."""
 
-    unawaited: list[Ask[Any]]
-    """Asks that were made and not awaited yet."""
-
-
-C = TypeVar("C", bound=Asks)
+    unawaited: list[AwaitableCall[Any]]
+    """Calls that were made and are not awaited yet."""
 
 
-class Ask(Generic[T]):
+C = TypeVar("C", bound=HasAwaitableCalls)
+
+
+class AwaitableCall(Generic[T]):
     """A call that was made, ``text`` as its author may have written it, at ``where``."""
 
     def __init__(
-        self, answer: Coroutine[Any, Any, T], text: str, where: str, unawaited: list[Ask[Any]]
+        self,
+        answer: Coroutine[Any, Any, T],
+        text: str,
+        where: str,
+        unawaited: list[AwaitableCall[Any]],
     ) -> None:
         self._answer = answer
         self._unawaited = unawaited
@@ -42,35 +46,35 @@ class Ask(Generic[T]):
         return self._answer.__await__()
 
     def drop(self) -> None:
-        """It will not be awaited: says to Python that this is known."""
+        """Closes its coroutine, so that Python does not warn that it was never awaited."""
         self._answer.close()
 
 
-def asks(
+def awaitable_call(
     method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[C, P], Awaitable[T]]:
-    """Makes a coroutine method one whose calls are known before they are awaited."""
+    """Makes a coroutine method one whose calls are recorded before they are awaited."""
 
     @functools.wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
         answer = method(self, *args, **kwargs)
         code = (frame := sys._getframe(1)).f_code
         where = place(code.co_filename, frame.f_lineno, code.co_name)
-        return Ask(answer, f"ctx.{method.__name__}(…)", where, self.unawaited)
+        return AwaitableCall(answer, f"ctx.{method.__name__}(…)", where, self.unawaited)
 
     return call
 
 
-def check_awaited(unawaited: list[Ask[Any]]) -> None:
-    """Raises ControllerError for the first ask that nobody awaits, naming it and its line.
+def check_awaited(unawaited: list[AwaitableCall[Any]]) -> None:
+    """Raises ControllerError for the first call that is not awaited, naming it and its line.
 
-    To be called where a script waits for something else, or is over.
+    To be called where a script waits for something else, or has ended.
     """
     if not unawaited:
         return
     first = unawaited[0]
-    for ask in unawaited:
-        ask.drop()
+    for call in unawaited:
+        call.drop()
     unawaited.clear()
     raise ControllerError(
         Code.CONTROLLER_FAILED,

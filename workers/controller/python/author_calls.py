@@ -1,4 +1,4 @@
-"""Calls into an author's code: what goes wrong is told, and what takes too long is logged."""
+"""Calls into an author's code: exceptions become errors of the stream, slow calls are logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_THE_AUTHORS = tuple(
 _PLACE = {"post_process": 0, "pre_process": 1, "mid_process": 2}
 
 
-class Calls:
+class AuthorCalls:
     """The calls of one sequence into the code of ``name``.
 
     An author's code is trusted and cannot be interrupted, so its limits only make a line in the

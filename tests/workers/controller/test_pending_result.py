@@ -8,8 +8,8 @@ from functools import cache
 import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.replies import Reply
-from tokenbus.workers.controller.sequence_group import Play, SequenceGroup
+from tokenbus.workers.controller.pending_result import PendingResult
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
@@ -30,53 +30,53 @@ def program(pre: str) -> NativeProgram:
 
 
 def begun(pre: str = "") -> tuple[SequenceGroup, list[StepResult]]:
-    session = SequenceGroup(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
-    return session, session.begin(program(pre), vocabulary(WORDS), [1, 2])
+    group = SequenceGroup(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
+    return group, group.begin(program(pre), vocabulary(WORDS), [1, 2])
 
 
 def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
-    session, results = begun()
+    group, results = begun()
     found: list[bool] = []
 
     def post(frames: list[bytes]) -> None:
         # The GPU worker is as quick as can be: it has sampled before post returns.
-        found.append(session.step(0, [65], False, None) is not None)
+        found.append(group.step(0, [65], False, None) is not None)
 
-    Reply(1, 1, post, lambda *_: None, threading.Lock()).add(session, results)
+    PendingResult(1, 1, post, lambda *_: None, threading.Lock()).add(group, results)
     assert found == [True]
-    session.close()
-    session.free()
+    group.close()
+    group.free()
 
 
 def test_a_sequence_that_is_woken_by_an_answer_is_played_after_it_was_sent() -> None:
     # Sequence 1 suspends itself, 0 then writes a variable.
-    session, results = begun(MORE + f"(if (call $seq_id) (then (return (i32.const 2)))) {WRITES}")
+    group, results = begun(MORE + f"(if (call $seq_id) (then (return (i32.const 2)))) {WRITES}")
     done: list[str] = []
 
     def post(frames: list[bytes]) -> None:
         done.append("sent")
 
-    def woken(session: SequenceGroup, plays: list[Play], failed: list[StepResult]) -> None:
+    def woken(group: SequenceGroup, rounds: list[Round], failed: list[StepResult]) -> None:
         assert not failed
-        done.extend(["woken"] * len(plays))
+        done.extend(["woken"] * len(rounds))
 
-    Reply(1, 1, post, woken, threading.Lock()).add(session, results)
-    steps = [session.step(seq, [65], False, None) for seq in (1, 0)]
+    PendingResult(1, 1, post, woken, threading.Lock()).add(group, results)
+    steps = [group.step(seq, [65], False, None) for seq in (1, 0)]
     for stepped in steps:
         assert stepped is not None
-        Reply(1, 1, post, woken, threading.Lock()).add(session, stepped[1]())
+        PendingResult(1, 1, post, woken, threading.Lock()).add(group, stepped[1]())
     assert done == ["sent", "sent", "sent", "woken"]
-    session.close()
-    session.free()
+    group.close()
+    group.free()
 
 
 def test_controllers_that_are_over_are_freed_after_the_answer_was_sent() -> None:
-    session, results = begun("(return (i32.const 0))")
+    group, results = begun("(return (i32.const 0))")
     left: list[int] = []
 
     def post(frames: list[bytes]) -> None:
-        left.append(len(session._gone))
+        left.append(len(group._unfreed))
 
-    Reply(1, 1, post, lambda *_: None, threading.Lock()).add(session, results)
+    PendingResult(1, 1, post, lambda *_: None, threading.Lock()).add(group, results)
     assert left == [1]
-    assert not session._gone
+    assert not group._unfreed

@@ -1,0 +1,93 @@
+"""The RESULT of a step: all sequences in one message, those that take longer in a later one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ...protocol.bodies import encode_body
+from ...protocol.header import encode_header
+from ...protocol.worker_messages import Result, StepResult
+from ..machine import machine_id
+from .sequence_group import Round, SequenceGroup
+
+FLUSH_S = 0.003
+"""How long results that are ready are held back for those that are not, in seconds."""
+
+Part = tuple[SequenceGroup, list[StepResult]]
+
+
+class PendingResult:
+    """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
+
+    ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
+    sequences that these results wake, and with results of sequences that can never be woken.
+    ``order`` is one lock for all results of a worker: a STEP that arrives at once finds its
+    sequences waiting for the model, and the result of a woken sequence is sent after the one that
+    suspended it.
+    """
+
+    def __init__(
+        self,
+        gpu: int,
+        rounds: int,
+        post: Callable[[list[bytes]], None],
+        sent: Callable[[SequenceGroup, list[Round], list[StepResult]], None],
+        order: threading.Lock,
+    ) -> None:
+        self._gpu = gpu
+        self._missing = rounds
+        self._post = post
+        self._sent = sent
+        self._order = order
+        self._parts: list[Part] = []
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every round has ended."""
+        return self._missing == 0
+
+    def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
+        """A round has ended; the last one sends the message."""
+        with self._lock:
+            self._parts.append((group, results))
+            self._missing -= 1
+            parts = self._take_parts() if self._missing == 0 else []
+        self._send(parts)
+
+    def flush(self, now: float) -> None:
+        """Sends the results that are ready, where they have been held back long enough."""
+        if now - self._began < FLUSH_S:
+            return
+        with self._lock:
+            parts = self._take_parts()
+        self._send(parts)
+
+    def _take_parts(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _send(self, parts: Sequence[Part]) -> None:
+        if not parts:
+            return
+        attachments: list[bytes] = []
+        sequences: list[StepResult] = []
+        for group, results in parts:
+            for result in results:
+                if result.attachment is not None:
+                    mask = group.mask(result.seq)
+                    if mask is None:
+                        continue
+                    result.attachment = len(attachments)
+                    attachments.append(mask)
+                sequences.append(result)
+        body = encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")
+        with self._order:
+            after = [(group, *group.record(results)) for group, results in parts]
+            self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+        for group, rounds, failed in after:
+            self._sent(group, rounds, failed)
+            group.free()
