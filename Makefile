@@ -10,7 +10,7 @@ PACKAGES := protocol transport broker workers clients grammars
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-quick test-long lint bench clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -26,9 +26,20 @@ $(INSTALLED): pyproject.toml setup.py $(GUEST)
 demo: install
 	@$(PY) -m tokenbus.clients.demo
 
-# make test ARGS='-k name' passes arguments on.
+# One process of tests per core; each takes over tests of another that has more of them left.
+# make test ARGS='-k name' passes arguments on; ARGS='-n 0' runs all in one process.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
 test: install
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# What starts no process, in a minute or so.
+test-quick: install
+	$(PYTEST) -m 'not process' $(ARGS)
+
+# The property tests, with twenty times the examples.
+test-long: install
+	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
 
 # The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
 lint: install

@@ -1,15 +1,48 @@
-"""What tests of several folders share: one running bus with the embedded model."""
+"""What tests of several folders share: one running bus with the embedded model.
+
+Two test processes share two cores, so that each has one thread for torch, and so have the workers
+that it starts.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from tokenbus.clients import Client
 
+from . import counts as counts  # chooses how much property tests try
+from . import starts
 from .processes import Bus
+
+
+def pytest_configure() -> None:
+    """Watches for processes that start."""
+    starts.watch()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that start processes through a fixture."""
+    for item in items:
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fails a test that starts a process without a mark that says so."""
+    with starts.only_if_marked(item):
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """For fixtures that start processes: marks the tests that use them."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -22,11 +55,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def bus() -> Iterator[Bus]:
+def bus(processes: None) -> Iterator[Bus]:
     """A broker and a GPU worker with the embedded model, for tests that leave them as they are."""
     with Bus() as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
+        yield bus
+
+
+@pytest.fixture(scope="session")
+def steered(processes: None) -> Iterator[Bus]:
+    """A broker and a worker of each role, for tests that leave them as they are."""
+    with Bus() as bus:
+        bus.start_worker()
+        bus.start_other("state")
+        bus.start_other("controller")
+        bus.wait_for_models("embedded")
+        bus.wait_for_roles("controller", "state")
         yield bus
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -174,14 +174,3 @@ class Bus:
         for process in (*self.workers, *self.others, self.broker):
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def steered_bus() -> Iterator[Bus]:
-    """A bus with the embedded model and a controller worker, both ready."""
-    with Bus() as bus:
-        bus.start_worker()
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller")
-        yield bus

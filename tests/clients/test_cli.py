@@ -194,6 +194,7 @@ def test_an_error_is_one_line_and_an_exit_code(
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.process
 def test_without_a_broker_the_error_says_how_to_start_one() -> None:
     front = f"tcp://127.0.0.1:{free_port()}"
     done = tokenbus(None, "generate", "x", "--front", front)
@@ -202,6 +203,7 @@ def test_without_a_broker_the_error_says_how_to_start_one() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.process
 def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
     done = tokenbus(None, "status", fron="x")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -234,6 +236,7 @@ def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
         until(lambda: client.status().streams == 0, 3.0, "the stream ended")
 
 
+@pytest.mark.process
 def test_the_help_names_the_first_steps() -> None:
     done = tokenbus(None, "--help")
     assert done.returncode == 0

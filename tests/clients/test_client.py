@@ -347,6 +347,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
 # --- failures on the way --------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_lost_worker_is_made_good_by_another_try() -> None:
     with Bus() as bus:
         first = bus.start_worker()
@@ -370,6 +371,7 @@ def test_a_lost_worker_is_made_good_by_another_try() -> None:
 # --- what a client needs --------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_importing_the_client_is_quick_and_pulls_no_torch() -> None:
     code = (
         "import sys, time; t = time.perf_counter(); import tokenbus.clients; "

@@ -29,7 +29,7 @@ from tokenbus.clients.system.run_dir import RunDir
 from tokenbus.protocol.messages import Msg, Token
 from tokenbus.protocol.settings import Settings
 
-from ..processes import Bus, Process, clean_environment, until
+from ..processes import Bus, clean_environment, until
 from .test_session import Bench
 
 pytestmark = pytest.mark.anyio
@@ -231,30 +231,6 @@ SPLICES = guest(
       (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
       (i32.store (i32.const 1064) (i32.const 3)) (return (i32.const 4))))"""
 )
-
-
-@pytest.fixture(scope="module")
-def steered() -> Iterator[Bus]:
-    """A broker and a worker of each role."""
-    with Bus() as bus:
-        bus.start_worker()
-        others = [
-            Process(f"tokenbus.workers.{role}", bus.folder / f"{role}.log", bus.environment)
-            for role in ("state", "controller")
-        ]
-        try:
-            bus.wait_for_models("embedded")
-            with bus.client() as client:
-
-                def complete() -> bool:
-                    assert all(o.alive for o in others), [o.log for o in others]
-                    return {w.role for w in client.status().workers} >= {"controller", "state"}
-
-                until(complete, 20.0, "a worker of each role")
-            yield bus
-        finally:
-            for process in others:
-                process.kill()
 
 
 @pytest.fixture
@@ -648,6 +624,7 @@ def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path:
     assert "no controller 'named'" in run("named").stderr
 
 
+@pytest.mark.process
 def test_a_slip_in_the_name_of_a_call_in_c_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("ziglang")
     file = tmp_path / "slip.c"
@@ -661,6 +638,7 @@ def test_a_slip_in_the_name_of_a_call_in_c_is_an_error(tmp_path: Path) -> None:
                 read_module(file)
 
 
+@pytest.mark.process
 def test_warnings_of_c_that_compiles_are_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -680,6 +658,7 @@ def test_warnings_of_c_that_compiles_are_shown(
         assert "generated" not in shown
 
 
+@pytest.mark.process
 def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [TOKENBUS, "controller", "serve", "tokenbus_example:None", "--run-dir", str(tmp_path)],
@@ -709,6 +688,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.mark.process
 def test_without_a_system_one_is_started_for_the_run_and_ended(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -724,6 +704,7 @@ def test_without_a_system_one_is_started_for_the_run_and_ended(
     assert not list(folder.glob("tokenbus-run-*"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_told_to_end_ends_its_system(folder: Path, wish: signal.Signals) -> None:
     process = subprocess.Popen(
@@ -746,6 +727,7 @@ def test_a_run_that_is_told_to_end_ends_its_system(folder: Path, wish: signal.Si
     assert not path.exists()
 
 
+@pytest.mark.process
 def test_a_system_that_cannot_start_is_told_with_its_reason(folder: Path) -> None:
     done = tokenbus(None, "run", "x", "--model", "/nowhere", TMPDIR=str(folder))
     assert done.returncode == 3
@@ -753,6 +735,7 @@ def test_a_system_that_cannot_start_is_told_with_its_reason(folder: Path) -> Non
     assert not list(folder.glob("tokenbus-run-*"))
 
 
+@pytest.mark.process
 def test_a_named_system_that_does_not_answer_is_an_error(folder: Path) -> None:
     done = tokenbus(None, "run", "x", "--front", "tcp://127.0.0.1:9", TMPDIR=str(folder))
     assert done.returncode == 3

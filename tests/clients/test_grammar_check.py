@@ -65,6 +65,7 @@ def file(tmp_path: Path) -> Path:
 # --- accepted and refused -------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_command_accepts_a_program_without_torch_or_transformers(file: Path) -> None:
     file.write_text(PROGRAM)
     code = (

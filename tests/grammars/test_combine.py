@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import product
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenbus.grammars.combine import (
     CombinationError,
@@ -45,7 +45,6 @@ def is_well_formed(automaton: Dfa) -> bool:
     return is_trim(automaton) and Dfa.from_bytes(automaton.to_bytes()) == automaton
 
 
-@settings(deadline=None)
 @given(SOME)
 def test_a_sequence_takes_a_text_of_each_part_and_has_the_table_of_its_pattern(
     patterns: list[str],
@@ -57,7 +56,6 @@ def test_a_sequence_takes_a_text_of_each_part_and_has_the_table_of_its_pattern(
     assert is_well_formed(automaton)
 
 
-@settings(deadline=None)
 @given(SOME)
 def test_an_alternation_takes_a_text_of_any_part_and_has_the_table_of_its_pattern(
     patterns: list[str],
@@ -69,7 +67,6 @@ def test_an_alternation_takes_a_text_of_any_part_and_has_the_table_of_its_patter
     assert is_well_formed(automaton)
 
 
-@settings(deadline=None)
 @given(PATTERNS, COUNTS)
 @example("(?:a?é?)", (2, 3))
 @example("(?:aé|a|é)", (2, 3))
@@ -86,7 +83,6 @@ def test_a_repetition_takes_its_counts_of_texts_and_has_the_table_of_its_pattern
     assert is_well_formed(automaton)
 
 
-@settings(deadline=None)
 @given(PATTERNS, st.text(LETTERS, min_size=1, max_size=3))
 @example("[aé]*", "aa")
 @example("[aé]*", "aéa")
@@ -107,7 +103,6 @@ def test_a_text_that_stops_is_of_the_part_and_ends_with_its_first_stop(
     assert kinds(list(automaton.accepting), automaton) == automaton.num_states
 
 
-@settings(deadline=None)
 @given(TEXTS.filter(bool), st.lists(TEXTS, max_size=4))
 def test_any_text_may_come_before_a_stop(stop: str, texts: list[str]) -> None:
     automaton = stop_at(None, stop)
@@ -133,7 +128,6 @@ def test_a_stop_may_follow_a_part_that_does_not_have_it() -> None:
     assert ended == compile_regex(".*\n")
 
 
-@settings(deadline=None)
 @given(st.text(LETTERS, max_size=6), st.text(LETTERS, max_size=6), st.integers(1, 3))
 def test_substrings_combine_as_any_part_does(one: str, other: str, most: int) -> None:
     def pieces(text: str) -> set[str]:
@@ -150,7 +144,6 @@ def test_substrings_combine_as_any_part_does(one: str, other: str, most: int) ->
     assert taken(several) == wanted & set(SHORT)
 
 
-@settings(deadline=None)
 @given(PATTERNS, PATTERNS, PATTERNS)
 def test_a_combination_is_a_part_of_another(one: str, other: str, third: str) -> None:
     inner = alternation([compile_regex(one), compile_regex(other)])

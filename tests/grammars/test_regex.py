@@ -8,7 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenbus.grammars.regex import Dfa, compile_choice, compile_regex
 from tokenbus.grammars.regex.bounds import Budget
@@ -48,7 +48,6 @@ def count(dfa: Dfa) -> int:
     return of(dfa.start)
 
 
-@settings(deadline=None)
 @given(PATTERNS, st.lists(TEXTS, min_size=1, max_size=8))
 @example("(?i)[^k]", ["K", "\u212a", "k", "s"])
 @example("(?:a?)*?b", ["b", "aab"])
@@ -62,7 +61,6 @@ def test_a_match_is_what_re_matches_whole(pattern: str, texts: list[str]) -> Non
         assert automaton.accepts(text.encode()) == expected, (pattern, text)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_re_matches_at_random_is_accepted(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)
@@ -77,7 +75,6 @@ def test_what_re_matches_at_random_is_accepted(data: st.DataObject) -> None:
 def test_a_prefix_is_live_exactly_where_some_text_goes_on_from_it(letters: str) -> None:
     longest_prefix = 2
 
-    @settings(deadline=None)
     @given(narrow_patterns(letters))
     def judge(pattern: str) -> None:
         # A shortest way to a match passes no position twice.
@@ -117,7 +114,6 @@ def test_any_character_is_valid_utf_8_and_nothing_else() -> None:
         assert not automaton.is_live(automaton.walk(wrong))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF)), max_size=4))
 def test_a_class_of_ranges_has_every_character_between_their_ends(
     pairs: list[tuple[int, int]],
@@ -173,7 +169,6 @@ def test_the_same_language_gives_the_same_table(patterns: list[str]) -> None:
         assert other == first, pattern
 
 
-@settings(deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_a_choice_of_texts_is_the_pattern_of_their_escapes(texts: list[str]) -> None:
     assert compile_choice(texts) == compile_regex("|".join(map(re.escape, texts)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenbus.grammars.regex import Lexeme, LexerDfa, RegexError, compile_lexer
 from tokenbus.grammars.regex.bounds import Budget
@@ -34,7 +34,6 @@ PLAIN = st.builds(Lexeme, st.just("p"), PATTERNS, st.just(False))
 LITERAL = st.builds(Lexeme, st.just("l"), TEXTS, st.just(True))
 
 
-@settings(deadline=None)
 @given(st.lists(PLAIN | LITERAL, min_size=1, max_size=4), st.lists(TEXTS, min_size=1, max_size=6))
 def test_a_text_is_the_lexemes_that_re_matches(lexemes: list[Lexeme], texts: list[str]) -> None:
     lexer = compile_lexer(lexemes)
@@ -47,7 +46,6 @@ def test_a_text_is_the_lexemes_that_re_matches(lexemes: list[Lexeme], texts: lis
         assert lexer.accepts(text.encode()) == bool(expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(narrow_patterns("ab"), st.booleans()), min_size=2, max_size=3))
 def test_a_lexeme_is_reachable_exactly_where_some_text_goes_on_to_it(
     some: list[tuple[str, bool]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenbus.grammars.regex import (
     Dfa,
@@ -62,7 +62,6 @@ def is_trim(dfa: Dfa) -> bool:
     return closure({dfa.start}, after) == every == closure(accepting, before)
 
 
-@settings(deadline=None)
 @given(PATTERNS)
 def test_no_two_states_are_equivalent_and_each_goes_on_to_a_match(pattern: str) -> None:
     automaton = compile_regex(pattern)
@@ -75,7 +74,6 @@ def test_no_two_states_are_equivalent_and_each_goes_on_to_a_match(pattern: str) 
     assert len({column.tobytes() for column in columns}) == automaton.num_classes
 
 
-@settings(deadline=None)
 @given(PATTERNS, PATTERNS)
 def test_a_lexer_is_the_smallest_that_tells_its_lexemes_apart(one: str, other: str) -> None:
     lexer = compile_lexer(
@@ -95,7 +93,6 @@ def test_the_dead_state_is_dead() -> None:
     assert automaton.num_classes == 2
 
 
-@settings(deadline=None)
 @given(PATTERNS)
 def test_the_binary_form_gives_the_table_back(pattern: str) -> None:
     automaton = compile_regex(pattern)
@@ -111,7 +108,6 @@ def test_the_binary_form_of_a_lexer_gives_it_back() -> None:
         LexerDfa.from_bytes(compile_regex("a").to_bytes())
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_changed_or_cut_binary_form_is_refused(data: st.DataObject) -> None:
     form = bytearray(compile_lexer(LEXER[:1] + LEXER[2:]).to_bytes())
@@ -123,7 +119,6 @@ def test_a_changed_or_cut_binary_form_is_refused(data: st.DataObject) -> None:
         LexerDfa.from_bytes(bytes(form[:at]))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_other_bytes_are_no_binary_form(form: bytes) -> None:
     with pytest.raises(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenbus.grammars.regex import Dfa, compile_choice
 from tokenbus.grammars.substring import (
@@ -32,7 +32,6 @@ def substrings(text: str) -> set[str]:
     return {text[at:end] for at in range(len(text) + 1) for end in range(at, len(text) + 1)}
 
 
-@settings(deadline=None)
 @given(TEXTS)
 @example("")
 @example("abbb")
@@ -43,7 +42,6 @@ def test_it_accepts_each_substring_and_nothing_else(text: str) -> None:
     assert set(found) == {one.encode() for one in substrings(text)}
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_a_byte_is_allowed_exactly_where_a_substring_goes_on(text: str) -> None:
     automaton = compile_substring(text)
@@ -55,7 +53,6 @@ def test_a_byte_is_allowed_exactly_where_a_substring_goes_on(text: str) -> None:
         assert allowed == {byte for byte in range(256) if one + bytes((byte,)) in begun}
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_its_table_is_read_back_and_is_small(text: str) -> None:
     automaton = compile_substring(text)
@@ -64,7 +61,6 @@ def test_its_table_is_read_back_and_is_small(text: str) -> None:
     assert automaton.num_classes == len(set(text.encode())) + 1
 
 
-@settings(deadline=None)
 @given(st.text("abcdé", min_size=1, max_size=40))
 def test_it_is_the_smallest_where_the_end_of_the_text_stands_nowhere_else(text: str) -> None:
     automaton = compile_substring(text + "!")

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenbus.grammars.yacc import GrammarError, Recognizer, check_text, compile_grammar
 
+from ..counts import examples
 from .earley import Earley, Rules, is_lr1
 
 ALPHABET = "abc"
@@ -54,7 +55,7 @@ def compare(rules: Rules, start: str, *, exact: bool) -> None:
 
 
 @given(rule_sets())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40))
 def test_any_grammar_is_recognized_as_earley_does(rules: Rules) -> None:
     try:
         compilation = compile_grammar(written(rules, "S"))
@@ -64,7 +65,7 @@ def test_any_grammar_is_recognized_as_earley_does(rules: Rules) -> None:
 
 
 @given(rule_sets())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40))
 def test_there_is_a_conflict_exactly_where_canonical_lr1_has_one(rules: Rules) -> None:
     try:
         compilation = compile_grammar(written(rules, "S"))
@@ -74,7 +75,7 @@ def test_there_is_a_conflict_exactly_where_canonical_lr1_has_one(rules: Rules) -
 
 
 @given(rule_sets())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40))
 def test_the_example_of_a_conflict_is_how_a_sentence_can_begin(rules: Rules) -> None:
     try:
         compilation = compile_grammar(written(rules, "S"))

@@ -37,6 +37,8 @@ from tokenbus.protocol.lines import decode_line, encode_line
 from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES, Buffer, Token
 from tokenbus.protocol.worker_messages import TO_BROKER, TO_WORKER
 
+from ..counts import examples
+
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -129,7 +131,7 @@ EVERY = [(side, word) for side, table in TABLES.items() for word in table]
 
 
 @pytest.mark.parametrize(("side", "word"), EVERY, ids=lambda v: v if isinstance(v, str) else "")
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_message_comes_back_from_every_codec_as_it_was(
     side: str, word: bytes, data: st.DataObject

@@ -26,7 +26,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel_file(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, so that nothing of an older build gets in."""
     copy = tmp_path_factory.mktemp("sources")
     without = shutil.ignore_patterns("__pycache__")

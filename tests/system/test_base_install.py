@@ -10,6 +10,8 @@ import pytest
 
 from ..processes import Bus, clean_environment
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory, wheel_file: Path) -> str:

@@ -8,8 +8,11 @@ import time
 import uuid
 
 import psutil
+import pytest
 
 from ..processes import clean_environment
+
+pytestmark = pytest.mark.process
 
 MARK = "DEMO_OF_THIS_TEST"
 

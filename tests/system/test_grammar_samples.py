@@ -1,6 +1,6 @@
 """What the model writes under the library's grammars, parsers that others wrote take.
 
-200 samples of each, at temperature 1.5: at least half end by themselves, and of these all parse.
+Samples of each, at temperature 1.5: at least half end by themselves, and of these all parse.
 What a parser refuses for another reason than syntax is taken out of its way here, with the reason.
 """
 
@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from email.headerregistry import Address
 
@@ -23,9 +23,12 @@ from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ErrorLevel
 from sqlglot.parser import Parser
 
-from ..processes import Bus, steered_bus
+from ..counts import rounds
+from ..processes import Bus
 
-SAMPLES = 200
+pytestmark = pytest.mark.process
+
+SAMPLES = rounds(60, 200)
 TEMPERATURE = 1.5
 MAX_TOKENS = 100
 
@@ -206,13 +209,7 @@ JUDGES: dict[str, Callable[[str], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def steered() -> Iterator[Bus]:
-    """A bus with the embedded model and a controller worker."""
-    with steered_bus() as bus:
-        yield bus
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("name", JUDGES)
 def test_what_ends_by_itself_is_taken_by_another_parser(name: str, steered: Bus) -> None:
     prompts = PROMPTS[name]

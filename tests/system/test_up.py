@@ -14,6 +14,8 @@ from tokenbus.clients.system.processes import alive
 from ..processes import until
 from .foreground import Foreground, tokenbus
 
+pytestmark = pytest.mark.process
+
 Start = Callable[..., Foreground]
 
 STEERED: GenerateOptions = {

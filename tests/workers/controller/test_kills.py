@@ -137,7 +137,7 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[System]:
+def system(processes: None) -> Iterator[System]:
     with Bus(heartbeat_s=0.2, session_grace_s=0.5) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")

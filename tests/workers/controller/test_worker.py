@@ -98,7 +98,7 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     second = tmp_path_factory.mktemp("model") / "llama"
     shapes.make("llama").save_pretrained(second)
     PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(second)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from tokenbus.workers.gpu.block_manager import PADDING_PAGE, BlockManager, BlockTable
 
+from ...counts import examples
+
 PAGE = 4
 PAGES = 12
 
@@ -102,7 +104,7 @@ class Pages(RuleBasedStateMachine):
         assert self.blocks.num_available == PAGES - 1 - len(used)
 
 
-Pages.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Pages.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40)
 TestPages = Pages.TestCase
 
 

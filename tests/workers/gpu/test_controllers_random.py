@@ -16,6 +16,7 @@ from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import wrap_model
 
+from ...counts import examples
 from .shapes import TIE, tiny_model
 from .steered import Bench, one_thread
 from .test_steering import Told, only
@@ -228,9 +229,7 @@ def reference() -> Iterator[Reference]:
 
 
 @settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
+    max_examples=examples(30),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(rng=st.randoms(use_true_random=False))

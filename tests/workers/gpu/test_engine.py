@@ -189,6 +189,7 @@ def test_a_forward_that_raises_ends_only_the_guilty_sequence(
     assert end.error == "the model failed: out of memory"
 
 
+@pytest.mark.process
 def test_a_compiled_model_gives_the_same_tokens(embedded: LoadedModel) -> None:
     prompts = shapes.prompts(4, 60, 4096)
 

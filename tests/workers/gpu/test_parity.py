@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shape_bus(folder: Path) -> Iterator[Bus]:
+def shape_bus(processes: None, folder: Path) -> Iterator[Bus]:
     """A bus whose worker loads the random models from disk, on demand."""
     with Bus(allow=f"{folder}/*", max_models=4) as bus:
         bus.start_worker()

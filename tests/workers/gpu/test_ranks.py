@@ -15,9 +15,11 @@ from tokenbus.workers.gpu.loader import load_model
 from ...processes import Bus, until
 from . import shapes
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Bus]:
+def two_ranks(processes: None) -> Iterator[Bus]:
     """A worker that spreads its model over two processes."""
     with Bus(tp=2, threads=1) as bus:
         bus.start_worker()

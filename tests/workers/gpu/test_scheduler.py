@@ -9,6 +9,8 @@ from tokenbus.workers.gpu.block_manager import BlockManager
 from tokenbus.workers.gpu.scheduler import Batch, Scheduler
 from tokenbus.workers.gpu.sequence import Sequence
 
+from ...counts import examples
+
 PAGE = 4
 
 
@@ -97,7 +99,7 @@ def test_where_pages_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
     assert shape(s.schedule())[0][0] == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
     pages=st.integers(14, 40),

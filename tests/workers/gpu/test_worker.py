@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_demand(folder: Path) -> Iterator[Bus]:
+def on_demand(processes: None, folder: Path) -> Iterator[Bus]:
     """A worker that loads one model at a time, on demand."""
     with Bus(model="auto", allow=f"{folder}/*,embedded", max_models=1) as bus:
         bus.start_worker()
@@ -79,6 +79,7 @@ def test_a_model_without_a_tokenizer_takes_ids_only(on_demand: Bus, folder: Path
             client.generate([5], model=str(folder / "llama"), stop=["x"]).wait()
 
 
+@pytest.mark.process
 def test_a_draining_worker_finishes_its_streams_and_takes_no_new_ones() -> None:
     with Bus() as bus:
         old = bus.start_worker()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
@@ -98,7 +98,6 @@ def read(variables: DurableVariables) -> list[tuple[int, bytes | None]]:
 # --- restarts -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(bursts, st.integers(0, 11))
 def test_a_restart_finds_the_same_variables_and_gives_the_same_answers(
     history: list[list[Variable]], ended_after: int
@@ -190,7 +189,6 @@ def assert_only_the_tail_is_lost(folder: Path, steps: Steps, whole: int) -> None
 singles = st.lists(operations, min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(singles, st.data())
 def test_a_log_that_was_cut_anywhere_loses_only_its_tail(
     ops: list[Variable], data: st.DataObject
@@ -202,7 +200,6 @@ def test_a_log_that_was_cut_anywhere_loses_only_its_tail(
         assert_only_the_tail_is_lost(folder, steps, whole)
 
 
-@settings(deadline=None)
 @given(singles, st.data())
 def test_a_log_with_damaged_bytes_is_whole_before_them(
     ops: list[Variable], data: st.DataObject
@@ -219,7 +216,6 @@ def test_a_log_with_damaged_bytes_is_whole_before_them(
         assert_only_the_tail_is_lost(folder, steps, where)
 
 
-@settings(deadline=None)
 @given(singles, st.binary(min_size=1, max_size=40) | st.integers(1, 9000).map(bytes))
 def test_garbage_behind_a_log_is_cut_off(ops: list[Variable], garbage: bytes) -> None:
     with fresh_folder() as folder:
@@ -268,7 +264,6 @@ def rewrite(variables: DurableVariables) -> None:
         pass
 
 
-@settings(deadline=None)
 @given(bursts)
 def test_a_log_that_was_rewritten_holds_the_same(history: list[list[Variable]]) -> None:
     with fresh_folder() as folder, opened(folder, SMALL, compact_floor=1) as variables:

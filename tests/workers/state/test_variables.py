@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
@@ -290,7 +290,6 @@ class Model:
         return version + 1, None, True
 
 
-@settings(deadline=None)
 @given(histories)
 def test_any_sequence_of_operations_does_what_a_dict_does(history: list[Any]) -> None:
     storage, model = VariableStorage(), Model()
@@ -322,7 +321,6 @@ def test_any_sequence_of_operations_does_what_a_dict_does(history: list[Any]) ->
         assert (now.version, now.value) == (version, value)
 
 
-@settings(deadline=None)
 @given(histories)
 def test_no_quota_is_passed_and_what_is_refused_changes_nothing(history: list[Any]) -> None:
     storage = VariableStorage(SMALL)
@@ -347,7 +345,6 @@ def test_no_quota_is_passed_and_what_is_refused_changes_nothing(history: list[An
             assert all(len(value) <= SMALL.value_bytes for value in held.values)
 
 
-@settings(deadline=None)
 @given(histories)
 def test_a_request_that_is_saved_and_restored_is_the_same(history: list[Any]) -> None:
     storage, other = VariableStorage(SMALL), VariableStorage(SMALL)

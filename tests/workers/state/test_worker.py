@@ -170,7 +170,7 @@ class System:
 
 
 @pytest.fixture
-def system() -> Iterator[System]:
+def system(processes: None) -> Iterator[System]:
     with System() as system:
         yield system
 
@@ -289,6 +289,7 @@ def test_a_signal_ends_it_at_once_and_the_next_one_goes_on(
     assert system.one(Variable(request, 0, 2, "get", "x")).value == b"a"
 
 
+@pytest.mark.process
 def test_a_wrong_setting_is_refused_by_name(tmp_path: Path) -> None:
     environment = clean_environment(log_level="loud")
     process = Process("tokenbus.workers.state", tmp_path / "log", environment)

@@ -18,7 +18,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
 )
 from tokenbus.workers.controller.interface import Action
 
-from ....processes import steered_bus
+from ....processes import Bus
 from ..played import BYTES, Steered, engine, vocabulary
 
 MODULE = GrammarModule(engine)
@@ -89,12 +89,13 @@ def test_a_regular_expression_is_closed_by_the_shortest_way(pattern: str) -> Non
             assert re.fullmatch(pattern, whole)
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with steered_bus() as bus, bus.client() as client:
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
         yield client
 
 
+@pytest.mark.process
 def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
     module = Constraints(engine, None).get("yacc")
     assert module is not None

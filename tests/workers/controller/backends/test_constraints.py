@@ -27,7 +27,7 @@ from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.store import BUILT_IN
 from tokenbus.workers.state.variables import VariableStorage
 
-from ....processes import steered_bus
+from ....processes import Bus
 from ..played import BYTES, EOS, WORDS, Steered, engine
 
 TOKENS = [*WORDS, b"12", b"2026", b"-0", b"-11-", "é".encode(), "né".encode(), b"\xc3", b"\xa9a"]
@@ -104,6 +104,7 @@ def allowed_after(run: Steered, text: bytes) -> set[bytes] | None:
     return None if may is None else {BYTES[token] for token in may}
 
 
+@pytest.mark.process
 def test_a_combination_has_grammars_and_schemas_as_parts(constraints: Constraints) -> None:
     arg = {
         "sequence": [
@@ -135,6 +136,7 @@ def test_a_combination_has_grammars_and_schemas_as_parts(constraints: Constraint
     run.controller.close()
 
 
+@pytest.mark.process
 def test_a_combination_that_fails_gives_back_all_of_its_ways_once(
     constraints: Constraints,
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_combination_that_fails_gives_back_all_of_its_ways_once(
     assert not shared.guest.dead
 
 
+@pytest.mark.process
 def test_a_way_that_fails_does_not_end_another_ways_sequence(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_way_that_fails_does_not_end_another_ways_sequence(
     assert 1 + ord("(") in (other.mid() or ())
 
 
+@pytest.mark.process
 def test_a_part_has_tokens_of_its_own_and_is_closed_in_time(constraints: Constraints) -> None:
     arg = {"sequence": [{"yacc": "json", "max_tokens": 6}, " and ", {"yacc": "arithmetic"}]}
     run = Steered(named(constraints, "combination"), BYTES, json.dumps(arg))
@@ -258,6 +262,7 @@ def test_a_fork_goes_its_own_way(constraints: Constraints) -> None:
     assert fork.mid() == {1 + ord("t"), 1 + ord("!")}
 
 
+@pytest.mark.process
 def test_a_grammar_without_a_token_that_goes_on_ends_with_the_text_so_far(
     constraints: Constraints,
 ) -> None:
@@ -270,6 +275,7 @@ def test_a_grammar_without_a_token_that_goes_on_ends_with_the_text_so_far(
         run.mid()
 
 
+@pytest.mark.process
 def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> None:
     run = Steered(named(constraints, "yacc"), WORDS, '%start s\n%%\ns: "cat" ;')
     with pytest.raises(ControllerError, match=f"tokens .{WORDS.index(b'dog')}. cannot follow"):
@@ -279,6 +285,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
 # --- what they are given --------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("constraint", "arg", "message"),
     [
@@ -345,6 +352,7 @@ def test_a_wrong_argument_is_refused_with_the_reason(
     assert caught.value.path == "$.controller_arg"
 
 
+@pytest.mark.process
 def test_a_grammar_is_given_as_text_or_by_its_name(constraints: Constraints) -> None:
     text = library.grammar("arithmetic")
     reference = Recognizer(compile_grammar(text).grammar)
@@ -368,6 +376,7 @@ def test_no_more_grammars_are_compiled_at_once_than_the_machine_can_do(
 # --- what is kept ---------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_masks_and_tables_are_there_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +401,7 @@ def test_masks_and_tables_are_there_for_the_next_process(
     assert run.controller._guest.found == found  # type: ignore[attr-defined]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("damage", [b"", b"TBGM", b"x" * 100_000])
 def test_a_memory_on_disk_that_is_damaged_is_made_again(tmp_path: Path, damage: bytes) -> None:
     text = b"[1]"
@@ -451,9 +461,9 @@ def walk(program: Program, text: bytes) -> list[bytes]:
 # --- streams --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with steered_bus() as bus, bus.client() as client:
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
         yield client
 
 

@@ -17,6 +17,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import COMPLE
 
 from tests.grammars.patterns import LETTERS, PATTERNS, texts_over
 
+from ....counts import examples
 from .grammar_cases import (
     Case,
     Lexed,
@@ -30,8 +31,7 @@ from .grammar_cases import (
 from .grammars import Oracle, guest_of, look, walk
 
 MANY = settings(
-    deadline=None,
-    max_examples=60,
+    max_examples=examples(30),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 
@@ -135,7 +135,7 @@ def test_append_takes_tokens_up_to_the_first_that_cannot_follow(
                 break
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_what_re_matches_can_be_written_however_it_is_split(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)
@@ -160,7 +160,6 @@ def test_what_re_matches_can_be_written_however_it_is_split(data: st.DataObject)
                 assert bool(flags & COMPLETE) == (0 in allowed) == is_match
 
 
-@settings(deadline=None)
 @given(PATTERNS, st.randoms(use_true_random=False))
 def test_what_tokens_write_is_complete_exactly_where_re_matches_it(
     pattern: str, random: Random

@@ -26,6 +26,8 @@ from ..tokens.small_tokenizers import byte_level, unigram
 from ..tokens.small_tokenizers import vocabulary as tokenizer_vocabulary
 from .llguidance_streams import PERSON, SPECIAL, TOKENS, Stream, tekken
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def matchers() -> Iterator[Matchers]:

@@ -20,6 +20,8 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from ..played import vocabulary
 from .llguidance_streams import PERSON, TOKENS, Stream, host, tekken
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def matchers() -> Iterator[Matchers]:

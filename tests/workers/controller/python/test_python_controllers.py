@@ -51,6 +51,8 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables, VariableCalls
 from tokenbus.workers.state.variables import VariableStorage
 
+from ....counts import examples
+
 Choose = Callable[[int, list[int], list[int]], int]
 """(seq, its tokens, what may be sampled) -> a token."""
 
@@ -623,7 +625,7 @@ def test_a_stop_text_may_lie_over_several_tokens() -> None:
 
 
 @given(st.text("ab \n", max_size=12), st.text("ab \n", min_size=1, max_size=3), st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50))
 def test_what_is_kept_ends_with_the_first_stop_text(said: str, stop_at: str, seed: int) -> None:
     chance = random.Random(seed)
 
@@ -917,7 +919,7 @@ def test_the_finally_blocks_of_a_script_run_at_its_end() -> None:
 
 
 @given(st.integers(0, 2**32), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(20))
 def test_any_tree_of_forks_gives_each_leaf_its_own_history(seed: int, data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 3))
 
@@ -1240,6 +1242,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: str, message: st
         load_program(spec)
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("module")
 def test_serving_says_what_is_served_and_how_to_try_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenbus.workers.controller"]

@@ -12,8 +12,11 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.wasm.native import NativeProgram
 
+from ....counts import examples
 from ..played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
 from ..wasm.guests import compile_guest
+
+pytestmark = pytest.mark.process
 
 # --- layers ---------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ def readings(rules: Rules, accepting: set[int], text: bytes) -> set[tuple[int, b
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50))
 @given(rules, st.sets(st.integers(0, 3)), st.data())
 def test_masks_of_a_string_recognizer_are_those_of_brute_force(
     rules: Rules, accepting: set[int], data: st.DataObject
@@ -167,7 +170,7 @@ def brackets(text: bytes) -> int | None:
     return open_
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.text("()xy", min_size=1, max_size=7).map(str.encode)), st.data())
 def test_masks_of_a_byte_stack_are_those_of_brute_force(
     more: list[bytes], data: st.DataObject
@@ -214,7 +217,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 """
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.binary(max_size=6).map(lambda b: bytes(x % 4 for x in b)), max_size=30),
     st.binary(max_size=12).map(lambda b: bytes(x % 4 for x in b)),

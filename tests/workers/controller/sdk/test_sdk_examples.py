@@ -17,8 +17,11 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.wasm.native import NativeProgram
 
+from ....counts import examples
 from ..played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
 from ..wasm.guests import ROOT, SDK, compile_guest
+
+pytestmark = pytest.mark.process
 
 EXAMPLES = sorted((SDK / "examples").glob("*.c"))
 CHOICE = SDK / "examples/choice.c"
@@ -51,7 +54,7 @@ small_tokens = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(small_tokens, st.data())
 def test_masks_of_upper4_are_those_of_brute_force(more: list[bytes], data: st.DataObject) -> None:
     tokens = [b"", b"A", b"b", b"\xff", b"ab!", b"abcD", b"abcd", *more]
@@ -105,7 +108,7 @@ def test_backtrack_takes_a_word_back_and_writes_another() -> None:
     assert '"cat" at byte 2 was taken back' in run.logs[0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
 def test_backtrack_leaves_what_a_replacement_by_hand_leaves(said: list[int]) -> None:
     tokens = [*BYTES, b"xaa", b"ba", b"ab", b"aab", b"b"]
@@ -143,7 +146,7 @@ def test_two_forks_talk_through_a_variable() -> None:
 words = st.text(alphabet='abé\n"\\\U0001f600', max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(words, min_size=1, max_size=6), st.booleans(), st.booleans(), st.data())
 def test_masks_of_choice_are_those_of_brute_force(
     choices: list[str], named: bool, ascii_only: bool, data: st.DataObject

@@ -303,6 +303,7 @@ def test_a_text_beyond_the_vocabulary_is_refused_with_its_place() -> None:
 # --- what it needs --------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_it_needs_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, tokenbus.workers.controller.tokens.vocabulary\n"

@@ -29,6 +29,7 @@ from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
 from tokenbus.workers.state.variables import VariableStorage
 
+from .... import starts
 from .guests import CACHE, compile_guest
 
 HERE = Path(__file__).parent
@@ -63,6 +64,7 @@ def compile_rust(name: str) -> bytes:
 
     Skips the test where there is no Rust for WASI.
     """
+    starts.check("a compiler")
     rustc, target = _rust()
     command = [rustc, "--edition", "2021", "--target", target, "-O", "-C", "panic=abort"]
     command += ["-C", "strip=symbols", str(HERE / "aici_rust" / f"{name}.rs")]

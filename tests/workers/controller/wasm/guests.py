@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .... import starts
+
 ROOT = Path(__file__).parents[4]
 SDK = ROOT / "workers/controller/sdk"
 TARGET = ("-target", "wasm32-freestanding", "-O2", "-g0", "-nostdlib")
@@ -24,6 +26,7 @@ def compile_guest(source: str | Path, *flags: str) -> bytes:
     ``flags`` follow the usual ones. Modules are kept in ``build/guests`` by what they are made of.
     Raises AssertionError with what the compiler said where it refuses.
     """
+    starts.check("a compiler")
     text = source.read_bytes() if isinstance(source, Path) else source.encode()
     made_of = hashlib.sha256(text)
     for header in sorted(SDK.rglob("*.h")):

@@ -17,6 +17,8 @@ from tokenbus.workers.state.variables import VariableStorage
 
 from .aici_guests import EOS, LIMITS, VOCABULARY, Request, puppet, ticking_engine
 
+pytestmark = pytest.mark.process
+
 Puppets = Callable[..., Request]
 
 

@@ -11,6 +11,8 @@ from tokenbus.protocol.worker_messages import StepResult
 
 from .aici_guests import LIMITS, Request, puppet, ticking_engine
 
+pytestmark = pytest.mark.process
+
 PAST = 70_000_000
 """An address beyond the memory that a guest may have."""
 LAST = 2**32 - 1

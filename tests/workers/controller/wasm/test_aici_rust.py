@@ -14,6 +14,8 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from ..tokens.real_tokenizers import tekken_tokens
 from .aici_guests import VOCABULARY, Request, compile_rust, ticking_engine
 
+pytestmark = pytest.mark.process
+
 WORD = {VOCABULARY.token(number): number for number in range(VOCABULARY.size)}
 
 

@@ -33,10 +33,13 @@ from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
 from tokenbus.workers.state.variables import VariableStorage
 
+from ....counts import examples
 from ..played import WORDS, vocabulary
 from .aici_guests import puppet
 from .guests import ROOT, compile_guest
 from .hostile.guests import FREE, MASK_AT, call, guest, set_word
+
+pytestmark = pytest.mark.process
 
 SDK = ROOT / "workers/controller/sdk/examples"
 VOCABULARY = vocabulary(WORDS)
@@ -266,7 +269,7 @@ def record(made: Program, arg: str, seed: int) -> Record:
     return record
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(5))
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("name", GUESTS)
 def test_a_replayed_request_gives_the_same_results_masks_logs_and_writes(
@@ -403,7 +406,7 @@ ALONE = ["choice", "upper4", "backtrack", "floats", "aici"]
 """Those that have something to say without forks."""
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(5))
 @given(picks=st.lists(st.integers(0, 1000), max_size=12), at=st.integers(0, 12))
 @pytest.mark.parametrize("name", ALONE)
 def test_a_clone_goes_on_as_a_replay_of_its_parent_would(

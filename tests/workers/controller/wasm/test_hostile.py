@@ -142,7 +142,7 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[System]:
+def system(processes: None) -> Iterator[System]:
     with Bus(controller_init_ms=INIT_MS) as bus:
         # One thread for the forward: the other of two CPUs is for all else.
         bus.start_worker(threads=1)

@@ -20,6 +20,8 @@ from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_binary import encode_u32
 
+pytestmark = pytest.mark.process
+
 LIMITS = Limits()
 
 

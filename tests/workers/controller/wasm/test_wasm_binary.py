@@ -96,7 +96,7 @@ __attribute__((export_name("mix"))) uint32_t mix(uint32_t n) {
 
 
 @pytest.fixture(scope="module")
-def compiled_c(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def compiled_c(processes: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What clang makes of C, with every extension that it knows."""
     pytest.importorskip("ziglang")
     folder = tmp_path_factory.mktemp("c")
@@ -269,6 +269,7 @@ def run(wasm: bytes, name: str, arguments: list[int]) -> list[int]:
     return [function(store, *([n] if arguments != [] else [])) for n in arguments or [0] * 5]
 
 
+@pytest.mark.process
 def test_a_module_does_what_it_did_before_its_globals_were_exported(compiled_c: bytes) -> None:
     changed = with_exported_globals(COUNTER)
     assert run(changed, "next", []) == run(COUNTER, "next", [])
@@ -373,6 +374,7 @@ def test_a_number_that_is_longer_than_it_needs_to_be_hides_nothing() -> None:
     assert first_change(padded, 0, len(padded)) is None
 
 
+@pytest.mark.process
 def test_what_a_compiler_makes_is_gone_through_to_the_end(compiled_c: bytes) -> None:
     binary = read(compiled_c)
     found = list(bodies(binary))
@@ -470,6 +472,7 @@ def test_an_export_of_another_type_is_refused() -> None:
         examine(wat(text), LIMITS)
 
 
+@pytest.mark.process
 def test_the_sdk_s_examples_are_native_and_may_fork(tmp_path: Path) -> None:
     pytest.importorskip("ziglang")
     sdk = Path(limits.__file__).parent / "sdk"
