@@ -15,6 +15,8 @@ from tokenbus.workers.bus import Bus as Connection
 from ..processes import Bus, until
 from ..transport.test_dealer import no_descriptors
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 60.0
 
 

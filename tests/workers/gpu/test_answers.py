@@ -13,6 +13,8 @@ from tokenbus.workers.gpu.engine import Engine
 
 from .in_process import InProcess, in_process
 
+pytestmark = pytest.mark.process
+
 BAD = [13, 13, 13]
 """The prompt with which something fails."""
 
