@@ -19,7 +19,7 @@ static sequence scratch_sequence;
 
 static void begin(sequence *s) {
     s->used = true;
-    s->lexer = (uint16_t)g.lexer_start;
+    s->lexer = (uint16_t)g.lexer_first;
     s->depth = g.has_parser ? 1 : 0;
     s->stack[0] = 0;
 }

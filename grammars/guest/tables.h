@@ -10,7 +10,9 @@ enum { NO_TERMINAL = 0xffff, END = 0, SKIP = 1, ERROR = 0, SHIFT = 1, REDUCE = 2
 
 static struct {
     bool has_parser;
-    uint32_t classes, lexer_states, lexer_start;
+    uint32_t classes, lexer_states;
+    uint32_t lexer_start;      // state before a lexeme
+    uint32_t lexer_first;      // state before a text: lexer_start, or the state after a newline
     uint8_t class_of[256];
     uint8_t class_size[256];   // bytes of a class, 255 for all that are more
     uint8_t class_byte[256];   // one of them, a letter or digit where there is one
@@ -90,7 +92,7 @@ static void open_regex(const uint8_t *blob) {
     if (head.states > 65535) FAIL("the automaton has more than 65,535 states");
     g.classes = head.classes;
     g.lexer_states = head.states;
-    g.lexer_start = head.start;
+    g.lexer_start = g.lexer_first = head.start;
     const uint8_t *at = blob + sizeof head;
     copy(g.class_of, at, 256);
     at += 256;
@@ -112,7 +114,9 @@ static void open_regex(const uint8_t *blob) {
 typedef struct grammar_header {
     char magic[4];
     uint32_t version, bytes, crc, terminals, nonterminals, productions, states, lexer_states,
-        classes, lexer_start, words, reductions, name_bytes, rests, rest_terminals;
+        classes;
+    uint16_t lexer_start, lexer_first;
+    uint32_t words, reductions, name_bytes, rests, rest_terminals;
 } grammar_header;
 
 static const void *part(const uint8_t **at, uint32_t bytes) {
@@ -178,7 +182,8 @@ static void find_followers(void) {
 static void open_grammar(const uint8_t *blob, uint32_t bytes) {
     grammar_header head;
     copy(&head, blob, sizeof head);
-    if (head.version != 2 || head.bytes != bytes) FAIL("this grammar is none of version 2");
+    if (head.version != 3 || head.bytes != bytes)
+        FAIL("the grammar's tables are damaged, or not of version 3");
     uint8_t *kept = stay(bytes);
     copy(kept, blob, bytes);
     const uint8_t *at = kept + sizeof head;
@@ -186,6 +191,7 @@ static void open_grammar(const uint8_t *blob, uint32_t bytes) {
     g.classes = head.classes;
     g.lexer_states = head.lexer_states;
     g.lexer_start = head.lexer_start;
+    g.lexer_first = head.lexer_first;
     g.terminals = head.terminals;
     g.nonterminals = head.nonterminals;
     g.states = head.states;

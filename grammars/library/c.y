@@ -5,6 +5,7 @@
 // no difference to which texts are right.
 
 %start file
+%lexer declared
 
 %reserved "_Imaginary"
 // What is one lexeme of the preprocessor and none of C, as `0x1e+1` and `1.0.x`; and after `#` what is
@@ -45,7 +46,8 @@ CONSTANT
 
 STRING: '/(L|u8?|U)?"([^"\\\n\x00]|\\([\x27"?\\abfnrtv\n]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*"/' ;
 
-// Only a text's first lexeme is a directive of the grammar; SKIP takes the others.
+// Only a text's first lexeme is a directive of the grammar ("%lexer declared": nothing is skipped
+// before it as if after a newline); SKIP matches the others.
 FIRST_DIRECTIVE: "/#[ \t\r]*((define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)([^A-Za-z_0-9\\\/\n\x80-\U0010ffff]([^\/\n]|\\\r?\n)*)?((\/(\\\r?\n)*)+(\*([^*\n]|\*+[^\/*\n])*\*+\/|[^*\/\n])([^\/\n]|\\\r?\n)*)*(\/(\\\r?\n)*)*)?/" ;
 
 file

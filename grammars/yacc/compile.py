@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..regex import Lexeme, LexerDfa, RegexError, compile_lexer, compile_regex
 from .checks import check_grammar
@@ -14,7 +14,8 @@ from .conflicts import Conflict, explain_conflicts
 from .errors import GrammarError
 from .grammar import SKIP, Grammar, GrammarLexeme, number_grammar
 from .lr1 import Items, State, build_automaton
-from .source import read_source
+from .parser import Parser
+from .source import LexerRules, read_source
 from .tables import REDUCE, ParseTables, make_tables, set_bits
 
 MAX_STATES = 1 << 14
@@ -35,7 +36,8 @@ class Compilation:
     """What no precedence decided: a shift won over a reduction, and the earlier rule over the
     later."""
     warnings: tuple[str, ...]
-    """Lexemes that can never match, because others always win."""
+    """Lexemes that can never match, because others are always preferred; a text that can only begin
+    with the rest of a lexeme."""
 
 
 def compile_grammar(
@@ -61,14 +63,34 @@ def compile_grammar(
     items = Items(grammar)
     states = build_automaton(items, max_states=min(max_states, MAX_STATES), deadline=deadline)
     tables, choices = make_tables(grammar, states)
-    lexer = _lexer(grammar, max(deadline - time.monotonic(), 0.1))
+    lexemes = preferred_first(grammar)
+    lexer = _lexer(grammar, lexemes, max(deadline - time.monotonic(), 0.1))
     until = min(time.monotonic() + EXAMPLE_SECONDS, deadline)
     conflicts = explain_conflicts(grammar, items, states, choices, until)
-    joined = _join(grammar, items, states, tables, lexer)
-    return Compilation(joined, conflicts, tuple(_unmatched(grammar, lexer)))
+    joined = _join(grammar, items, states, tables, lexemes, lexer)
+    if grammar.lexer_rules is LexerRules.AICI:
+        joined = _after_newline(joined)
+    warnings = (*_unmatched(grammar, lexemes, lexer), *_begun(joined))
+    return Compilation(joined, conflicts, warnings)
 
 
-def _lexer(grammar: Grammar, max_seconds: float) -> LexerDfa:
+def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
+    """The lexemes, each before those that lose to it where both match a text: keywords, then
+    ``%reserved`` regular expressions, then the others by the grammar's lexer rules.
+
+    AICI counts the bytes of a regular expression as written, and takes the one that is used first
+    where two have as many.
+    """
+    by_length = grammar.lexer_rules is LexerRules.AICI
+
+    def rank(lexeme: GrammarLexeme) -> tuple[bool, bool, int]:
+        length = len(lexeme.pattern.encode()) if by_length and not lexeme.reserved else 0
+        return not lexeme.literal, not lexeme.reserved, -length
+
+    return sorted(grammar.lexemes, key=rank)
+
+
+def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -> LexerDfa:
     """One automaton for all lexemes. Raises GrammarError with the place of a wrong regex."""
     for lexeme in grammar.lexemes:
         if lexeme.literal:
@@ -88,7 +110,7 @@ def _lexer(grammar: Grammar, max_seconds: float) -> LexerDfa:
         return compile_lexer(
             [
                 Lexeme(grammar.terminals[lexeme.terminal], lexeme.pattern, lexeme.literal)
-                for lexeme in grammar.lexemes
+                for lexeme in lexemes
             ],
             max_seconds=max_seconds,
         )
@@ -96,18 +118,60 @@ def _lexer(grammar: Grammar, max_seconds: float) -> LexerDfa:
         raise GrammarError(f"the lexer: {error.message}") from error
 
 
-def _unmatched(grammar: Grammar, lexer: LexerDfa) -> Iterable[str]:
-    matched = set(lexer.accepted)
-    by_terminal: dict[int, list[tuple[int, GrammarLexeme]]] = {}
-    for number, lexeme in enumerate(grammar.lexemes):
-        by_terminal.setdefault(lexeme.terminal, []).append((number, lexeme))
-    for terminal, lexemes in by_terminal.items():
-        if not any(number in matched for number, _ in lexemes):
-            place = grammar.error(lexemes[0][1].offset, "")
-            yield (
-                f"line {place.line}, column {place.column}: {grammar.terminals[terminal]} can "
-                "never match: keywords and earlier lexemes take all its texts"
-            )
+def _unmatched(grammar: Grammar, lexemes: list[GrammarLexeme], lexer: LexerDfa) -> Iterable[str]:
+    """Warnings of terminals whose every text is another lexeme."""
+    matched = {lexemes[number].terminal for number in set(lexer.accepted) if number >= 0}
+    chosen: dict[int, set[int]] = {}
+    """The terminals that are preferred where one of these lexemes matches."""
+    for preferred, matching in set(zip(lexer.accepted, lexer.accepts_all, strict=True)):
+        for number in set_bits(matching):
+            terminal = lexemes[number].terminal
+            if terminal not in matched:
+                chosen.setdefault(terminal, set()).add(lexemes[preferred].terminal)
+    for terminal, others in sorted(chosen.items()):
+        first = next(lexeme for lexeme in grammar.lexemes if lexeme.terminal == terminal)
+        place = grammar.error(first.offset, "")
+        names = " and ".join(grammar.terminals[other] for other in sorted(others))
+        yield (
+            f"line {place.line}, column {place.column}: {grammar.terminals[terminal]} can never "
+            f"match: all its texts are {names}; keywords are preferred to regular expressions, and "
+            f"of these {_ORDER[grammar.lexer_rules]}"
+        )
+
+
+_ORDER = {
+    LexerRules.AICI: "the one that is written with more characters (unless '%lexer declared')",
+    LexerRules.DECLARED: "the one that comes first ('%lexer declared')",
+}
+
+
+def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
+    """The grammar with a lexer that begins as if it had just read a newline.
+
+    It begins at its start where that newline could not be read: where no lexeme begins with one, or
+    none that does can begin a text.
+    """
+    first = grammar.transitions[
+        grammar.lexer_start * grammar.num_classes + grammar.classes[ord("\n")]
+    ]
+    viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
+    return replace(grammar, lexer_first=first) if grammar.reachable[first] & viable else grammar
+
+
+def _begun(grammar: CompiledGrammar) -> Iterable[str]:
+    """The warning of a text that cannot begin with a lexeme of its own."""
+    first = grammar.lexer_first
+    viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
+    if first == grammar.lexer_start or (
+        grammar.accepted[first] >= 0 and viable >> grammar.accepted[first] & 1
+    ):
+        return
+    names = " or ".join(grammar.terminals[t] for t in set_bits(grammar.reachable[first] & viable))
+    yield (
+        f"a text can only begin with the rest of {names} after a newline: the lexer begins as if "
+        "it had just read a newline, and that newline alone is not a lexeme that a text can begin "
+        "with; add it to SKIP, or write '%lexer declared'"
+    )
 
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
@@ -127,17 +191,22 @@ def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
 
 
 def _join(
-    grammar: Grammar, items: Items, states: list[State], tables: ParseTables, lexer: LexerDfa
+    grammar: Grammar,
+    items: Items,
+    states: list[State],
+    tables: ParseTables,
+    lexemes: list[GrammarLexeme],
+    lexer: LexerDfa,
 ) -> CompiledGrammar:
-    terminal_of = [lexeme.terminal for lexeme in grammar.lexemes]
+    terminal_of = [lexeme.terminal for lexeme in lexemes]
     transitions, matched, reachable, start = _with_start(lexer)
     accepted = [terminal_of[lexeme] if lexeme >= 0 else -1 for lexeme in matched]
     classes = bytes(lexer.classes)
     shortest = shortest_lexemes(classes, lexer.num_classes, transitions, accepted, start)
     sets: dict[int, int] = {}
-    for lexemes in reachable:
-        if lexemes not in sets:
-            sets[lexemes] = sum({1 << terminal_of[lexeme] for lexeme in set_bits(lexemes)})
+    for matching in reachable:
+        if matching not in sets:
+            sets[matching] = sum({1 << terminal_of[lexeme] for lexeme in set_bits(matching)})
     shifted: list[int] = []
     reduced: list[tuple[tuple[int, int], ...]] = []
     for state in range(tables.num_states):
@@ -157,9 +226,10 @@ def _join(
         classes=classes,
         num_classes=lexer.num_classes,
         lexer_start=start,
+        lexer_first=start,
         transitions=tuple(transitions),
         accepted=tuple(accepted),
-        reachable=tuple(sets[lexemes] for lexemes in reachable),
+        reachable=tuple(sets[matching] for matching in reachable),
         num_states=tables.num_states,
         actions=tuple(tables.actions),
         gotos=tuple(tables.gotos),

@@ -4,7 +4,7 @@
 throughout. A header of 64 bytes:
 
      0  4s   magic "TBYG"
-     4  u32  version, 2
+     4  u32  version, 3
      8  u32  bytes in all
     12  u32  CRC-32 of everything after the header
     16  u32  num_terminals T (0 is the end of the text, 1 is SKIP)
@@ -13,7 +13,8 @@ throughout. A header of 64 bytes:
     28  u32  num_states S of the parser; the start is 0
     32  u32  num_lexer_states L; 0 is dead
     36  u32  num_classes C
-    40  u32  lexer_start
+    40  u16  lexer_start: before a lexeme
+    42  u16  lexer_first: before the text
     44  u32  words W of a set of terminals, ceil(T / 32): terminal t is bit t % 32 of word t / 32
     48  u32  num_reductions R
     52  u32  bytes of the names
@@ -60,8 +61,8 @@ from itertools import accumulate, pairwise
 from .closing import Rest
 
 MAGIC = b"TBYG"
-VERSION = 2
-_HEADER = struct.Struct("<4s15I")
+VERSION = 3
+_HEADER = struct.Struct("<4s9I2H5I")
 _NONE = 0xFFFF
 _U16 = "H"
 _U32 = "I"
@@ -83,11 +84,12 @@ class CompiledGrammar:
     num_classes: int
     lexer_start: int
     """State before the first byte of a lexeme, and never later; it has matched nothing."""
+    lexer_first: int
+    """State before the first byte of a text: ``lexer_start``, or the state after a newline."""
     transitions: tuple[int, ...]
     """[num_lexer_states * num_classes] next lexer state; state 0 is dead."""
     accepted: tuple[int, ...]
-    """Terminal that a lexer state has matched; -1 for none. Keywords go before regexes, else the
-    earlier in the grammar."""
+    """Terminal that a lexer state has matched, the preferred one of several; -1 for none."""
     reachable: tuple[int, ...]
     """Set of terminals that a lexer state can still come to match, its own match included."""
 
@@ -164,6 +166,7 @@ class CompiledGrammar:
             self.num_lexer_states,
             self.num_classes,
             self.lexer_start,
+            self.lexer_first,
             words,
             len(reductions),
             len(names),
@@ -190,6 +193,7 @@ class CompiledGrammar:
             lexer_states,
             classes,
             start,
+            first_state,
             words,
             reductions,
             names_size,
@@ -235,6 +239,7 @@ class CompiledGrammar:
             classes=byte_classes,
             num_classes=classes,
             lexer_start=start,
+            lexer_first=first_state,
             transitions=transitions,
             accepted=tuple(-1 if terminal == _NONE else terminal for terminal in accepted),
             reachable=reachable,

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .errors import GrammarError, error_at
-from .source import Alternative, Rule, Source, Symbol
+from .source import Alternative, LexerRules, Rule, Source, Symbol
 
 END = 0
 SKIP = 1
@@ -26,11 +26,13 @@ RESERVED = "a reserved word"
 class GrammarLexeme:
     """A keyword or regular expression of the grammar, and the terminal that it counts as.
 
-    ``offset``: where it stands first, in characters.
+    ``pattern``: as written, without quotes and slashes. ``offset``: where it is first used, in
+    characters.
     """
 
     pattern: str
     literal: bool
+    reserved: bool
     terminal: int
     offset: int
 
@@ -47,9 +49,13 @@ class Production:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar by numbers. ``precedence`` and ``associativity`` are by terminal; level 0: none."""
+    """A grammar by numbers. ``precedence`` and ``associativity`` are by terminal; level 0: none.
+
+    ``lexemes`` are in the order in which they are first used.
+    """
 
     text: str
+    lexer_rules: LexerRules
     terminals: tuple[str, ...]
     nonterminals: tuple[str, ...]
     productions: tuple[Production, ...]
@@ -189,7 +195,7 @@ class _Numbering:
             number = terminal(RESERVED, ("", ""))
             for symbol in self.source.reserved:
                 literal = symbol.kind == "keyword"
-                lexemes.append(GrammarLexeme(symbol.text, literal, number, symbol.offset))
+                lexemes.append(GrammarLexeme(symbol.text, literal, True, number, symbol.offset))
                 by_lexeme[key_of(symbol)] = number
 
         for rule in self.source.rules:
@@ -208,7 +214,9 @@ class _Numbering:
                         number = terminal(lexeme_name(symbol), key)
                     by_lexeme[key] = number
                     literal = symbol.kind == "keyword"
-                    lexemes.append(GrammarLexeme(symbol.text, literal, number, symbol.offset))
+                    lexemes.append(
+                        GrammarLexeme(symbol.text, literal, False, number, symbol.offset)
+                    )
 
         kept = [rule for rule in self.rules.values() if rule.name not in lexeme_rules]
         for number, rule in enumerate(kept, 1):
@@ -236,6 +244,7 @@ class _Numbering:
                 productions.append(Production(number, rhs, level, alternative.offset))
         return Grammar(
             self.source.text,
+            self.source.lexer_rules,
             tuple(names),
             ("the whole text", *(rule.name for rule in kept)),
             tuple(productions),

@@ -58,7 +58,7 @@ class Recognizer:
     def __init__(self, grammar: CompiledGrammar, parser: Parser | None = None) -> None:
         self.grammar = grammar
         self._parser = parser or Parser(grammar)
-        self._place = _Place(self._parser.start, grammar.lexer_start)
+        self._place = _Place(self._parser.start, grammar.lexer_first)
 
     def copy(self) -> Recognizer:
         """Another recognizer at the same place."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .errors import error_at
 
-DIRECTIVES = ("%start", "%left", "%right", "%nonassoc", "%reserved")
+DIRECTIVES = ("%start", "%left", "%right", "%nonassoc", "%reserved", "%lexer")
 IN_RULES = ("%prec", "%empty")
 
 _BLANK = re.compile(r"(?:[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)*", re.DOTALL)

@@ -1,7 +1,8 @@
 """A grammar as it was written: its rules, its declarations, each with its place.
 
-The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline.
-``%reserved`` is ours: words that the lexer knows and no rule takes, so that no name is one of them.
+The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
+directives are extensions: ``%reserved`` lists words that the lexer recognises and no rule contains,
+so that no name is one of them; ``%lexer declared`` replaces AICI's lexer rules (``LexerRules``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from .errors import GrammarError, error_at
 from .scan import DIRECTIVES, Token, scan
 
 MAX_CHARACTERS = 1 << 20
-"""Longest grammar taken, in characters."""
+"""Longest accepted grammar, in characters."""
 
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
@@ -59,12 +61,29 @@ class Precedence:
     symbols: list[Symbol]
 
 
+class LexerRules(Enum):
+    """How the lexer chooses between lexemes that match the same text, and where it begins.
+
+    Under both, keywords are preferred to regular expressions, and ``%reserved`` regular expressions
+    to all others.
+    """
+
+    AICI = "aici"
+    """The default, as in AICI (spec/aici-grammar.md): of two regular expressions the one that is
+    written with more characters is preferred, and the lexer begins as if it had just read a
+    newline."""
+    DECLARED = "declared"
+    """As in flex: the regular expression that comes first in the grammar is preferred, and the
+    lexer begins at the first byte."""
+
+
 @dataclass(slots=True)
 class Source:
-    """A grammar's text, read."""
+    """A grammar's text, parsed."""
 
     text: str
     start: Symbol
+    lexer_rules: LexerRules
     precedences: list[Precedence]
     reserved: list[Symbol]
     rules: list[Rule]
@@ -102,6 +121,7 @@ class _Reader:
 
     def source(self) -> Source:
         start: Symbol | None = None
+        lexer_rules: LexerRules | None = None
         precedences: list[Precedence] = []
         reserved: list[Symbol] = []
         while self.token.kind == "directive":
@@ -112,6 +132,13 @@ class _Reader:
                 if self.token.kind != "name":
                     raise self.expected("the name of the start rule")
                 start = self.symbol()
+            elif directive.text == "%lexer":
+                if lexer_rules is not None:
+                    raise error_at(self.text, directive.offset, "a second %lexer")
+                if self.token.text != LexerRules.DECLARED.value:
+                    raise self.expected("'declared' after %lexer")
+                self.next()
+                lexer_rules = LexerRules.DECLARED
             elif directive.text == "%reserved":
                 while self.token.kind == "quoted":
                     reserved.append(self.symbol())
@@ -134,7 +161,8 @@ class _Reader:
             rules.append(self.rule())
         if not rules:
             raise self.expected("a rule")
-        return Source(self.text, start, precedences, reserved, rules)
+        chosen = lexer_rules or LexerRules.AICI
+        return Source(self.text, start, chosen, precedences, reserved, rules)
 
     def precedence_symbols(self) -> list[Symbol]:
         symbols: list[Symbol] = []

@@ -15,7 +15,7 @@ WRONG: list[tuple[str, int, int, str]] = [
         "s: 'a';",
         1,
         1,
-        "expected one of %start, %left, %right, %nonassoc, %reserved or %%, found 's'",
+        "expected one of %start, %left, %right, %nonassoc, %reserved, %lexer or %%, found 's'",
     ),
     ("%%\ns: 'a';", 1, 1, "no %start RULE before %%"),
     ("%start\n%%", 2, 1, "expected the name of the start rule, found '%%'"),
@@ -122,10 +122,3 @@ def test_a_regex_that_explodes_is_refused_by_its_place() -> None:
     with pytest.raises(GrammarError) as caught:
         compile_grammar(HEAD + "s: 'x'\n A; A: '/(a|b)*a(a|b){30}/';", max_seconds=3)
     assert caught.value.line == 4
-
-
-def test_a_lexeme_that_never_matches_is_warned_of() -> None:
-    compilation = compile_grammar(HEAD + "s: A | B;\nA: '/[a-z]+/';\nB: '/[a-f]+/';")
-    assert compilation.warnings == (
-        "line 5, column 4: B can never match: keywords and earlier lexemes take all its texts",
-    )

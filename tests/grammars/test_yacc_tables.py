@@ -24,8 +24,10 @@ def test_a_grammar_comes_back_from_its_bytes(grammar: CompiledGrammar) -> None:
 def test_the_header_is_as_documented(grammar: CompiledGrammar) -> None:
     blob = grammar.to_bytes()
     magic, version, size, _, terminals, nonterminals = struct.unpack_from("<4s5I", blob)
-    assert (magic, version, size) == (b"TBYG", 2, len(blob))
+    assert (magic, version, size) == (b"TBYG", 3, len(blob))
     assert (terminals, nonterminals) == (grammar.num_terminals, grammar.num_nonterminals)
+    lexer = struct.unpack_from("<2H", blob, 40)
+    assert lexer == (grammar.lexer_start, grammar.lexer_first)
     assert blob[64:320] == grammar.classes
 
 
@@ -37,7 +39,7 @@ def test_damaged_bytes_are_refused() -> None:
     for place in range(64, len(blob), 7):
         with pytest.raises(ValueError, match="damaged"):
             CompiledGrammar.from_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
-    with pytest.raises(ValueError, match="version 9; this code reads 2"):
+    with pytest.raises(ValueError, match="version 9; this code reads 3"):
         CompiledGrammar.from_bytes(blob[:4] + b"\x09" + blob[5:])
 
 

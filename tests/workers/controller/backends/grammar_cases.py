@@ -69,8 +69,13 @@ class Lexeme(NamedTuple):
     pattern: str
     is_keyword: bool
 
+    @property
+    def written(self) -> str:
+        """The pattern as it stands in a grammar."""
+        return self.pattern.replace("\n", "\\n")
+
     def __str__(self) -> str:
-        return f'"{self.pattern}"' if self.is_keyword else f'"/{self.pattern}/"'
+        return f'"{self.written}"' if self.is_keyword else f'"/{self.written}/"'
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,12 @@ class _Place:
 
 class Lexed:
     """AICI's lexer before an Earley parser: the longest match up to the byte that no lexeme goes on
-    with, keywords first, else the earlier one; and a byte is refused where no lexeme that can still
-    come of it is one that the parser can take.
+    with; and a byte is refused where no lexeme that can still come of it is one that the parser can
+    take. Keywords are preferred. Of the others it is the longest as written, and a newline comes
+    before the text where one could; with ``declared`` it is the first, and no newline comes.
 
     Lexemes are judged by ``re`` over all texts of the first two letters up to ``MORE`` beyond
-    ``longest``; those that SKIP takes have the third letter too.
+    ``longest``; those that SKIP matches have the third letter too.
     """
 
     MORE = 3
@@ -97,28 +103,39 @@ class Lexed:
         skip: str | None,
         letters: str,
         longest: int,
+        declared: bool,
     ) -> None:
-        """``skip`` is a regular expression; ``lexemes`` are in the order of the grammar's text."""
+        """``skip`` is a regular expression; ``lexemes`` are in the order of the grammar's text,
+        after SKIP."""
         self.longest = longest
         self._earley = Earley(rules, "S")
+        newline = "\n" in letters and not declared
+        regexes = {SKIP: Lexeme(skip, False)} if skip is not None else {}
+        regexes |= {name: lexeme for name, lexeme in lexemes.items() if not lexeme.is_keyword}
+        preferred = list(regexes)
+        if not declared:
+            preferred.sort(key=lambda name: -len(regexes[name].written.encode()))
         # The last to name a word wins.
         self._terminal: dict[bytes, str] = {}
-        for name, lexeme in reversed(lexemes.items()):
-            if not lexeme.is_keyword:
-                words = _texts_over(letters[:2], longest + self.MORE)
-                matched = [word for word in words if re.fullmatch(lexeme.pattern, word)]
-                self._terminal |= dict.fromkeys((word.encode() for word in matched), name)
-        if skip is not None:
-            skipped = _skipped(skip, letters, longest + 1)
-            self._terminal |= dict.fromkeys((word.encode() for word in skipped), SKIP)
+        for name in reversed(preferred):
+            pattern = regexes[name].pattern
+            if name == SKIP:
+                matched = _skipped(pattern, letters, longest + newline + 1)
+            else:
+                words = _texts_over(letters[:2], longest + newline + self.MORE)
+                matched = [word for word in words if re.fullmatch(pattern, word)]
+            self._terminal |= dict.fromkeys((word.encode() for word in matched), name)
         for name, lexeme in lexemes.items():
             if lexeme.is_keyword:
                 self._terminal[lexeme.pattern.encode()] = name
         self._reachable: dict[bytes, set[str]] = {}
         for word, name in self._terminal.items():
-            for size in range(1, min(len(word), longest) + 1):
+            for size in range(1, min(len(word), longest + newline) + 1):
                 self._reachable.setdefault(word[:size], set()).add(name)
-        self._places: dict[bytes, _Place | None] = {b"": _Place(self._earley.begin(), b"")}
+        begin = self._earley.begin()
+        viable = self._earley.next(begin) | {SKIP}
+        before = b"\n" if newline and self._reachable.get(b"\n", set()) & viable else b""
+        self._places: dict[bytes, _Place | None] = {b"": _Place(begin, before)}
 
     def allows(self, text: bytes) -> bool:
         """As ``Reference`` says."""
@@ -219,9 +236,12 @@ def regex_cases(draw: st.DrawFn) -> Case:
     return Case(pattern, tables, draw(vocabularies(letters, token)), reference, depth)
 
 
-def written(rules: Rules, lexemes: dict[str, Lexeme], skip: str | None) -> str:
+def written(
+    rules: Rules, lexemes: dict[str, Lexeme], skip: str | None, *, declared: bool = False
+) -> str:
     """Rules and lexemes as a grammar's text."""
-    lines = ["%start S", "%%", *([f'SKIP: "/{skip}/";'] if skip else [])]
+    lines = ["%start S", *(["%lexer declared"] if declared else []), "%%"]
+    lines += [f"SKIP: {Lexeme(skip, False)};"] if skip else []
     for name, alternatives in rules.items():
         sides = (" ".join(str(lexemes.get(symbol, symbol)) for symbol in a) for a in alternatives)
         lines.append(f"{name}: {' | '.join(side or '%empty' for side in sides)};")
@@ -231,24 +251,25 @@ def written(rules: Rules, lexemes: dict[str, Lexeme], skip: str | None) -> str:
 @st.composite
 def grammar_cases(draw: st.DrawFn) -> Case:
     """Small grammars: rules by hypothesis, over keywords and regular expressions that begin and
-    contain one another, with and without SKIP. Those with conflicts are left out, as what they
-    resolve to is not what Earley says."""
-    letters = draw(st.sampled_from(["ab ", "ab ", "a\u00e9 "]))
-    depth, token = 4, 4
+    contain one another, with and without SKIP, under both rule sets of the lexer. Those with
+    conflicts are left out, as what they resolve to is not what Earley says."""
+    letters = draw(st.sampled_from(["ab ", "ab\n", "a\n ", "a\u00e9 "]))
+    depth, token = (4, 4) if "\n" not in letters else (4, 3)
+    declared = draw(st.booleans())
     rules = _useful(draw(rule_sets()))
     assume(rules)
     used = [s for alternatives in rules.values() for a in alternatives for s in a if s in ALPHABET]
     lexemes = draw(_lexemes(letters, list(dict.fromkeys(used))))
-    x, y = letters[0], letters[1]
-    skips = [None, " ", " +", f" {y}?", f" {x}* ", f"{y}? "]
+    x, y, z = letters[0], letters[1], letters[2]
+    skips = [None, z, f"{z}+", f"{z}{y}?", f"{z}{x}*{z}", f"{y}?{z}"]
     skip = draw(st.sampled_from(skips))
-    source = written(rules, lexemes, skip)
+    source = written(rules, lexemes, skip, declared=declared)
     try:
         compilation = compile_grammar(source)
     except GrammarError:
         assume(False)
     assume(not compilation.conflicts)
-    reference = Lexed(rules, lexemes, skip, letters, depth + token)
+    reference = Lexed(rules, lexemes, skip, letters, depth + token, declared)
     tables = compilation.grammar.to_bytes()
     return Case(source, tables, draw(vocabularies(letters, token)), reference, depth)
 
@@ -284,9 +305,17 @@ def _lexemes(draw: st.DrawFn, letters: str, names: list[str]) -> dict[str, Lexem
             not re.fullmatch(pattern, "") and spelled_out(tree_of(pattern, Budget(1000, 5))) <= 3
         )
     )
-    one = st.builds(Lexeme, keywords, st.just(True)) | st.builds(Lexeme, regexes, st.just(False))
+    regex = st.builds(Lexeme, regexes, st.just(False))
+    one = regex | regex | st.builds(Lexeme, keywords, st.just(True))
     size = len(names)
     chosen = draw(st.lists(one, min_size=size, max_size=size, unique_by=lambda o: str(o)))
+    regular = [at for at, lexeme in enumerate(chosen) if not lexeme.is_keyword]
+    if len(regular) > 1 and draw(st.integers(0, 3)):
+        # The last one matches all that an earlier one does, and is written longer.
+        inner, outer = chosen[regular[0]].pattern, chosen[regular[-1]].pattern
+        wider = draw(st.sampled_from([f"(?:{inner})|{outer}", f"(?:{inner})"]))
+        if spelled_out(tree_of(wider, Budget(1000, 5))) <= 4:
+            chosen[regular[-1]] = Lexeme(wider, False)
     return dict(zip(names, chosen, strict=True))
 
 

@@ -120,6 +120,7 @@ def walk(guest: GrammarInstance, oracle: Oracle, most: int = 150) -> int:
         assert look(guest, place) == oracle.expected(text), text
         assert guest.complete(place) == case.reference.complete(text), text
         check_forced(guest, oracle, place, text)
+        check_closing(guest, oracle, place, text)
         for number in range(case.vocabulary.size):
             child = guest.fork(place)
             fits = oracle.fits(text, number)
@@ -157,6 +158,20 @@ def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes
                 longer = text + must[:at] + other
                 assert len(longer) > reference.longest or not reference.allows(longer), longer
         at += len(vocabulary.token(token))
+    guest.end(child)
+
+
+def check_closing(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
+    """The tokens that close a text make it one of the language, and can be appended in turn."""
+    tokens = guest.closing(place)
+    if tokens is None:
+        return
+    reference = oracle.case.reference
+    whole = text + oracle.case.vocabulary.bytes_of(tokens)
+    assert len(whole) > reference.longest or reference.complete(whole), whole
+    child = guest.fork(place)
+    assert guest.append(child, tokens) == len(tokens)
+    assert guest.complete(child)
     guest.end(child)
 
 

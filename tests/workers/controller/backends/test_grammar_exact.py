@@ -62,7 +62,8 @@ def test_every_mask_of_a_grammar_is_what_earley_says_of_each_token(case: Case) -
     compare(case)
 
 
-def test_a_language_of_brackets_names_and_comments_has_exact_masks() -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: bool) -> None:
     """One grammar with all that hypothesis may miss: names that begin as keywords, a keyword with a
     blank in it, nesting, and tokens of up to five lexemes."""
     rules = {"S": [("S", "c"), ("c",)], "A": [("a", "A", "a"), ("b",)]}
@@ -71,13 +72,36 @@ def test_a_language_of_brackets_names_and_comments_has_exact_masks() -> None:
     tokens = [b"a", b"b", b" ", b"", b"a b", b" b ", b"b b a", b"ab a ", b" a b ", b"b a b", b"ba"]
     case = Case(
         "brackets",
-        compile_grammar(source := written(rules, lexemes, " +")).grammar.to_bytes(),
+        (
+            compiled := compile_grammar(written(rules, lexemes, " +", declared=declared))
+        ).grammar.to_bytes(),
         raw_vocabulary(tokens, (3,)),
-        Lexed(rules, lexemes, " +", "ab ", 10),
+        Lexed(rules, lexemes, " +", "ab ", 10, declared),
         5,
     )
-    assert not compile_grammar(source).conflicts
+    assert not compiled.conflicts
     compare(case)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_lexemes_that_differ_in_length_and_begin_with_newlines_have_exact_masks(
+    declared: bool,
+) -> None:
+    """What a C grammar of AICI's needs: directives that begin with the newline before them, and
+    type names that stand after the names that they are."""
+    rules = {"S": [("S", "n", "e"), ("S", "t", "e"), ("n", "e"), ("t", "e")]}
+    lexemes = {
+        "n": Lexeme("[ab]+", False),
+        "e": Lexeme("ba", True),
+        "t": Lexeme("[ab]*[b][b]", False),
+    }
+    skip = "\n(?:ab*a)?"
+    source = written(rules, lexemes, skip, declared=declared)
+    compiled = compile_grammar(source)
+    assert bool(compiled.warnings) == declared
+    tokens = [b"", b"a", b"b", b"\n", b"b\nb", b"bb", b"abb", b"a\n", b"\nba", b"\nab", b"b\nba"]
+    reference = Lexed(rules, lexemes, skip, "ab\n", 9, declared)
+    compare(Case(source, compiled.grammar.to_bytes(), raw_vocabulary(tokens), reference, 5))
 
 
 @pytest.mark.parametrize(

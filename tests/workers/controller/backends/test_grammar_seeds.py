@@ -36,9 +36,14 @@ def real(name: str) -> TokenizerVocabulary:
     )
 
 
+AICI_C = "C as AICI's grammars are written"
+
+
 @cache
 def compiled(name: str) -> CompiledGrammar:
-    """A grammar of the library."""
+    """A grammar of the library, or ``AICI_C``."""
+    if name == AICI_C:
+        return compile_grammar((SAMPLES / "aici" / "c.y").read_text()).grammar
     return compile_grammar(library.grammar(name)).grammar
 
 
@@ -292,6 +297,38 @@ class _Run:
         return _Run(self._automaton, self._state)
 
 
+# --- the lexer rules of AICI ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def aici_c(vocabulary: TokenizerVocabulary) -> Iterator[Text]:
+    text = Text(AICI_C, vocabulary)
+    with closing(text.guest):
+        yield text
+
+
+def test_a_directive_may_begin_the_text_and_every_line_and_nothing_else(aici_c: Text) -> None:
+    assert {b"#", b"int", b" ", b"\n", b"//"} <= aici_c.texts()
+    aici_c.write("#define A 1 + \\\n  2\n# undef A\nint x; ")
+    following = aici_c.texts()
+    assert b"int" in following
+    assert not any(token.lstrip(b" \t\f").startswith(b"#") for token in following)
+    assert aici_c.can_end()
+
+
+def test_a_name_is_a_type_from_the_letter_on_that_makes_it_one(aici_c: Text) -> None:
+    # What begins a declaration is a type: a name goes on until it ends with _t.
+    aici_c.write("size_")
+    following = aici_c.texts()
+    assert {b"t", b"type", b"x"} <= following
+    assert all(re.match(rb"[A-Za-z0-9_]", token) for token in following)
+    # A value is no type, until it has more letters.
+    aici_c.write("t n = size_t")
+    following = aici_c.texts()
+    assert not {b";", b" ;", b",", b"("} & following
+    assert {b"s", b"_", b"ype"} <= following
+
+
 # --- whole texts ----------------------------------------------------------------------------------
 
 
@@ -310,19 +347,20 @@ def test_samples_can_be_written_and_their_masks_are_exact_on_the_way(
             text.place, text.reference = guest.start(), Recognizer(compiled(name))
             for token in tokens:
                 steps += 1
-                if steps in (3, 10, 22, 50):
+                if steps in (3, 22, 50):
                     text.allowed()
                 text.add(token)
             assert text.can_end()
             guest.end(text.place)
 
 
+@pytest.mark.parametrize(("name", "file"), [("c", "ring.c"), (AICI_C, "aici/words.c")])
 def test_a_c_file_can_be_written_by_the_tokenizer_and_byte_by_byte(
-    vocabulary: TokenizerVocabulary,
+    name: str, file: str, vocabulary: TokenizerVocabulary
 ) -> None:
-    written = min(SAMPLES.glob("*.c"), key=lambda path: path.stat().st_size).read_bytes()
+    written = (SAMPLES / file).read_bytes()
     single = {vocabulary.token(n): n for n in range(vocabulary.size)}
-    guest = guest_of(vocabulary, compiled("c").to_bytes())
+    guest = guest_of(vocabulary, compiled(name).to_bytes())
     with closing(guest):
         for tokens in (
             vocabulary.tokenize(written),
@@ -334,6 +372,15 @@ def test_a_c_file_can_be_written_by_the_tokenizer_and_byte_by_byte(
                 assert guest.append(place, [token]) == 1
             assert guest.complete(place)
             guest.end(place)
+
+
+def test_the_masks_along_a_c_file_under_aicis_lexer_rules_are_exact(aici_c: Text) -> None:
+    text = (SAMPLES / "aici" / "words.c").read_bytes()
+    for step, token in enumerate(aici_c.vocabulary.tokenize(text)):
+        if step % 400 == 0:
+            aici_c.allowed()
+        aici_c.add(token)
+    assert aici_c.allowed() >= {EOS}
 
 
 def test_forced_text_becomes_the_tokenizers_own_tokens(vocabulary: TokenizerVocabulary) -> None:

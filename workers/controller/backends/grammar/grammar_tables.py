@@ -24,6 +24,7 @@ from .....grammars import library
 from .....grammars.regex import RegexError, compile_choice, compile_regex
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
+from .....grammars.yacc.compiled import VERSION
 from .....protocol.errors import Code, UnavailableError
 from .file_cache import FileCache
 from .refusals import refusal
@@ -107,7 +108,7 @@ class GrammarTables:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        self._made_by = version("tokenbus")
+        self._made_by = f"{version('tokenbus')}, tables {VERSION}"
         self._names = frozenset(library.names())
 
     def __call__(self, arg: bytes) -> bytes:
