@@ -218,6 +218,7 @@ class _Numbering:
                         GrammarLexeme(symbol.text, literal, False, number, symbol.offset)
                     )
 
+        unranked = {number for number in by_rule.values() if not precedence[number]}
         kept = [rule for rule in self.rules.values() if rule.name not in lexeme_rules]
         for number, rule in enumerate(kept, 1):
             by_rule[rule.name] = len(names) + number
@@ -232,7 +233,8 @@ class _Numbering:
                     found = f"{alternative.prec.text!r} has no %left, %right or %nonassoc"
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
-            terminals = [symbol for symbol in rhs if symbol < len(names)]
+            # To yacc, a rule of lexemes is a nonterminal: it does not hide the lexeme before it.
+            terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 
         start = by_rule[self.source.start.text]

@@ -117,3 +117,8 @@ def test_an_example_of_a_grammar_with_very_long_texts_is_cut() -> None:
 def test_a_prec_without_conflict_changes_nothing() -> None:
     text = '%start s %left A %% s: "x" %prec A | s "y";'
     assert compile_grammar(text).conflicts == ()
+
+
+def test_a_rule_of_lexemes_does_not_hide_the_precedence_of_the_lexeme_before_it() -> None:
+    text = '%start s %left "+" %% s: s "+" N s | "x"; N: "/[0-9]+/" | "/[A-F]+/";'
+    assert compile_grammar(text).conflicts == ()
