@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.messages import Name, StreamId, module_too_large
+from ..protocol.messages import Name, StreamId, Timeout, module_too_large
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .settings import BrokerSettings
@@ -24,7 +24,7 @@ class RoutingFields(Struct, kw_only=True):
     model: str = ""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     buffers: list[Name] = []
-    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    timeout_s: Timeout | None = None
     controller: str | None = None
 
 
@@ -73,8 +73,6 @@ class Admission:
             if too_large is not None:
                 raise too_large
         controller = (fields.controller or "") if message_type == b"GENERATE" else ""
-        if controller:
-            self._dispatcher.controller_worker(controller)
         role = ROLES[message_type]
         tenant = [session.tenant] if role == "controller" else []
         request = Request(

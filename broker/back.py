@@ -18,11 +18,11 @@ from ..protocol.worker_messages import (
     Unregister,
 )
 from .buffers import Buffers
-from .dispatch import RETRY_AFTER_S, Dispatcher
+from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters
-from .tables import SessionTable, Worker, WorkerState
+from .tables import RETRY_AFTER_S, SessionTable, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -185,11 +185,15 @@ class Back:
             self._relay(worker, word, head, frames)
         elif word == b"HEARTBEAT":
             beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
+            hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
             worker.load = beat.load
+            if hung:
+                self._dispatcher.refill(worker)
         elif word == b"DRAIN":
             decode_as(Drain, frames[2], "msgpack")
             worker.state = WorkerState.DRAINING
+            self._dispatcher.controllers.on_drain(worker)
             log.info("worker %s drains", worker.name)
         elif word == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
@@ -238,8 +242,7 @@ class Back:
         worker.patterns = message.patterns
         worker.default = message.default
         worker.capacity = message.capacity
-        self._dispatcher.refill(worker)
-        self._dispatcher.recheck()
+        self._dispatcher.rebalance()
 
     def _welcome(self, worker: Worker, unknown: list[int]) -> None:
         answer = Registered(
@@ -255,7 +258,7 @@ class Back:
         header = decode_header(head)
         if word == b"VARIABLE":
             # Without a state worker it is dropped: whoever asks asks again.
-            receiver = self._dispatcher.state_worker()
+            receiver = self._dispatcher.controllers.state_worker()
         else:
             receiver = self._dispatcher.workers.get(header.address)
         if receiver is not None:
@@ -263,25 +266,35 @@ class Back:
             self._out.append(Outgoing(_BACK, receiver.peer, (word, sent_by, *frames[2:]), True))
 
     def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
-        """A GPU worker has a request with a controller: a controller worker takes it."""
+        """A GPU worker begins a request with a controller: a controller worker gets its START."""
         request = self._dispatcher.requests.get(decode_header(head).request)
         if request is None or request.worker is not worker or not request.open:
             return
+        if request.controller_started:
+            return
         try:
-            chosen = self._dispatcher.start_controller(request)
+            chosen = self._dispatcher.controllers.start(request)
         except TokenbusError as error:
-            self._dispatcher.refuse_controller(request, error)
+            self._dispatcher.controllers.refuse(request, error)
             return
         sent_by = encode_header(request.id, worker.id)
         given = (b"START", sent_by, frames[2], request.session.tenant)
         self._out.append(Outgoing(_BACK, chosen.peer, given, True))
 
     def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
-        """A worker gives what a stream with ``save`` made."""
+        """A stream with ``save`` is about to end: its tokens become a buffer of its session."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
-        session = self._sessions.by_id.get(decode_header(head).address)
-        if session is not None:
+        header = decode_header(head)
+        session = self._sessions.by_id.get(header.address)
+        if session is None:
+            return
+        try:
             self._buffers.keep(session, message.name, frames[3])
+        except TokenbusError as error:
+            request = self._dispatcher.requests.get(header.request)
+            if request is not None:
+                error.path = "$.save"
+                self._dispatcher.abandon(request, error)
 
     def _lose(self, worker: Worker, why: str) -> None:
         self._by_peer.pop(worker.peer, None)

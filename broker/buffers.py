@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..protocol.buffers import buffer_bytes
-from ..protocol.errors import Code, RequestError
+from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import Buffer
 from .settings import BrokerSettings
-from .tables import Session
+from .tables import RETRY_AFTER_S, Session
 
 
 class Buffers:
@@ -14,26 +14,48 @@ class Buffers:
 
     def __init__(self, settings: BrokerSettings) -> None:
         self._settings = settings
+        self._bytes = 0
+        """Of all sessions together."""
 
     def on_message(self, session: Session, message: Buffer, attachments: list[bytes]) -> None:
         """A client's ``BUFFER``: keeps one, or drops it."""
         kept = buffer_bytes(message, tuple(attachments))
         if kept is None:
-            session.buffer_bytes -= len(session.buffers.pop(message.name, b""))
+            self._add(session, -len(session.buffers.pop(message.name, b"")))
         else:
             self.keep(session, message.name, kept)
 
     def keep(self, session: Session, name: str, kept: bytes) -> None:
-        """Keeps a buffer for a session; raises ``too_large`` where it does not fit."""
-        total = session.buffer_bytes - len(session.buffers.get(name, b"")) + len(kept)
-        if total > self._settings.max_buffer_bytes:
+        """Keeps a buffer for a session; raises ``too_large`` or ``queue_full`` beyond a bound."""
+        settings = self._settings
+        added = len(kept) - len(session.buffers.get(name, b""))
+        total = session.buffer_bytes + added
+        if total > settings.max_buffer_bytes:
             raise RequestError(
                 Code.TOO_LARGE,
                 f"with the buffer {name!r} this session's buffers would have {total} bytes; "
-                f"{self._settings.max_buffer_bytes} are allowed",
+                f"{settings.max_buffer_bytes} are allowed",
+            )
+        if name not in session.buffers and len(session.buffers) >= settings.max_buffers:
+            raise RequestError(
+                Code.TOO_LARGE,
+                f"with the buffer {name!r} this session would have {len(session.buffers) + 1} "
+                f"buffers; {settings.max_buffers} are allowed",
+            )
+        if self._bytes + added > settings.max_total_buffer_bytes:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"with the buffer {name!r} the buffers of all sessions would have "
+                f"{self._bytes + added} bytes; {settings.max_total_buffer_bytes} are allowed",
+                retry_after_s=RETRY_AFTER_S,
             )
         session.buffers[name] = kept
-        session.buffer_bytes = total
+        self._add(session, added)
+
+    def drop_all(self, session: Session) -> None:
+        """A session has ended."""
+        session.buffers.clear()
+        self._add(session, -session.buffer_bytes)
 
     def named(self, session: Session, names: list[str]) -> list[bytes]:
         """The buffers that a request names; raises ``unknown_buffer``."""
@@ -45,3 +67,7 @@ class Buffers:
                     path=f"$.buffers[{index}]",
                 )
         return [session.buffers[name] for name in names]
+
+    def _add(self, session: Session, added: int) -> None:
+        session.buffer_bytes += added
+        self._bytes += added

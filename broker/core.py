@@ -40,7 +40,7 @@ class Broker:
         self.dispatcher = dispatcher = Dispatcher(settings, self._out)
         buffers = Buffers(settings)
         self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
-        self._sessions = Sessions(settings, table, dispatcher, self._out, ids)
+        self._sessions = Sessions(settings, table, dispatcher, buffers, self._out, ids)
         self._front = Front(
             settings,
             table,

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Literal
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, encode_header
 from ..protocol.messages import Cancel, System
-from ..protocol.worker_messages import ANY_MODULE, End, Lost
+from .controllers import Controllers
+from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
-from .tables import Request, Worker, WorkerState
+from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
 EMBEDDED = "embedded"
 """The model that a request without a name means where several are served."""
-
-RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
@@ -29,7 +27,8 @@ class Dispatcher:
         self.workers: dict[int, Worker] = {}
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self.controllers = Controllers(self.workers, out)
+        self.deadlines = Deadlines()
 
     @property
     def queued(self) -> int:
@@ -42,16 +41,13 @@ class Dispatcher:
         """Takes a request in: to a worker, into its queue, or raises what is wrong."""
         candidates = self._candidates(request.role, request.model)
         free = [w for w in candidates if self._accepts(w)]
-        if not free and self.queued >= self._settings.max_queued:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"{self.queued} requests wait already, which is the most; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        if not free:
+            self._check_queues(request)
+        if request.controller:
+            self.controllers.assign(request, self.controllers.choose(request.controller))
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.id))
+        self.deadlines.add(request)
         if free:
             self._start(request, self._least_loaded(free, request.model))
             return
@@ -93,8 +89,9 @@ class Dispatcher:
             return
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
+        self.deadlines.remove(request)
         if request.controller:
-            self._end_controller(request)
+            self.controllers.end(request)
         worker = request.worker
         if worker is None:
             self._dequeue(request)
@@ -105,8 +102,7 @@ class Dispatcher:
 
     def expire(self, now: float) -> None:
         """Ends the requests whose time has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, number = heapq.heappop(self._deadlines)
+        for number in self.deadlines.due(now):
             request = self.requests.get(number)
             if request is not None and request.open:
                 self.cancel(request, "timeout")
@@ -116,22 +112,26 @@ class Dispatcher:
     def add(self, worker: Worker) -> None:
         """A worker has registered: it takes what waits for it."""
         self.workers[worker.id] = worker
-        self.refill(worker)
+        self.rebalance()
 
     def remove(self, worker: Worker, error: TokenbusError) -> None:
-        """A worker is gone: its clients are told, and what only it could serve is refused."""
+        """A worker is gone: its streams end with ``error``, and what only it served is refused."""
         if self.workers.pop(worker.id, None) is None:
             return
-        self._tell_lost(worker)
+        self.controllers.on_lost(worker)
         for request in list(worker.requests.values()):
             worker.requests.pop(request.id, None)
             if request.open:
                 self._out.error(request, error)
             self.forget(request)
-        self.recheck()
+        self.rebalance()
 
-    def recheck(self) -> None:
-        """Refuses queued requests that no worker serves any more."""
+    def rebalance(self) -> None:
+        """The workers, or what they serve, have changed.
+
+        Refuses waiting requests that no worker serves any more, and starts those that a worker now
+        has room for.
+        """
         for (role, model), queue in list(self.queues.items()):
             try:
                 self._candidates(role, model)
@@ -139,20 +139,30 @@ class Dispatcher:
                 for request in list(queue):
                     self._out.error(request, error)
                     self.forget(request)
+        if self.queues:
+            for worker in list(self.workers.values()):
+                self.refill(worker)
 
     def refill(self, worker: Worker) -> None:
-        """Starts waiting requests on a worker while it has room."""
-        for role, model in list(self.queues):
-            if role != worker.role or worker not in self._serving(role, model):
-                continue
-            while self._accepts(worker):
-                queue = self.queues.get((role, model))
-                request = queue.pop() if queue is not None else None
-                if request is None:
-                    break
-                if not queue:
-                    self.queues.pop((role, model), None)
-                self._start(request, worker)
+        """Starts waiting requests on a worker while it has room.
+
+        The highest priority first; between models of the same priority, the queues take turns.
+        """
+        if not self._accepts(worker):
+            return
+        served = {
+            (role, model): queue
+            for (role, model), queue in self.queues.items()
+            if role == worker.role and worker in self._serving(role, model)
+        }
+        while served and self._accepts(worker):
+            key = max(served, key=lambda key: served[key].priority)
+            queue = served.pop(key)
+            del self.queues[key]
+            request = queue.pop()
+            if queue:
+                served[key] = self.queues[key] = queue
+            self._start(request, worker)
 
     def say_places(self) -> None:
         """Tells every client whose request waits at which place it is now."""
@@ -166,89 +176,11 @@ class Dispatcher:
         names = {w.default for w in self.workers.values() if w.default}
         return names.pop() if len(names) == 1 else EMBEDDED if EMBEDDED in names else ""
 
-    # --- controllers ----------------------------------------------------------------------------
-
-    def controller_worker(self, name: str) -> Worker:
-        """The least filled worker that runs the controller ``name``, or raises why there is none.
-
-        One that serves it by its name goes before those that take any module.
-        """
-        workers = [w for w in self.workers.values() if w.role == "controller"]
-        if not workers:
-            raise UnavailableError(
-                Code.NO_WORKER,
-                "no controller worker is running; start one, or try again in a moment",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        serving = [w for w in workers if name in w.patterns] or self.module_workers()
-        if not serving:
-            names = ", ".join(sorted({p for w in workers for p in w.patterns}))
-            raise RequestError(
-                Code.UNKNOWN_CONTROLLER,
-                f"no worker serves the controller {name!r}; served are: {names}",
-                path="$.controller",
-            )
-        free = [w for w in serving if w.state is WorkerState.READY and w.fill < 1]
-        if not free:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                "every controller worker is full or draining; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return min(free, key=lambda w: (w.fill, w.id))
-
-    def module_workers(self) -> list[Worker]:
-        """The controller workers that run uploaded modules."""
-        every = self.workers.values()
-        return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
-
-    def start_controller(self, request: Request) -> Worker:
-        """Chooses the worker of a request's controller."""
-        worker = self.controller_worker(request.controller)
-        request.steered_by = worker
-        worker.steers[request.id] = request
-        return worker
-
-    def state_worker(self) -> Worker | None:
-        """The worker that keeps the variables."""
-        workers = [w for w in self.workers.values() if w.role == "state"]
-        return min(workers, key=lambda w: w.id, default=None)
-
-    def refuse_controller(self, request: Request, error: TokenbusError) -> None:
-        """Tells a request's GPU worker that it has no controller."""
-        if request.worker is not None:
-            self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
-
-    def _end_controller(self, request: Request) -> None:
-        body = End(requests=[request.id])
-        steering, state = request.steered_by, self.state_worker()
-        if steering is not None and steering.steers.pop(request.id, None) is not None:
-            self._out.to_worker(steering, b"END", body)
-        if state is not None:
-            self._out.to_worker(state, b"END", body)
-
-    def _tell_lost(self, worker: Worker) -> None:
-        """A controller worker is gone: the GPU workers end what it steered."""
-        by_gpu: dict[int, list[int]] = {}
-        for request in worker.steers.values():
-            request.steered_by = None
-            if request.worker is not None:
-                by_gpu.setdefault(request.worker.id, []).append(request.id)
-        worker.steers.clear()
-        error = UnavailableError(
-            Code.WORKER_LOST,
-            f"the worker {worker.name} that ran this stream's controller is gone; send it again",
-            retry_after_s=RETRY_AFTER_S,
-        )
-        for gpu, requests in by_gpu.items():
-            if gpu in self.workers:
-                self._out.to_worker(self.workers[gpu], b"LOST", _lost(requests, error))
-
     # --- inside ---------------------------------------------------------------------------------
 
     def _serving(self, role: str, model: str) -> list[Worker]:
         if role == "controller":
-            return self.module_workers()
+            return self.controllers.module_workers()
         workers = [w for w in self.workers.values() if w.role == role]
         if not model:
             default = self.default_model()
@@ -280,10 +212,26 @@ class Dispatcher:
             path="$.model",
         )
 
+    def _check_queues(self, request: Request) -> None:
+        """Raises ``queue_full`` where one more request cannot wait."""
+        settings, queues = self._settings, self.queues.values()
+        size = sum(queue.bytes for queue in queues) + request.bytes
+        if self.queued >= settings.max_queued or size > settings.max_queued_bytes:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"{self.queued} requests wait for a worker already; with this one they would have "
+                f"{size} bytes, of {settings.max_queued_bytes} that are allowed, or be more than "
+                f"{settings.max_queued}; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
     def _accepts(self, worker: Worker) -> bool:
-        hung = worker.step_age_s is not None and worker.step_age_s > self._settings.hung_step_s
         room = len(worker.requests) < worker.capacity
-        return worker.state is WorkerState.READY and room and not hung
+        return worker.state is WorkerState.READY and room and not self.is_hung(worker)
+
+    def is_hung(self, worker: Worker) -> bool:
+        """Whether a worker's step in progress has run for so long that it counts as hung."""
+        return worker.step_age_s is not None and worker.step_age_s > self._settings.hung_step_s
 
     @staticmethod
     def _least_loaded(workers: list[Worker], model: str) -> Worker:
@@ -321,13 +269,3 @@ class Dispatcher:
             place=place,
         )
         self._out.to_session(request.session, b"SYSTEM", notice)
-
-
-def _lost(requests: list[int], error: TokenbusError) -> Lost:
-    return Lost(
-        requests=requests,
-        code=error.code,
-        message=error.message,
-        path=error.path,
-        retry_after_s=error.retry_after_s,
-    )

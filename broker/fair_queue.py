@@ -19,6 +19,13 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[int, OrderedDict[int, Request]]] = {}
         self._length = 0
+        self.bytes = 0
+        """The size of the requests that wait here."""
+
+    @property
+    def priority(self) -> int:
+        """The priority of the request whose turn it is; the queue must not be empty."""
+        return max(self._levels)
 
     def __len__(self) -> int:
         return self._length
@@ -34,6 +41,7 @@ class FairQueue:
         level = self._levels.setdefault(request.priority, OrderedDict())
         level.setdefault(request.session.id, OrderedDict())[request.id] = request
         self._length += 1
+        self.bytes += request.bytes
 
     def remove(self, request: Request) -> bool:
         """Takes a request out wherever it stands; whether it was there."""
@@ -42,17 +50,16 @@ class FairQueue:
         if waiting is None or waiting.pop(request.id, None) is None:
             return False
         self._length -= 1
+        self.bytes -= request.bytes
         if not waiting:
             del level[request.session.id]
         if not level:
             del self._levels[request.priority]
         return True
 
-    def pop(self) -> Request | None:
-        """The request whose turn it is."""
-        if not self._levels:
-            return None
-        level = self._levels[max(self._levels)]
+    def pop(self) -> Request:
+        """Takes out the request whose turn it is; the queue must not be empty."""
+        level = self._levels[self.priority]
         session, waiting = next(iter(level.items()))
         request = next(iter(waiting.values()))
         self.remove(request)

@@ -8,6 +8,7 @@ from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token
 from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Hello, Ping, Pong, Welcome
+from .buffers import Buffers
 from .dispatch import Dispatcher
 from .outgoing import Outgoings
 from .settings import BrokerSettings
@@ -22,12 +23,14 @@ class Sessions:
         settings: BrokerSettings,
         table: SessionTable,
         dispatcher: Dispatcher,
+        buffers: Buffers,
         out: Outgoings,
         ids: Iterator[int],
     ) -> None:
         self._settings = settings
         self._table = table
         self._dispatcher = dispatcher
+        self._buffers = buffers
         self._out = out
         self._ids = ids
 
@@ -126,6 +129,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """Ends a session and every stream of it."""
         self._table.remove(session)
+        self._buffers.drop_all(session)
         for request in list(session.streams.values()):
             self._dispatcher.abandon(request)
 

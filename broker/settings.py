@@ -23,10 +23,16 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Requests that wait for a worker, of all models together."""
+    max_queued_bytes: int = 1024 * 1024 * 1024
+    """All waiting requests together, with their attachments and buffers."""
     max_streams: int = 4_096
     """Live streams of one session."""
     max_buffer_bytes: int = 64 * 1024 * 1024
     """All buffers of one session together."""
+    max_total_buffer_bytes: int = 1024 * 1024 * 1024
+    """All buffers of all sessions together."""
+    max_buffers: int = 4_096
+    """Buffers of one session."""
     max_pending_bytes: int = 4 * 1024 * 1024
     """What waits for a client that does not read; beyond it, its streams end."""
     drain_s: float = 30.0

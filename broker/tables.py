@@ -10,6 +10,9 @@ from fnmatch import fnmatchcase
 from ..protocol.bodies import Encoding
 from ..protocol.messages import ModelInfo
 
+RETRY_AFTER_S = 1.0
+"""When to try again what found no worker, in seconds."""
+
 
 class WorkerState(Enum):
     """Whether a worker takes new requests."""
@@ -113,7 +116,7 @@ class Worker:
     load: dict[str, float] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
-    """Of a controller worker: the requests whose controllers it runs."""
+    """Of a controller worker: the requests whose controllers it runs, or has a place for."""
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""
@@ -149,8 +152,15 @@ class Request:
     """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
     worker: Worker | None = None
     steered_by: Worker | None = None
-    """The worker that runs its controller."""
+    """The worker that runs its controller, or has a place reserved for it."""
+    controller_started: bool = False
+    """Whether its controller has begun: START went to a controller worker."""
     place: int = 0
     """The place in its queue that was last reported to its client."""
     open: bool = True
     """Whether the client still waits for it; a closed one only waits for the worker's end."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of what waits to be sent to its worker."""
+        return sum(map(len, self.frames))

@@ -25,8 +25,12 @@ MAX_MODULE_BYTES = 16 * 1024 * 1024
 MAX_FRAMES = 64
 """Frames of a client's message at most: the type, the body and the attachments."""
 
+MAX_TIMEOUT_S = 86_400.0
+"""The longest ``timeout_s`` of a request, in seconds: a day."""
+
 StreamId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Count = Annotated[int, Meta(ge=0)]
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 
@@ -72,7 +76,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """What the controller is given: text as it is, anything else as JSON."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first."""
-    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    timeout_s: Timeout | None = None
     """End the stream, with ``timeout``, this many seconds after it arrived."""
 
 
@@ -87,7 +91,7 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     text: bool = False
     """Each TOKEN also carries its token's text."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    timeout_s: Timeout | None = None
 
 
 class Cancel(Struct, kw_only=True, omit_defaults=True):

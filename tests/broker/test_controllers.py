@@ -239,3 +239,95 @@ def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
         [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
         assert msgspec.json.decode(out.frames[1])["code"] == "unknown_type"
     assert bench.to_worker("a") == []
+
+
+# --- reservations: the controller worker is chosen once, when the request is accepted -------------
+
+
+def accepted(bench: Bench, stream: int = 1) -> Header:
+    """A request with a controller that its GPU worker has not begun yet; its header."""
+    assert bench.client("c", "GENERATE", generate(stream, controller="mine")) == []
+    [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
+    return header
+
+
+def start(bench: Bench, header: Header) -> str:
+    """The GPU worker begins a controller; the name of the worker that receives its START."""
+    [out] = [
+        m
+        for m in bench.say("gpu", "START", START, Header(header.request))
+        if m.frames[0] in (b"START", b"LOST")
+    ]
+    return out.peer[1:].decode() + ":" + out.frames[0].decode()
+
+
+def test_the_worker_that_was_chosen_at_admission_gets_the_start(bench: Bench) -> None:
+    controller_worker(bench, "a", capacity=2)
+    headers = [accepted(bench, 1), accepted(bench, 2)]
+    # Another one is there now and empty, but the choice has been made.
+    controller_worker(bench, "b", capacity=2)
+    assert [start(bench, h) for h in headers] == ["a:START", "a:START"]
+
+
+def test_a_reservation_counts_towards_the_load(bench: Bench) -> None:
+    a, b = controller_worker(bench, "a", capacity=2), controller_worker(bench, "b", capacity=2)
+    for stream in range(4):
+        accepted(bench, stream)
+    workers = bench.broker.dispatcher.workers
+    assert [len(workers[w].steers) for w in (a, b)] == [2, 2]
+    # What was accepted is never refused at its START for want of room.
+    [(_, error)] = bench.client("c", "GENERATE", generate(9, controller="mine"))
+    assert error["code"] == "queue_full"
+
+
+def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Bench) -> None:
+    a = controller_worker(bench, "a", capacity=1)
+    bench.worker("state", role="state", patterns=[], default="")
+    header = accepted(bench)
+    end = Token(token=None, stream_id=1, logprob=None, finish_reason="cancelled")
+    bench.sent.clear()
+    bench.tokens("gpu", header, end, final=True)
+    assert not bench.broker.dispatcher.workers[a].steers
+    # Neither the controller worker nor the state worker has received anything of it: no END.
+    assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
+    bench.to_client("c")
+    accepted(bench, 2)
+
+
+def test_a_request_that_is_refused_reserves_nothing(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    for fields in ({"model": "unknown"}, {"buffers": ["none"]}):
+        [(word, _)] = bench.client("c", "GENERATE", generate(1, controller="mine", **fields))
+        assert word == "ERROR"
+    accepted(bench, 1)
+    [(_, error)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert error["code"] == "duplicate_stream"
+    assert len(bench.broker.dispatcher.workers[a].steers) == 1
+
+
+def test_when_the_reserved_worker_is_lost_before_the_start_another_is_chosen(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    header = accepted(bench)
+    controller_worker(bench, "b")
+    bench.sent.clear()
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
+    assert bodies(bench, "gpu", "LOST", Lost) == []
+    assert start(bench, header) == "b:START"
+
+
+def test_when_the_reserved_worker_drains_before_the_start_another_is_chosen(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    begun(bench, 1)
+    header = accepted(bench, 2)
+    controller_worker(bench, "b")
+    bench.say("a", "DRAIN", {"reason": "restart"})
+    assert start(bench, header) == "b:START"
+    # What runs on the draining one stays there.
+    [draining] = [w for w in bench.broker.dispatcher.workers.values() if w.name == "a"]
+    assert len(draining.steers) == 1
+
+
+def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
+    controller_worker(bench, "a")
+    header = begun(bench)
+    assert bench.say("gpu", "START", START, Header(header.request)) == []

@@ -129,7 +129,7 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
     count = 3000
     for i in range(count):
         worker.send_multipart([b"TOKEN", head, b"%d" % i])
-    got = []
+    got: list[int] = []
     while len(got) < count:
         word, body = client.recv_multipart()
         if word == b"TOKEN":

@@ -1,0 +1,132 @@
+"""Which controller worker runs the controller of a request: reserved, started, ended, lost."""
+
+from __future__ import annotations
+
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.worker_messages import ANY_MODULE, End, Lost
+from .outgoing import Outgoings
+from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
+
+
+class Controllers:
+    """Chooses a controller worker when a request is accepted, and keeps to the choice.
+
+    A request is in ``steers`` of the worker that is in its ``steered_by``, from its reservation to
+    its end, and counts towards that worker's load.
+    """
+
+    def __init__(self, workers: dict[int, Worker], out: Outgoings) -> None:
+        self._workers = workers
+        self._out = out
+
+    def module_workers(self) -> list[Worker]:
+        """The controller workers that run uploaded modules."""
+        every = self._workers.values()
+        return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
+
+    def choose(self, name: str) -> Worker:
+        """The least filled worker that runs the controller ``name``, or raises why there is none.
+
+        A worker that registered that name goes before those that run any module.
+        """
+        workers = [w for w in self._workers.values() if w.role == "controller"]
+        if not workers:
+            raise UnavailableError(
+                Code.NO_WORKER,
+                "no controller worker is running; start one, or try again in a moment",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        serving = [w for w in workers if name in w.patterns] or self.module_workers()
+        if not serving:
+            names = ", ".join(sorted({p for w in workers for p in w.patterns}))
+            raise RequestError(
+                Code.UNKNOWN_CONTROLLER,
+                f"no worker serves the controller {name!r}; served are: {names}",
+                path="$.controller",
+            )
+        free = [w for w in serving if w.state is WorkerState.READY and w.fill < 1]
+        if not free:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"every controller worker that serves {name!r} is full or draining; "
+                "try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return min(free, key=lambda w: (w.fill, w.id))
+
+    def assign(self, request: Request, worker: Worker) -> None:
+        """Reserves a place for a request's controller on ``worker``."""
+        request.steered_by = worker
+        worker.steers[request.id] = request
+
+    def start(self, request: Request) -> Worker:
+        """The worker that begins a request's controller now.
+
+        The reserved one; where that one is gone or draining, another, or raises why there is none.
+        """
+        if request.steered_by is None:
+            self.assign(request, self.choose(request.controller))
+        assert request.steered_by is not None
+        request.controller_started = True
+        return request.steered_by
+
+    def refuse(self, request: Request, error: TokenbusError) -> None:
+        """Notifies a request's GPU worker that its controller cannot start."""
+        if request.worker is not None:
+            self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
+
+    def end(self, request: Request) -> None:
+        """A request has ended: its place is free, and its controller and variables go."""
+        worker = request.steered_by
+        self._release(request)
+        if not request.controller_started:
+            return
+        body = End(requests=[request.id])
+        if worker is not None:
+            self._out.to_worker(worker, b"END", body)
+        state = self.state_worker()
+        if state is not None:
+            self._out.to_worker(state, b"END", body)
+
+    def on_drain(self, worker: Worker) -> None:
+        """A worker drains: what it has not begun yet is for another."""
+        for request in list(worker.steers.values()):
+            if not request.controller_started:
+                self._release(request)
+
+    def on_lost(self, worker: Worker) -> None:
+        """A worker is gone: GPU workers end what it ran; what it had not begun is for another."""
+        by_gpu: dict[int, list[int]] = {}
+        for request in list(worker.steers.values()):
+            self._release(request)
+            if request.controller_started and request.worker is not None:
+                by_gpu.setdefault(request.worker.id, []).append(request.id)
+        error = UnavailableError(
+            Code.WORKER_LOST,
+            f"the worker {worker.name} that ran this stream's controller is gone; send it again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        for gpu, requests in by_gpu.items():
+            if gpu in self._workers:
+                self._out.to_worker(self._workers[gpu], b"LOST", _lost(requests, error))
+
+    def state_worker(self) -> Worker | None:
+        """The worker that keeps the variables."""
+        workers = [w for w in self._workers.values() if w.role == "state"]
+        return min(workers, key=lambda w: w.id, default=None)
+
+    @staticmethod
+    def _release(request: Request) -> None:
+        if request.steered_by is not None:
+            request.steered_by.steers.pop(request.id, None)
+            request.steered_by = None
+
+
+def _lost(requests: list[int], error: TokenbusError) -> Lost:
+    return Lost(
+        requests=requests,
+        code=error.code,
+        message=error.message,
+        path=error.path,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,47 @@
+"""When requests end by their ``timeout_s``."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from .tables import Request
+
+REBUILD_ABOVE = 64
+
+
+class Deadlines:
+    """The deadlines of live requests, earliest first.
+
+    An entry in the middle of a heap cannot be removed cheaply, so those of requests that ended stay
+    until they are the majority; then the heap is rebuilt.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._live: set[int] = set()
+
+    def __len__(self) -> int:
+        """Entries that are kept, those of ended requests included."""
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        """Adds a request that may have a deadline."""
+        if request.deadline is not None:
+            self._live.add(request.id)
+            heapq.heappush(self._heap, (request.deadline, request.id))
+
+    def remove(self, request: Request) -> None:
+        """A request has ended."""
+        self._live.discard(request.id)
+        if len(self._heap) > 2 * len(self._live) + REBUILD_ABOVE:
+            self._heap = [entry for entry in self._heap if entry[1] in self._live]
+            heapq.heapify(self._heap)
+
+    def due(self, now: float) -> Iterator[int]:
+        """The ids of requests whose deadline has passed, each once."""
+        while self._heap and self._heap[0][0] <= now:
+            _, number = heapq.heappop(self._heap)
+            if number in self._live:
+                self._live.remove(number)
+                yield number

@@ -1,0 +1,67 @@
+"""Buffers of a session: kept, named by requests, bounded; a ``save`` that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import encode_header
+from tokenbus.protocol.messages import Buffer, Token
+
+from .bench import Bench, generate, peer_of
+
+
+def buffer(bench: Bench, client: str, name: str, **fields: Any) -> list[str]:
+    """Sends a ``BUFFER``; the codes of the errors that answer it."""
+    answers = bench.client(client, "BUFFER", {"name": name, **fields})
+    return [body["code"] for _, body in answers]
+
+
+def test_a_save_that_is_too_large_ends_its_stream_with_an_error() -> None:
+    bench = Bench(max_buffer_bytes=20)
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1, save="out"))
+    [(_, header)] = bench.to_worker("a")
+    head = encode_header(header.request, header.address)
+    frames = [b"BUFFER", head, encode_body(Buffer(name="out"), "msgpack"), b"t" + bytes(40)]
+    bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
+    [(word, error)] = bench.to_client("c")
+    assert (word, error["code"], error["stream_id"]) == ("ERROR", "too_large", 1)
+    assert error["path"] == "$.save"
+    assert "out" in error["message"]
+    assert bench.broker.counters.bad_worker_messages == 0
+    # The worker ends the stream as it would have, and nothing of it is left.
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("a", header, end, final=True)
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_session_has_a_bounded_number_of_buffers() -> None:
+    bench = Bench(max_buffers=2)
+    assert buffer(bench, "c", "a", text="") == buffer(bench, "c", "b", text="") == []
+    assert buffer(bench, "c", "c", text="") == ["too_large"]
+    assert buffer(bench, "c", "b", text="other") == []
+    assert buffer(bench, "c", "a") == []
+    assert buffer(bench, "c", "c", text="") == []
+
+
+def test_all_sessions_together_have_a_bounded_number_of_bytes() -> None:
+    bench = Bench(max_total_buffer_bytes=100)
+    assert buffer(bench, "c", "a", text="x" * 90) == []
+    assert buffer(bench, "d", "a", text="x" * 90) == ["queue_full"]
+    assert buffer(bench, "c", "a", text="y" * 95) == []
+    bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
+    assert buffer(bench, "d", "a", text="x" * 90) == []
+
+
+@pytest.mark.parametrize("fields", [{"text": "x" * 30}, {"tokens": [1] * 9}])
+def test_a_buffer_that_is_refused_leaves_the_one_of_its_name(fields: dict[str, Any]) -> None:
+    bench = Bench(max_buffer_bytes=20)
+    bench.worker("a")
+    assert buffer(bench, "c", "b", text="kept") == []
+    assert buffer(bench, "c", "b", **fields) == ["too_large"]
+    bench.client("c", "GENERATE", generate(1, buffers=["b"]))
+    [message] = [m for m in bench.sent if m.frames[0] == b"GENERATE"]
+    assert message.frames[-1] == b"skept"
