@@ -21,10 +21,11 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.messages import ModelInfo, Status, StoredModule, System, Token
-from .async_client import AsyncClient, AsyncStream
-from .client import Client, Stream
+from .async_client import AsyncClient
+from .client import Client
 from .request_options import GenerateOptions, RequestOptions
 from .results import GeneratedSequence, Scores
+from .streams import AsyncStream, Stream
 
 __all__ = [
     "AsyncClient",

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections import deque
-from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from ..protocol.errors import TokenbusError
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, System, Token
+from ..protocol.messages import ModelInfo, Msg, Status, StoredModule
 from ..protocol.settings import load
-from .calls import Call, Ended, Event
+from .calls import Call
 from .connection import Connection, Delivery
 from .request_options import (
     ASK_S,
@@ -35,7 +32,8 @@ from .request_options import (
     tags_call,
     upload_call,
 )
-from .results import GeneratedSequence, Scores, Sequences, check_text, describe
+from .results import GeneratedSequence, Scores
+from .streams import AsyncStream
 
 
 def _hand_out(ready: Delivery) -> None:
@@ -72,13 +70,13 @@ class AsyncClient:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Begins a stream of tokens that continue ``prompt``; see ``Client.generate``."""
-        return AsyncStream(self, generate_call(prompt, options), options.get("on_system"))
+        return self._stream(generate_call(prompt, options), options.get("on_system"))
 
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]
     ) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
-        stream = AsyncStream(self, score_call(prompt, scored, options), options.get("on_system"))
+        stream = self._stream(score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = await stream.wait() or [GeneratedSequence(0)]
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
@@ -141,137 +139,10 @@ class AsyncClient:
         self._loops[:] = [loop]
 
     async def _ask(self, call: Call) -> Msg:
-        stream = AsyncStream(self, call, None)
+        stream = self._stream(call, None)
         await stream.wait()
-        return stream._answer or Msg(stream_id=0)
+        return stream.answer or Msg(stream_id=0)
 
-
-class AsyncStream:
-    """The tokens of one request, as they come; see ``Stream``. One task reads it."""
-
-    def __init__(self, client: AsyncClient, call: Call, on_system: OnSystem | None) -> None:
-        self._connection = client._connection
-        self._client = client
-        self._call = call
-        self._on_system = on_system
-        self._collected = Sequences()
-        self._entries: deque[Token] = deque()
-        self._arrived = asyncio.Event()
-        self._answer: Msg | None = None
-        self._over = True
-        self._error: TokenbusError | None = None
-        client._enter_loop()
-        this = weakref.ref(self)
-
-        def take(events: list[Event]) -> None:
-            stream = this()
-            if stream is not None:
-                stream._arrive(events)
-
-        call.take = take
-        self._connection.submit(call)
-        self._over = False
-
-    @property
-    def sequences(self) -> list[GeneratedSequence]:
-        """The sequences as far as they were read: with the entry of the loop, and none after it."""
-        return self._collected.listed()
-
-    @property
-    def text(self) -> Coroutine[Any, Any, str]:
-        """``await stream.text``: the text of the first sequence, read to its end.
-
-        Raises ValueError where the request did not ask for text.
-        """
-        check_text(self._call)
-        return self._text()
-
-    @property
-    def tokens(self) -> Coroutine[Any, Any, list[int]]:
-        """``await stream.tokens``: the tokens of the first sequence, read to its end."""
-        return self._tokens()
-
-    async def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; all sequences."""
-        async for _ in self:
-            pass
-        return self.sequences
-
-    def close(self) -> None:
-        """Cancels the request, if it is not over."""
-        if not self._over:
-            self._over = True
-            self._connection.cancel(self._call)
-            self._arrived.set()
-
-    def __aiter__(self) -> AsyncEntries:
-        return AsyncEntries(self)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_over", True):
-            self._connection.cancel(self._call)
-
-    def __repr__(self) -> str:
-        return f"<AsyncStream {self._call.number}: {describe(self._over, self.sequences)}>"
-
-    async def _text(self) -> str:
-        return next((s.text for s in await self.wait()), "")
-
-    async def _tokens(self) -> list[int]:
-        return next((s.tokens for s in await self.wait()), [])
-
-    def _arrive(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
-                case Token():
-                    self._entries.append(event)
-                case System():
-                    if self._on_system is not None:
-                        self._on_system(event)
-                case Msg():
-                    self._answer = event
-                case Ended(error):
-                    self._over = True
-                    self._error = error
-        self._arrived.set()
-
-
-class AsyncEntries:
-    """Iterates the entries of a stream, and cancels it when it is left before the end."""
-
-    def __init__(self, stream: AsyncStream) -> None:
-        self._stream = stream
-        self._done = False
-
-    def __aiter__(self) -> AsyncEntries:
-        return self
-
-    async def __anext__(self) -> Token:
-        stream = self._stream
-        while not stream._entries and not stream._over:
-            stream._arrived.clear()
-            await stream._arrived.wait()
-        if stream._entries:
-            entry = stream._entries.popleft()
-            stream._collected.add(entry)
-            return entry
-        self._done = True
-        error = stream._error or stream._collected.failure()
-        if error is not None:
-            raise error.with_traceback(None)
-        raise StopAsyncIteration
-
-    def __del__(self) -> None:
-        if not self._done:
-            self._stream.close()
+    def _stream(self, call: Call, on_system: OnSystem | None) -> AsyncStream:
+        self._enter_loop()
+        return AsyncStream(self, self._connection, call, on_system)

@@ -1,24 +1,20 @@
-"""``Client``: the blocking client, and the streams that it reads."""
+"""``Client``: the blocking client."""
 
 from __future__ import annotations
 
-import queue
 import weakref
-from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ..protocol.errors import TokenbusError
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, System, Token
+from ..protocol.messages import ModelInfo, Msg, Status, StoredModule
 from ..protocol.settings import load
-from .calls import Call, Ended, Event
+from .calls import Call
 from .connection import Connection, Delivery
 from .request_options import (
     ASK_S,
     UPLOAD_S,
     GenerateOptions,
-    OnSystem,
     Prompt,
     RequestOptions,
     buffer_call,
@@ -33,7 +29,8 @@ from .request_options import (
     tags_call,
     upload_call,
 )
-from .results import GeneratedSequence, Scores, Sequences, check_text, describe
+from .results import GeneratedSequence, Scores
+from .streams import Stream
 
 
 def _deliver(ready: Delivery) -> None:
@@ -72,11 +69,13 @@ class Client:
         is read: RequestError where the request is wrong, UnavailableError, RequestTimeoutError,
         ControllerError, SlowClientError, ServiceError.
         """
-        return Stream(self, generate_call(prompt, options), options.get("on_system"))
+        call = generate_call(prompt, options)
+        return Stream(self, self._connection, call, options.get("on_system"))
 
     def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
-        stream = Stream(self, score_call(prompt, scored, options), options.get("on_system"))
+        call = score_call(prompt, scored, options)
+        stream = Stream(self, self._connection, call, options.get("on_system"))
         [sequence] = stream.wait() or [GeneratedSequence(0)]
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
@@ -134,137 +133,6 @@ class Client:
         self.close()
 
     def _ask(self, call: Call) -> Msg:
-        stream = Stream(self, call, None)
+        stream = Stream(self, self._connection, call, None)
         stream.wait()
-        return stream._answer or Msg(stream_id=0)
-
-
-class Stream:
-    """The tokens of one request, as they come.
-
-    Iterate it for the ``Token`` entries; leaving the loop, by ``break`` or by an error, cancels
-    the request. ``text`` and ``wait`` read it to its end. ``sequences`` is what was read so far.
-    Reading it to the end raises TokenbusError where the stream failed.
-    """
-
-    def __init__(self, client: Client, call: Call, on_system: OnSystem | None) -> None:
-        self._connection = client._connection
-        self._client = client  # Streams keep their client alive.
-        self._call = call
-        self._on_system = on_system
-        self._inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        call.take = self._inbox.put
-        self._collected = Sequences()
-        self._entries: deque[Token] = deque()
-        """Those that have come and were not read yet."""
-        self._answer: Msg | None = None
-        self._over = True
-        self._error: TokenbusError | None = None
-        self._connection.submit(call)
-        self._over = False
-
-    @property
-    def sequences(self) -> list[GeneratedSequence]:
-        """The sequences as far as they were read: with the entry of the loop, and none after it."""
-        return self._collected.listed()
-
-    @property
-    def text(self) -> str:
-        """The text of the first sequence, read to its end.
-
-        Raises ValueError where the request did not ask for text.
-        """
-        check_text(self._call)
-        return next((s.text for s in self.wait()), "")
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens of the first sequence, read to its end."""
-        return next((s.tokens for s in self.wait()), [])
-
-    def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; all sequences."""
-        for _ in self:
-            pass
-        return self.sequences
-
-    def close(self) -> None:
-        """Cancels the request, if it is not over."""
-        if not self._over:
-            self._over = True
-            self._connection.cancel(self._call)
-
-    def __iter__(self) -> Entries:
-        return Entries(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_over", True):
-            self.close()
-
-    def __repr__(self) -> str:
-        return f"<Stream {self._call.number}: {describe(self._over, self.sequences)}>"
-
-    def _next(self) -> Token | None:
-        """The next entry, waiting for it; None where the stream is over."""
-        while not self._entries and not self._over:
-            for event in self._inbox.get():
-                match event:
-                    case Token():
-                        self._entries.append(event)
-                    case System():
-                        if self._on_system is not None:
-                            self._on_system(event)
-                    case Msg():
-                        self._answer = event
-                    case Ended(error):
-                        self._over = True
-                        self._error = error
-        if not self._entries:
-            return None
-        entry = self._entries.popleft()
-        self._collected.add(entry)
-        return entry
-
-    def _failure(self) -> TokenbusError | None:
-        """Why the stream failed, when all of it was read."""
-        return self._error or self._collected.failure()
-
-
-class Entries:
-    """Iterates the entries of a stream, and cancels it when it is left before the end."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._done = False
-
-    def __iter__(self) -> Entries:
-        return self
-
-    def __next__(self) -> Token:
-        try:
-            entry = self._stream._next()
-        except BaseException:
-            self._stream.close()
-            raise
-        if entry is not None:
-            return entry
-        self._done = True
-        error = self._stream._failure()
-        if error is not None:
-            raise error.with_traceback(None)
-        raise StopIteration
-
-    def __del__(self) -> None:
-        if not self._done:
-            self._stream.close()
+        return stream.answer or Msg(stream_id=0)

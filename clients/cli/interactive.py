@@ -97,8 +97,10 @@ def _answer(
     try:
         prompt, options = split_parameters(line)
         _warn(prompt)
-        with Notices() as notices:
-            stream = begin(client, prompt, args.request_model, options, notices)
+        with (
+            Notices() as notices,
+            begin(client, prompt, args.request_model, options, notices) as stream,
+        ):
             if not args.trace:
                 console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
             live = LiveText()

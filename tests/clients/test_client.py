@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import multiprocessing as mp
+import queue
 import subprocess
 import sys
 import threading
@@ -88,10 +90,83 @@ def test_streams_may_be_read_by_many_threads(client: Client) -> None:
     assert texts == [wanted] * 8
 
 
-def test_leaving_the_loop_cancels(client: Client) -> None:
+def test_leaving_the_only_loop_over_a_stream_cancels(client: Client) -> None:
     for _ in client.generate(PROMPT, max_tokens=900, ignore_eos=True):
         break
     until(lambda: idle(client), WAIT_S, "the stream ended")
+
+
+def test_a_stream_that_was_read_in_part_goes_on_where_it_was_left(client: Client) -> None:
+    wanted = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens
+    stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True)
+    read = [next(iter(stream)).token]
+    gc.collect()
+    read += [entry.token for entry in itertools.islice(stream, 10)]
+    for entry in stream:
+        read.append(entry.token)
+        if len(read) == 20:
+            break
+    read.append(next(stream).token)
+    assert read == wanted[:21]
+    assert stream.tokens == wanted
+    assert list(stream) == []
+
+
+def test_reading_a_closed_stream_raises(client: Client) -> None:
+    with client.generate(PROMPT, max_tokens=900, ignore_eos=True) as stream:
+        first = next(stream).token
+    until(lambda: idle(client), WAIT_S, "the stream ended")
+    with pytest.raises(RuntimeError, match="closed before its end"):
+        next(stream)
+    with pytest.raises(RuntimeError, match="closed before its end"):
+        _ = stream.text
+    assert stream.sequences[0].tokens == [first]
+
+
+def test_closing_a_stream_ends_the_waits_of_other_threads(client: Client) -> None:
+    stream = client.generate(PROMPT, max_tokens=900, ignore_eos=True)
+    ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for _ in stream:
+                pass
+            ends.put(None)
+        except RuntimeError as error:
+            ends.put(error)
+
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until(lambda: stream.sequences, WAIT_S, "it is read")
+    stream.close()
+    assert all("closed" in str(ends.get(timeout=WAIT_S)) for _ in threads)
+
+
+def test_every_thread_that_reads_a_stream_sees_its_end(client: Client) -> None:
+    stream = client.generate(PROMPT, max_tokens=40, ignore_eos=True)
+    read: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    threads = [
+        threading.Thread(target=lambda: read.put([e.pos for e in stream]), daemon=True)
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    positions = [pos for _ in threads for pos in read.get(timeout=WAIT_S)]
+    assert sorted(positions) == list(range(40))
+
+
+def test_a_callback_that_raises_ends_no_other_read(client: Client) -> None:
+    def refuse(notice: System) -> None:
+        raise LookupError(notice.event)
+
+    stream = client.generate(
+        PROMPT, model="embedded", max_tokens=5, ignore_eos=True, on_system=refuse
+    )
+    stream._call.take([System(event="queued", message="as a broker sends it")])
+    with pytest.raises(LookupError):
+        list(stream)
+    assert len(stream.tokens) == 5
 
 
 def test_dropping_the_stream_cancels(client: Client) -> None:
@@ -261,7 +336,60 @@ async def test_async_text_score_info_and_errors(bus: Bus) -> None:
             await client.generate(PROMPT, max_tokens=0).wait()
 
 
-async def test_leaving_an_async_loop_cancels(bus: Bus) -> None:
+async def test_an_async_stream_goes_on_where_it_was_left(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens
+        stream = client.generate(PROMPT, max_tokens=30, ignore_eos=True)
+        read = [(await anext(aiter(stream))).token]
+        gc.collect()
+        async for entry in stream:
+            read.append(entry.token)
+            break
+        assert read == wanted[:2]
+        assert await stream.tokens == wanted
+
+
+async def test_a_wait_for_an_entry_that_is_given_up_leaves_the_stream_as_it_is(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens
+        stream = client.generate(PROMPT, max_tokens=30, ignore_eos=True)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await stream.tokens == wanted
+
+
+async def test_reading_a_closed_async_stream_raises(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        async with client.generate(PROMPT, max_tokens=900, ignore_eos=True) as stream:
+            await anext(stream)
+            waiting = asyncio.create_task(stream.wait())
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="closed before its end"):
+            await waiting
+        with pytest.raises(RuntimeError, match="closed before its end"):
+            await anext(stream)
+        await until_idle(client)
+
+
+async def test_a_callback_of_one_async_stream_that_raises_disturbs_no_other(bus: Bus) -> None:
+    def refuse(notice: System) -> None:
+        raise LookupError(notice.event)
+
+    async with AsyncClient(bus.front) as client:
+        options: Any = {"max_tokens": 5, "ignore_eos": True}
+        refusing = client.generate(PROMPT, on_system=refuse, **options)
+        other = client.generate(PROMPT, **options)
+        refusing._call.take([System(event="queued", message="as a broker sends it")])
+        with pytest.raises(LookupError):
+            await anext(refusing)
+        assert len(await other.tokens) == 5
+        assert len(await refusing.tokens) == 5
+
+
+async def test_leaving_the_only_loop_over_an_async_stream_cancels(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
         async for _ in client.generate(PROMPT, max_tokens=900, ignore_eos=True):
             break

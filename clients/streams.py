@@ -1,0 +1,243 @@
+"""The streams of both clients: ``Stream`` blocks its thread, ``AsyncStream`` its task."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import weakref
+from collections import deque
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+from ..protocol.errors import TokenbusError
+from ..protocol.messages import Msg, System, Token
+from .calls import Call, Ended, Event
+from .connection import Connection
+from .request_options import OnSystem
+from .results import GeneratedSequence, Sequences, check_text, describe
+
+
+class _Reader:
+    """What both kinds of stream do with the events of their call, and how both end."""
+
+    def __init__(
+        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+    ) -> None:
+        self._client = client  # Streams keep their client alive.
+        self._connection = connection
+        self._call = call
+        self._on_system = on_system
+        self._events: deque[Event] = deque()
+        """Those that have arrived and were not read yet."""
+        self._collected = Sequences()
+        self.answer: Msg | None = None
+        self._over = False
+        """Read to the end, or closed."""
+        self._closed = False
+        self._error: TokenbusError | None = None
+
+    @property
+    def sequences(self) -> list[GeneratedSequence]:
+        """The sequences as far as they were read: with the entry of the loop, and none after it."""
+        return self._collected.listed()
+
+    def close(self) -> None:
+        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        if not self._over:
+            self._over = self._closed = True
+            self._connection.cancel(self._call)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_over", True):
+            self._connection.cancel(self._call)
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"<{kind} {self._call.number}: {describe(self._over, self.sequences)}>"
+
+    def _next_entry(self) -> Token | None:
+        """The next entry that has arrived. None where there is none yet, or after the last one."""
+        while self._events and not self._closed:
+            match self._events.popleft():
+                case Token() as entry:
+                    self._collected.add(entry)
+                    return entry
+                case System() as notice:
+                    if self._on_system is not None:
+                        self._on_system(notice)
+                case Msg() as answer:
+                    self.answer = answer
+                case Ended(error):
+                    self._over = True
+                    self._error = error
+        return None
+
+    def _raise_failure(self) -> None:
+        """After the last entry: raises why the stream failed, or that it was closed, if so."""
+        if self._closed:
+            raise RuntimeError(
+                "this stream was closed before its end; stream.sequences has what was read of it"
+            )
+        error = self._error or self._collected.failure()
+        if error is not None:
+            raise error.with_traceback(None)
+
+
+class Stream(_Reader):
+    """The tokens of one request, as they arrive.
+
+    Iterate it for the ``Token`` entries. Each is read once: a loop that was left can be gone on
+    with by another one. ``text``, ``tokens`` and ``wait`` read the rest of it. ``sequences`` is
+    what was read so far. Closing the stream before its end, leaving its ``with`` block or dropping
+    the last reference to it cancels the request. Reading it to the end raises TokenbusError where
+    the stream failed; reading it after ``close`` raises RuntimeError.
+    """
+
+    def __init__(
+        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+    ) -> None:
+        super().__init__(client, connection, call, on_system)
+        events = self._events
+        wakes = self._wakes = queue.SimpleQueue[None]()
+
+        def take(arrived: list[Event]) -> None:
+            events.extend(arrived)
+            wakes.put(None)
+
+        call.take = take
+        connection.submit(call)
+
+    @property
+    def text(self) -> str:
+        """The text of the first sequence, read to its end.
+
+        Raises ValueError where the request did not ask for text.
+        """
+        check_text(self._call)
+        return next((s.text for s in self.wait()), "")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the first sequence, read to its end."""
+        return next((s.tokens for s in self.wait()), [])
+
+    def wait(self) -> list[GeneratedSequence]:
+        """Reads to the end; all sequences. Interrupted, by Ctrl-C for one, it closes the stream."""
+        try:
+            for _ in self:
+                pass
+        except BaseException:
+            self.close()
+            raise
+        return self.sequences
+
+    def close(self) -> None:
+        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        super().close()
+        self._wakes.put(None)  # For a thread that waits for an entry.
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        while (entry := self._next_entry()) is None:
+            if self._over:
+                self._wakes.put(None)  # For another thread that waits for an entry.
+                self._raise_failure()
+                raise StopIteration
+            self._wakes.get()
+        return entry
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncStream(_Reader):
+    """The tokens of one request, as they arrive; as ``Stream`` in everything else.
+
+    A task that is cancelled while it waits for an entry, by ``asyncio.timeout`` for one, leaves the
+    stream as it is; one that waits for all of it (``wait``, ``text``, ``tokens``) closes it.
+    """
+
+    def __init__(
+        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+    ) -> None:
+        super().__init__(client, connection, call, on_system)
+        self._arrived = asyncio.Event()
+        this = weakref.ref(self)
+
+        def take(arrived: list[Event]) -> None:
+            stream = this()
+            if stream is not None:
+                stream._events.extend(arrived)
+                stream._arrived.set()
+
+        call.take = take
+        connection.submit(call)
+
+    @property
+    def text(self) -> Coroutine[Any, Any, str]:
+        """``await stream.text``: the text of the first sequence, read to its end.
+
+        Raises ValueError where the request did not ask for text.
+        """
+        check_text(self._call)
+        return self._text()
+
+    @property
+    def tokens(self) -> Coroutine[Any, Any, list[int]]:
+        """``await stream.tokens``: the tokens of the first sequence, read to its end."""
+        return self._tokens()
+
+    async def wait(self) -> list[GeneratedSequence]:
+        """Reads to the end; all sequences. Cancelled, it closes the stream."""
+        try:
+            async for _ in self:
+                pass
+        except BaseException:
+            self.close()
+            raise
+        return self.sequences
+
+    def close(self) -> None:
+        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        super().close()
+        self._arrived.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        while (entry := self._next_entry()) is None:
+            if self._over:
+                self._raise_failure()
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return entry
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _text(self) -> str:
+        return next((s.text for s in await self.wait()), "")
+
+    async def _tokens(self) -> list[int]:
+        return next((s.tokens for s in await self.wait()), [])
