@@ -1,20 +1,19 @@
-"""``python -m tokenbus.workers.gpu.follower ORDERS``: a rank other than 0.
+"""``python -m tokenbus.workers.gpu.follower``: a rank other than 0.
 
-The worker, which is rank 0, starts it, and says at which address its orders come.
+The worker, which is rank 0, starts it and sends it orders over its standard input.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
 import threading
 
-import zmq
-
 from ...protocol.settings import load
 from .loader import LoadedModel, ModelLoadError, load_model
-from .ranks import Clear, Drop, Forward, Load, Open, decode_order, join
+from .ranks import ORDER_SIZE, Clear, Drop, Forward, Load, Open, decode_order, join
 from .runner import Runner
 
 log = logging.getLogger(__name__)
@@ -46,9 +45,12 @@ class Follower:
                 self._runners.pop(name, None)
 
 
-def _end_with_rank_0() -> None:
-    """Rank 0 holds the other end of this process's standard input: it closes when it dies."""
-    sys.stdin.buffer.read()
+def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
+    """Reads the orders ahead, so that the end of rank 0 is seen within a forward too."""
+    pipe = sys.stdin.buffer
+    while len(head := pipe.read(ORDER_SIZE.size)) == ORDER_SIZE.size:
+        [size] = ORDER_SIZE.unpack(head)
+        orders.put(pipe.read(size))
     os._exit(0)
 
 
@@ -58,13 +60,12 @@ def main() -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-    orders.connect(sys.argv[1])
+    orders = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
     join(settings.device)
     follower = Follower()
     while True:
-        follower.on_order(orders.recv())
+        follower.on_order(orders.get())
 
 
 if __name__ == "__main__":

@@ -2,28 +2,26 @@
 
 Rank 0 is the worker. It schedules, samples, and talks to the bus; the others hold their part of the
 weights and of the KV cache, and run the forwards that they are sent. Transformers shards the model
-by its own plan; torch.distributed carries the sums between the ranks, ZeroMQ the orders.
+by its own plan; torch.distributed carries the sums between the ranks, pipes the orders. No file is
+made for it, so that nothing is left of a worker that is killed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-import zmq
 
 from .kv_cache import Layout
 from .packing import Packed
@@ -32,6 +30,9 @@ log = logging.getLogger(__name__)
 
 COLLECTIVE_S = 120.0
 """How long the ranks wait for each other within a forward before they give up, in seconds."""
+
+ORDER_SIZE = struct.Struct("<I")
+"""Precedes each order in a rank's pipe: how many bytes it has."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -85,21 +86,20 @@ class Ranks:
     def __init__(self, size: int, device: str) -> None:
         self._together = threading.Lock()
         self._closing = False
-        self._folder = Path(tempfile.mkdtemp(prefix="tokenbus-ranks-"))
-        self._orders: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        # A file without a name. Not a port: one that is free now may be taken when it is needed.
+        meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
-            address = f"ipc://{self._folder}/{rank}.sock"
-            orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-            orders.setsockopt(zmq.LINGER, 0)
-            orders.bind(address)
-            environment = os.environ | rendezvous(rank, size, self._folder)
-            command = [sys.executable, "-m", "tokenbus.workers.gpu.follower", address]
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
-            self._orders.append(orders)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tokenbus.workers.gpu.follower"],
+                env=os.environ | rendezvous(rank, size, meeting),
+                stdin=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[meeting],
+            )
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-        os.environ.update(rendezvous(0, size, self._folder))
+        os.environ.update(rendezvous(0, size, meeting))
         join(device)
         log.info("%d ranks are together", size)
 
@@ -143,14 +143,17 @@ class Ranks:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
-        for orders in self._orders:
-            orders.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, order: Order) -> None:
         encoded = _encode(order)
-        for orders in self._orders:
-            orders.send(encoded)
+        message = memoryview(ORDER_SIZE.pack(len(encoded)) + encoded)
+        for process in self._processes:
+            assert process.stdin is not None
+            rest = message
+            # A rank that has ended takes the worker with it; see _watch.
+            with suppress(BrokenPipeError):
+                while rest:
+                    rest = rest[process.stdin.write(rest) :]
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -161,18 +164,17 @@ class Ranks:
 
 
 MEETING_PLACE = "RANKS_MEET_AT"
-"""In a rank's environment: the file over which torch.distributed brings the ranks together. Not a
-port: whichever was found free could be taken by the time that it is needed."""
+"""In a rank's environment: the path of the file over which torch.distributed connects the ranks."""
 
 
-def rendezvous(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """The environment in which a rank finds the others."""
+def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:
+    """The environment in which a rank finds the others, with the descriptor ``meeting``."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        MEETING_PLACE: str(folder / "meeting"),
+        MEETING_PLACE: f"/proc/self/fd/{meeting}",
     }
 
 
