@@ -50,7 +50,7 @@ def compile_substring(text: str) -> Dfa:
         ) from None
     if len(data) > LONGEST_TEXT:
         raise SubstringError(
-            f"the text has {len(data):,} bytes; substrings are taken of at most {LONGEST_TEXT:,} "
+            f"the text has {len(data):,} bytes; at most {LONGEST_TEXT:,} are allowed "
             f"(text {shown(text)})"
         )
     letters = sorted(set(data))

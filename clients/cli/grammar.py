@@ -152,4 +152,5 @@ def _show(args: argparse.Namespace) -> int:
 
 def _need_packages() -> None:
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        raise FileFault("this needs what controllers need: pip install 'tokenbus[controller]'")
+        needed = ", ".join(NEEDED)
+        raise FileFault(f"this command needs {needed}: pip install 'tokenbus[controller]'")

@@ -71,12 +71,12 @@ def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) 
         print("without its last line end it is accepted")
 
 
-def disagreement(guest_says: str, wrong_at: int | None) -> ServiceError:
-    """The error of a text of which guest and reference (``Language.wrong_at``) do not say the
-    same."""
+def disagreement(backend_does: str, wrong_at: int | None) -> ServiceError:
+    """The error of a text that the grammar backend and the reference (``Language.wrong_at``) treat
+    differently."""
     reference = "accepts the text" if wrong_at is None else f"stops at its byte {wrong_at}"
     return ServiceError(
         Code.INTERNAL,
-        f"the guest {guest_says}, and the reference {reference}; please report this with the "
-        "grammar, the text and the tokenizer",
+        f"the grammar backend {backend_does}, but the Python reference {reference}; please report "
+        "this with the grammar, the text and the tokenizer",
     )

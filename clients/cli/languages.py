@@ -93,19 +93,19 @@ def read_source(name: str) -> Source:
                 return _of_library(name, kind)
         known = ", ".join(each.name for each in library_sources())
         raise FileFault(
-            f"{name!r} is no grammar of the library ({known})"
-            " and no file: a file's name ends with .y (a grammar) or .rx (a regular expression)"
+            f"unknown grammar {name!r}: the library has {known}; the name of a file must end with "
+            ".y (a grammar) or .rx (a regular expression)"
         )
     if not name.endswith(SUFFIXES):
         raise FileFault(
-            f"{name}: a file's name ends with .y (a grammar) or .rx (a regular expression)"
+            f"{name}: the name of a file must end with .y (a grammar) or .rx (a regular expression)"
         )
     try:
         text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise FileFault(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise FileFault(f"{name} is no UTF-8: its byte {error.start} is wrong") from None
+        raise FileFault(f"{name} is not valid UTF-8 at byte {error.start}") from None
     return Source(name, name.rpartition(".")[2], text)
 
 

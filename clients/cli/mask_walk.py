@@ -92,7 +92,7 @@ class Guest:
                     raise ServiceError(
                         Code.INTERNAL,
                         f"the mask {'allows' if allowed else 'forbids'} the token {token} at byte "
-                        f"{at}, and the guest does the reverse",
+                        f"{at}, but to append it {'fails' if allowed else 'succeeds'}",
                     )
                 end = at + len(self.vocabulary.token(token))
                 forced = allowed and end <= forced_to

@@ -70,9 +70,13 @@ def repetition(
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
-        raise CombinationError(f"a part is repeated from a count to one not below it, not {counts}")
+        raise CombinationError(
+            f"cannot repeat a part {counts}: the counts must be 0 or more, and in order"
+        )
     if max(least, most or 0) > max_states:
-        raise CombinationError(f"a part is repeated at most {max_states:,} times, not {counts}")
+        raise CombinationError(
+            f"cannot repeat a part {counts}: at most {max_states:,} times are allowed"
+        )
     if most == 0:
         return compile_regex("")
     # A copy that would take the empty text may as well be left out.
@@ -112,7 +116,7 @@ def stop_at(
         raise CombinationError(f"the stop {shown(stop)} has a lone surrogate") from None
     if not 1 <= len(data) <= LONGEST_STOP:
         raise CombinationError(
-            f"a stop has 1 to {LONGEST_STOP:,} bytes, not {len(data):,} ({shown(stop)})"
+            f"the stop has {len(data):,} bytes; 1 to {LONGEST_STOP:,} are allowed ({shown(stop)})"
         )
     inner = _any_text() if part is None else part
     budget = Budget(max_states, max_seconds)
@@ -160,7 +164,7 @@ def _placed(
     except Exhausted as over:
         raise CombinationError(f"the {what} {over.what}: {_grown(copies, reached)}") from None
     if found is None:
-        raise CombinationError(f"the language is empty: the {what} takes no text")
+        raise CombinationError(f"the language is empty: the {what} matches no text")
     return found
 
 

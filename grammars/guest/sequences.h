@@ -41,7 +41,7 @@ static int32_t free_place(void) {
 }
 
 static sequence *at_place(uint32_t place) {
-    if (place >= sequence_count || !sequences[place]->used) FAIL("there is no such sequence");
+    if (place >= sequence_count || !sequences[place]->used) FAIL("no such sequence");
     return sequences[place];
 }
 

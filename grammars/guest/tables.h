@@ -88,7 +88,7 @@ typedef struct regex_header {
 static void open_regex(const uint8_t *blob) {
     regex_header head;
     copy(&head, blob, sizeof head);
-    if (head.version != 1 || head.kind != 0) FAIL("this automaton is none of version 1");
+    if (head.version != 1 || head.kind != 0) FAIL("the automaton is damaged, or not of version 1");
     if (head.states > 65535) FAIL("the automaton has more than 65,535 states");
     g.classes = head.classes;
     g.lexer_states = head.states;

@@ -66,14 +66,12 @@ class Budget:
     def positions(self, count: int) -> None:
         """Raises Exhausted when a pattern spells out to so many characters that it is too large."""
         if count > 2 * self.max_states:
-            raise Exhausted(
-                f"spells out to {count:,} characters, more than {2 * self.max_states:,}"
-            )
+            raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 
     def entries(self, count: int) -> None:
         """Raises Exhausted when so many places of the pattern are held at once."""
         if count > MOST_ENTRIES:
-            raise Exhausted(f"is at more than {MOST_ENTRIES:,} places of itself at once")
+            raise Exhausted(f"needs more than {MOST_ENTRIES:,} positions in all states together")
 
 
 def shown(text: str, longest: int = 80) -> str:

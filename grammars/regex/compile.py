@@ -62,7 +62,8 @@ def compile_choice(
     length = sum(map(len, texts))
     if length > LONGEST_PATTERN:
         raise RegexError(
-            f"the texts have {length:,} characters; at most {LONGEST_PATTERN:,} are taken", texts[0]
+            f"the texts have {length:,} characters; at most {LONGEST_PATTERN:,} are allowed",
+            texts[0],
         )
     budget = Budget(max_states, max_seconds)
     trees = [literal_tree(text) for text in dict.fromkeys(texts)]
@@ -85,8 +86,8 @@ def compile_lexer(
     length = sum(len(lexeme.pattern) for lexeme in lexemes)
     if not lexemes or length > LONGEST_PATTERN:
         raise RegexError(
-            f"a lexer has 1 or more lexemes of at most {LONGEST_PATTERN:,} characters together, "
-            f"not {len(lexemes):,} of {length:,}",
+            f"the lexer has {len(lexemes):,} lexemes of {length:,} characters together; 1 or more, "
+            f"of at most {LONGEST_PATTERN:,} characters together, are allowed",
             "",
         )
     trees: list[Tree] = []

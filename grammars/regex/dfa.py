@@ -225,10 +225,10 @@ class _Reading:
 
     def __init__(self, data: bytes, lexer: bool) -> None:
         if len(data) < _HEADER.size + 4:
-            raise ValueError(f"an automaton of {len(data)} bytes is cut off")
+            raise ValueError(f"not an automaton: {len(data)} bytes are too few for one")
         magic, version, kind, states, classes, start, lexemes = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise ValueError(f"not an automaton of version {_VERSION}: it starts {data[:6]!r}")
+            raise ValueError(f"not an automaton of version {_VERSION}: it begins with {data[:6]!r}")
         if kind != lexer:
             wanted = "a lexer" if lexer else "a plain automaton"
             raise ValueError(f"the automaton is of kind {kind}, not {wanted}")
@@ -238,10 +238,11 @@ class _Reading:
         if len(data) != length:
             raise ValueError(f"an automaton of {states} states has {length} bytes, not {len(data)}")
         if zlib.crc32(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
-            raise ValueError("the automaton's check sum is wrong: it was changed or cut")
+            raise ValueError("the automaton's checksum is wrong: it is damaged")
         if not (1 <= start < states and 1 <= classes <= 256 and (lexer or lexemes == 0)):
             raise ValueError(
-                f"no automaton starts in {start} of {states} states, {classes} classes"
+                f"the automaton's header is wrong: start {start}, {states} states, "
+                f"{classes} classes"
             )
         self.data = data
         self.at = _HEADER.size
@@ -255,7 +256,7 @@ class _Reading:
         accepting = self.take(states)
         transitions = self.words(_WORD, states * width)
         if max(classes) >= width or max(transitions) >= states or max(accepting) > 1:
-            raise ValueError("the automaton leads out of its own table")
+            raise ValueError("a transition of the automaton leads out of its table")
         if any(transitions[:width]) or accepting[0]:
             raise ValueError("state 0 of the automaton is not dead")
         fields = {
@@ -270,7 +271,7 @@ class _Reading:
             if any(
                 (lexeme >= 0) != bool(yes) for lexeme, yes in zip(accepted, accepting, strict=True)
             ):
-                raise ValueError("the lexer accepts without a lexeme, or the other way round")
+                raise ValueError("the lexer's accepting states and lexemes do not agree")
             fields |= {
                 "num_lexemes": self.lexemes,
                 "accepted": accepted,

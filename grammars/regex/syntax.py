@@ -86,7 +86,7 @@ def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
     """
     if len(pattern) > LONGEST_PATTERN:
         raise RegexError(
-            f"the pattern has {len(pattern):,} characters; at most {LONGEST_PATTERN:,} are read",
+            f"the pattern has {len(pattern):,} characters; at most {LONGEST_PATTERN:,} are allowed",
             pattern,
         )
     try:
@@ -116,7 +116,7 @@ def too_deep(pattern: str) -> RegexError:
 def _explained(message: str) -> str:
     if message.lower().startswith("bad escape \\p"):
         return (
-            "Unicode properties (\\p{...}) are refused: name the characters in a class, as "
+            "Unicode properties (\\p{...}) are not supported: name the characters in a class, as "
             "[\\u0370-\\u03ff], or use \\w, \\d or \\s"
         )
     return message

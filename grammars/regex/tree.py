@@ -229,21 +229,21 @@ def _refused(operator: Any, argument: Any, text: str) -> str:
     """Why a construct is not taken, and what to write instead."""
     match operator:
         case op.AT if argument in _STARTS:
-            return f"the anchor {text} is taken at the start of the pattern only"
+            return f"the anchor {text} is supported at the start of the pattern only"
         case op.AT if argument in _ENDS:
-            return f"the anchor {text} is taken at the end of the pattern only"
+            return f"the anchor {text} is supported at the end of the pattern only"
         case op.AT:
-            return f"the word boundary {text} is refused: spell out what may stand there"
+            return f"the word boundary {text} is not supported: spell out what may stand there"
         case op.GROUPREF:
-            return f"the back-reference {text} is refused: what it matches is no regular language"
+            return f"the back-reference {text} is not supported: it describes no regular language"
         case op.GROUPREF_EXISTS:
-            return f"the conditional group {shown(text)} is refused: write out both cases"
+            return f"the conditional group {shown(text)} is not supported: write out both cases"
         case op.ASSERT | op.ASSERT_NOT | op.FAILURE:
             behind = operator is not op.FAILURE and argument[0] < 0
             side = "look-behind" if behind else "look-ahead"
-            return f"the {side} {shown(text)} is refused: spell out what may stand there"
+            return f"the {side} {shown(text)} is not supported: spell out what may stand there"
         case op.ATOMIC_GROUP:
-            return f"the atomic group {shown(text)} is refused: use (?:...)"
+            return f"the atomic group {shown(text)} is not supported: use (?:...)"
         case op.POSSESSIVE_REPEAT:
-            return f"the possessive repetition {shown(text)} is refused: drop its last +"
-    return f"{shown(text)} is refused"
+            return f"the possessive repetition {shown(text)} is not supported: drop its last +"
+    return f"{shown(text)} is not supported"

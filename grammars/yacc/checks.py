@@ -145,5 +145,5 @@ def _check_cycles(grammar: Grammar) -> None:
     name = grammar.nonterminals[nonterminal]
     raise grammar.error(
         _first_production(grammar, [nonterminal]).offset,
-        f"the rule '{name}' can derive exactly itself, so its text has endless parses",
+        f"the rule '{name}' can derive exactly itself: its texts have infinitely many parse trees",
     )

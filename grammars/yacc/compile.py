@@ -56,7 +56,7 @@ def compile_grammar(
         (max(len(p.rhs) for p in grammar.productions), MAX_LENGTH, "symbols in one alternative"),
     ):
         if count > limit:
-            raise GrammarError(f"the grammar has {count:,} {what}; at most {limit:,} are taken")
+            raise GrammarError(f"the grammar has {count:,} {what}; at most {limit:,} are allowed")
     check_grammar(grammar)
     if not grammar.lexemes:
         raise GrammarError("the grammar has no lexemes, so its only text is the empty one")

@@ -124,20 +124,20 @@ class _Numbering:
             for alternative in rule.alternatives:
                 for symbol in alternative.symbols:
                     if symbol.kind == "rule" and symbol.text not in self.rules:
-                        wrong = "is skipped between lexemes and stands in no rule"
+                        wrong = "is used in a rule; what it matches is skipped between lexemes"
                         if symbol.text != SKIP_RULE:
                             wrong = "is not defined"
                         raise self.error(symbol.offset, f"the rule '{symbol.text}' {wrong}")
         for symbol in self.source.reserved:
             if self.uses[key_of(symbol)]:
-                found = f"{lexeme_name(symbol)} is reserved, and stands in a rule as well"
+                found = f"{lexeme_name(symbol)} is reserved, and is used in a rule as well"
                 raise self.error(symbol.offset, found)
         for alternative in self.skip.alternatives if self.skip else ():
             symbols = alternative.symbols
             if len(symbols) != 1 or symbols[0].kind == "rule" or alternative.prec:
-                raise self.error(alternative.offset, "each alternative of SKIP is one lexeme")
+                raise self.error(alternative.offset, "an alternative of SKIP must be one lexeme")
             if self.uses[key_of(symbols[0])]:
-                found = f"{lexeme_name(symbols[0])} is skipped, and stands in a rule as well"
+                found = f"{lexeme_name(symbols[0])} is in SKIP, and is used in a rule as well"
                 raise self.error(symbols[0].offset, found)
 
     def named_levels(self) -> dict[tuple[str, str], tuple[int, str]]:
@@ -147,7 +147,7 @@ class _Numbering:
             for symbol in line.symbols:
                 key = (symbol.kind, symbol.text)
                 if key in levels:
-                    found = f"{symbol.text!r} has a precedence already"
+                    found = f"{symbol.text!r} is given a second precedence"
                     raise self.error(symbol.offset, found)
                 levels[key] = (level, line.associativity)
         return levels

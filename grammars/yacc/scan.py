@@ -20,9 +20,9 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _UNREADABLE = {
-    "{": "actions in braces are not taken: a grammar only says which texts are right",
-    "/": "a comment '/*' without its '*/'",
-    "<": "type tags are not taken: a grammar only says which texts are right",
+    "{": "actions in braces are not supported: a grammar only describes texts",
+    "/": "the comment '/*' is not closed with '*/'",
+    "<": "type tags are not supported: a grammar only describes texts",
 }
 
 
@@ -58,7 +58,7 @@ def scan(text: str) -> list[Token]:
             character = text[at]
             if character in "\"'":
                 raise error_at(text, at, f"the quote {character} is not closed on its line")
-            message = _UNREADABLE.get(character, f"{character!r} starts nothing in a grammar")
+            message = _UNREADABLE.get(character, f"unexpected character {character!r}")
             raise error_at(text, at, message)
         token = Token(str(found.lastgroup), found.group(), at)
         sections += token.kind == "sections"

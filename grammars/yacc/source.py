@@ -93,7 +93,7 @@ def read_source(text: str) -> Source:
     """Reads a grammar. Raises GrammarError with line and column at the first thing out of place."""
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(
-            f"the grammar has {len(text):,} characters; at most {MAX_CHARACTERS:,} are taken"
+            f"the grammar has {len(text):,} characters; at most {MAX_CHARACTERS:,} are allowed"
         )
     return _Reader(text).source()
 
@@ -128,13 +128,13 @@ class _Reader:
             directive = self.next()
             if directive.text == "%start":
                 if start is not None:
-                    raise error_at(self.text, directive.offset, "a second %start")
+                    raise error_at(self.text, directive.offset, "%start is given a second time")
                 if self.token.kind != "name":
                     raise self.expected("the name of the start rule")
                 start = self.symbol()
             elif directive.text == "%lexer":
                 if lexer_rules is not None:
-                    raise error_at(self.text, directive.offset, "a second %lexer")
+                    raise error_at(self.text, directive.offset, "%lexer is given a second time")
                 if self.token.text != LexerRules.DECLARED.value:
                     raise self.expected("'declared' after %lexer")
                 self.next()
@@ -154,7 +154,7 @@ class _Reader:
         if self.token.kind != "sections":
             raise self.expected(f"one of {', '.join(DIRECTIVES)} or %%")
         if start is None:
-            raise error_at(self.text, self.token.offset, "no %start RULE before %%")
+            raise error_at(self.text, self.token.offset, "missing '%start RULE' before %%")
         self.next()
         rules: list[Rule] = []
         while self.token.kind not in ("end", "sections"):
@@ -206,7 +206,8 @@ class _Reader:
             else:
                 raise self.expected(f"a lexeme, a rule, '|' or ';' in rule '{rule.name}'")
             if said_empty and alternative.symbols:
-                raise error_at(self.text, token.offset, "%empty stands alone in its alternative")
+                wrong = "%empty must be the only symbol of its alternative"
+                raise error_at(self.text, token.offset, wrong)
             if self.is_mark(":"):
                 raise self.expected(f"';' before the rule '{token.text}'")
         return alternative
@@ -217,7 +218,8 @@ class _Reader:
             return Symbol(token.text, "rule", token.offset)
         inner = token.text[1:-1]
         if not inner:
-            raise error_at(self.text, token.offset, "an empty keyword; write %empty for no text")
+            wrong = "the keyword is empty; write %empty for the empty text"
+            raise error_at(self.text, token.offset, wrong)
         if len(inner) > 2 and inner[0] == inner[-1] == "/":
             return Symbol(inner[1:-1], "regex", token.offset)
         return Symbol(_ESCAPE.sub(self.unescape(token), inner), "keyword", token.offset)

@@ -63,7 +63,7 @@ def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, lis
     if entries > MAX_ENTRIES:
         raise GrammarError(
             f"the grammar's tables have {entries:,} entries ({len(states):,} states); "
-            f"at most {MAX_ENTRIES:,} are taken"
+            f"at most {MAX_ENTRIES:,} are allowed"
         )
     actions = [0] * (len(states) * num_terminals)
     gotos = [0] * (len(states) * num_nonterminals)

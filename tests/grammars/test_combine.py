@@ -180,17 +180,17 @@ def test_without_a_part_there_is_nothing_to_combine() -> None:
 def test_counts_that_cannot_be_are_refused() -> None:
     part = compile_regex("a")
     assert repetition(part, 0, 0) == compile_regex("")
-    with pytest.raises(CombinationError, match="to one not below it, not 3 to 2 times"):
+    with pytest.raises(CombinationError, match="cannot repeat a part 3 to 2 times: the counts"):
         repetition(part, 3, 2)
-    with pytest.raises(CombinationError, match="not -1 times or more"):
+    with pytest.raises(CombinationError, match="cannot repeat a part -1 times or more"):
         repetition(part, -1, None)
-    with pytest.raises(CombinationError, match="at most 65,535 times, not 0 to 1,000,000 times"):
+    with pytest.raises(CombinationError, match="0 to 1,000,000 times: at most 65,535 times"):
         repetition(part, 0, 1_000_000)
 
 
 def test_stops_that_cannot_be_are_refused() -> None:
     for stop in ("", "é" * (LONGEST_STOP // 2 + 1)):
-        with pytest.raises(CombinationError, match="a stop has 1 to 1,024 bytes, not "):
+        with pytest.raises(CombinationError, match="1 to 1,024 are allowed"):
             stop_at(None, stop)
     with pytest.raises(CombinationError, match="a lone surrogate"):
         stop_at(None, "\ud800")

@@ -211,7 +211,7 @@ def test_a_newline_that_keeps_texts_from_beginning_is_a_warning() -> None:
     [
         ("%start s %lexer %%", 17, "expected 'declared' after %lexer, found '%%'"),
         ("%start s %lexer aici %%", 17, "expected 'declared' after %lexer, found 'aici'"),
-        ("%lexer declared %lexer declared %%", 17, "a second %lexer"),
+        ("%lexer declared %lexer declared %%", 17, "%lexer is given a second time"),
     ],
 )
 def test_a_wrong_lexer_directive_is_refused(text: str, column: int, message: str) -> None:

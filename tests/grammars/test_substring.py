@@ -100,7 +100,7 @@ def test_more_states_than_a_guest_can_number_are_refused_by_size() -> None:
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_read() -> None:
-    with pytest.raises(SubstringError, match="has 65,538 bytes; substrings are taken of at most"):
+    with pytest.raises(SubstringError, match="has 65,538 bytes; at most 65,536 are allowed"):
         compile_substring("é" * (LONGEST_TEXT // 2 + 1))
 
 
