@@ -72,6 +72,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_pre_ms: Positive = 1.0
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
+    controller_decision_s: Positive = 300.0
+    """How long a GPU worker waits for a decision, beyond the controller's own time limits, before
+    it ends the sequence. A start counts too: a grammar may be compiled for 100 seconds."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory of one sequence's controller."""
     controller_forks: AtLeastOne = 128

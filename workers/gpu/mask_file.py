@@ -1,15 +1,18 @@
 """Masks on one machine: a file in memory whose rows a controller worker writes and this one reads.
 
-It has no name in any folder: the other process reaches it under ``/proc`` as long as this one
-lives, so that nothing is left behind by one that is killed.
+It has no name in any folder: the other process opens it under ``/proc`` as long as this one lives,
+so that nothing remains of a process that was killed.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 ROWS = 1024
 
@@ -21,16 +24,57 @@ class MaskFile:
         """Raises OSError where the system has no such files."""
         self.row_bytes = 4 * words
         self._descriptor = os.memfd_create("tokenbus-masks")
-        os.ftruncate(self._descriptor, ROWS * self.row_bytes)
-        self._map = mmap.mmap(self._descriptor, ROWS * self.row_bytes)
-        self.rows = np.frombuffer(self._map, dtype=np.uint32).reshape(ROWS, words)
-        """``[ROWS, words]``; bit i of a row is token i, little-endian."""
+        try:
+            os.ftruncate(self._descriptor, ROWS * self.row_bytes)
+            memory = mmap.mmap(self._descriptor, ROWS * self.row_bytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.rows = np.frombuffer(memory, dtype=np.uint32).reshape(ROWS, words)
+        """``[ROWS, words]``; bit i of a row is token i, little-endian. A row that is still
+        referenced keeps the memory mapped."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
-        """Where the other process finds it, and the number by which it knows that this is the one:
-        a process that was started again, or in another container, may have one at the same place.
-        """
+        """Where the other process opens it, and the inode by which it knows that this is the one: a
+        process that was started again, or in another container, may have one at the same place."""
 
     def close(self) -> None:
-        """Gives the descriptor back; the memory goes when nobody maps it any more."""
+        """Closes the descriptor. The memory is freed when no process maps it any more."""
         os.close(self._descriptor)
+
+
+class MaskFiles:
+    """The files of the controller workers whose requests run here, one for each size of a mask.
+
+    A file lives as long as one of the requests that ``open`` it: a controller worker that registers
+    again has another id, and its requests end, so that no file outlives what it is for.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, int], MaskFile] = {}
+        self._users: dict[tuple[int, int], int] = {}
+
+    def open(self, worker: int, words: int) -> MaskFile | None:
+        """The file of a controller worker, for one more request; None where there can be none."""
+        key = (worker, words)
+        file = self._files.get(key)
+        if file is None:
+            try:
+                file = self._files[key] = MaskFile(words)
+            except OSError as error:
+                log.warning("masks are sent in messages, as they cannot be shared: %s", error)
+                return None
+        self._users[key] = self._users.get(key, 0) + 1
+        return file
+
+    def get(self, worker: int, words: int) -> MaskFile | None:
+        """The file of a controller worker, where one is open."""
+        return self._files.get((worker, words))
+
+    def close(self, worker: int, words: int) -> None:
+        """One of the requests that opened a file is over."""
+        key = (worker, words)
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self._files.pop(key).close()

@@ -1,73 +1,85 @@
-"""The GPU worker's side of controllers: what was sampled goes out, what was decided comes in.
+"""The GPU worker's side of controllers: sends what was sampled, applies what was decided.
 
-A sequence with a controller is sampled when its decision for this round is there. Decisions come
-while the forward runs; one that is late is waited for a moment, and then its sequence is held: it
-sits out until the decision has come, and nobody else waits.
+A sequence with a controller is sampled once its decision for this round has arrived. Decisions
+arrive while the forward runs. The batch waits a moment for those that are missing; then their
+sequences are deferred, and only they: the step goes on without them. A decision that never arrives
+ends its sequence with an error.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ...protocol.bodies import encode_body
-from ...protocol.errors import Code, RequestError
+from ...protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ...protocol.header import encode_header
-from ...protocol.worker_messages import Result, Start, Step, StepResult, StepSequence
+from ...protocol.settings import Settings
+from ...protocol.worker_messages import Start, Step, StepResult, StepSequence
 from ..machine import machine_id
+from .decisions import decode_decisions, just_samples, mask_of
 from .engine import Engine, PendingStep
-from .mask_file import ROWS, MaskFile
+from .mask_file import ROWS, MaskFiles
 from .sampler import NOTHING_ALLOWED
 from .sequence import TokenOutput
+from .steered import Steered
 
 log = logging.getLogger(__name__)
 
 EMPTY_MASK = "its controller allows no token that may come here; allow one at least, or stop"
 
 PATIENCE = 0.25
-"""How long a batch waits for late decisions, as a part of the time its forward took."""
+"""How long a batch waits for missing decisions, as a part of the time its forward took."""
 PATIENCE_S = (0.0003, 0.005)
 """At least and at most."""
+CHECK_S = 1.0
+"""How often overdue decisions are looked for, in seconds."""
 
 Key = tuple[int, int]
 """Request and sequence."""
 
 
-@dataclass(slots=True, eq=False)
-class Steered:
-    """A request with a controller."""
-
-    engine: Engine
-    eos: frozenset[int]
-    """The tokens that end its sequences, where their controller does not make more of them."""
-    worker: int = 0
-    """The controller worker that has it; 0 until it has answered."""
-    ends: dict[int, TokenOutput] = field(default_factory=dict)
-    """Sequences that have ended, whose controller is still to say its last."""
-    gone: set[int] = field(default_factory=set)
-    """Sequences whose controller has said its last."""
-    notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
-    """By sequence: logs and writes that go with its next token."""
+def decision_timeout(settings: Settings) -> float:
+    """How long a decision may take, in seconds: longer than any call of a controller may."""
+    calls_ms = (
+        settings.controller_init_ms
+        + settings.controller_pre_ms
+        + settings.controller_mid_ms
+        + settings.controller_post_ms
+    )
+    return settings.controller_decision_s + calls_ms / 1000
 
 
 class Steering:
-    """Requests with controllers. ``post`` sends frames."""
+    """Requests with controllers. ``post`` sends frames.
 
-    def __init__(self, post: Callable[[list[bytes]], None]) -> None:
+    ``timeout_s``: how long a decision may take before its sequence ends with an error, by
+    ``clock``, which counts seconds.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[list[bytes]], None],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._post = post
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
-        self._awaited: set[Key] = set()
-        """Sequences whose decision has not come."""
+        self._awaited: dict[Key, float] = {}
+        """Sequences whose decision has not arrived, and when it is overdue; ``inf`` where there is
+        one that says to wait: of a suspended sequence, and of a fork that waits for its logits."""
         self._forks: dict[Key, list[tuple[StepResult, np.ndarray | None]]] = {}
-        """Forks of sequences that have no logits yet, and all that was decided behind them."""
+        """Forks of sequences that have no logits yet, and all decisions that follow them."""
         self._behind: dict[Key, Key] = {}
-        self._files: dict[tuple[int, int], MaskFile | None] = {}
-        """By controller worker and words of a mask."""
+        """Sequences whose decisions follow such a fork, and the sequence that it is of."""
+        self._files = MaskFiles()
 
     @property
     def active(self) -> bool:
@@ -77,7 +89,7 @@ class Steering:
     # --- requests -------------------------------------------------------------------------------
 
     def start(self, request: int, engine: Engine, start: Start) -> None:
-        """A request that was just added to its engine gets its controller.
+        """Starts the controller of a request that was just added to its engine.
 
         Raises RequestError where the controller's argument cannot be sent on; then nothing is sent.
         """
@@ -91,106 +103,164 @@ class Steering:
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
         self._requests[request] = Steered(engine, eos)
-        self._awaited.add((request, 0))
+        self._await((request, 0))
         self._post([b"START", encode_header(request), body])
 
-    def ends_of(self, request: int) -> list[TokenOutput]:
+    def kept_ends(self, request: int) -> list[TokenOutput]:
         """The ends of a request that is cancelled, whose controllers are not waited for."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
 
-    def noted(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The last outputs of a request that is cancelled, with what its controllers had said."""
+    def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """The last outputs of a request that is cancelled, with logs and writes not yet sent."""
         steered = self._requests.get(request)
-        return outputs if steered is None else [self._noted(steered, o) for o in outputs]
+        return outputs if steered is None else [steered.noted(o) for o in outputs]
 
     def forget(self, request: int) -> None:
-        """A request is over."""
-        if self._requests.pop(request, None) is not None:
-            self._awaited = {key for key in self._awaited if key[0] != request}
-            for kept in (self._behind, self._forks):
-                for key in [key for key in kept if key[0] == request]:
-                    del kept[key]
+        """Frees what is kept of a request that is over."""
+        steered = self._requests.pop(request, None)
+        if steered is None:
+            return
+        self._awaited = {key: due for key, due in self._awaited.items() if key[0] != request}
+        self._forks = {key: kept for key, kept in self._forks.items() if key[0] != request}
+        self._behind = {key: fork for key, fork in self._behind.items() if key[0] != request}
+        if steered.shares_masks:
+            self._files.close(steered.worker, steered.engine.mask_words)
 
     # --- the step -------------------------------------------------------------------------------
 
     def decide(
         self, engine: Engine, step: PendingStep, forward_s: float, receive: Callable[[float], None]
     ) -> None:
-        """Between forward and sampling: takes decisions in, waits a little, holds who is late.
+        """Between forward and sampling: takes in decisions, waits a moment for missing ones, and
+        defers the sequences that still have none.
 
-        ``receive`` takes what the bus has, waiting up to so many seconds for it.
+        ``receive`` takes the messages of the bus, waiting up to so many seconds for the first.
         """
         receive(0.0)
-        late = self._late(engine, step)
-        if late and len(late) < len(step.ready):
+        undecided = self._undecided(step)
+        if undecided and len(undecided) < len(step.ready):
             low, high = PATIENCE_S
             until = time.monotonic() + min(high, max(low, PATIENCE * forward_s))
-            while late and (left := until - time.monotonic()) > 0:
+            while undecided and (left := until - time.monotonic()) > 0:
                 receive(left)
-                late = self._late(engine, step)
-        for request, seq in late:
+                undecided = self._undecided(step)
+        for request, seq in undecided:
             engine.hold(request, seq)
 
     def sampled(self, engine: Engine, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """After sampling: tells the controller workers; returns what clients may hear of now."""
-        news: dict[int, list[StepSequence]] = {}
-        heard = []
+        """After sampling: sends the controller workers their STEPs; the outputs for clients."""
+        updates: dict[int, list[StepSequence]] = {}
+        for_clients = []
         for output in outputs:
             steered = self._requests.get(output.request)
             if steered is None:
-                heard.append(output)
+                for_clients.append(output)
                 continue
-            output = self._noted(steered, output)
+            output = steered.noted(output)
             if output.error == NOTHING_ALLOWED:
                 output = output._replace(error=EMPTY_MASK, code=Code.CONTROLLER_FAILED)
-            told = self._told_of(steered, output)
-            if told is not None:
-                news.setdefault(steered.worker, []).append(told)
+            update = self._update(steered, output)
+            if update is not None:
+                updates.setdefault(steered.worker, []).append(update)
             if output.seq not in steered.ends:
-                heard.append(output)
-        for worker, sequences in news.items():
-            self._tell(engine, worker, sequences)
-        return heard
+                for_clients.append(output)
+        for worker, sequences in updates.items():
+            self._send_step(engine, worker, sequences)
+        return for_clients
 
-    def on_result(self, worker: int, result: Result, attachments: list[bytes]) -> list[TokenOutput]:
-        """Decisions have come; returns the ends that clients may hear of now."""
-        heard: list[TokenOutput] = []
-        for one in result.sequences:
-            steered = self._requests.get(one.request)
-            if steered is None:
-                continue
-            if not steered.worker:
-                steered.worker = worker
-                self._open_file(worker, steered.engine, result.host)
-            if one.then in ("stop", "error"):
-                steered.gone.add(one.seq)
-            end = steered.ends.pop(one.seq, None)
-            if end is not None:
-                self._awaited.discard((one.request, one.seq))
-                self._note(steered, one)
-                heard.append(self._noted(steered, end))
-                continue
-            mask = self._mask(steered, one, attachments)
-            self._take(steered, one, mask)
-        return heard
+    def expire(self) -> list[TokenOutput]:
+        """Ends the sequences whose decisions are overdue; the ends that were kept for them."""
+        now = self._clock()
+        if now < self._next_check:
+            return []
+        self._next_check = now + CHECK_S
+        ends: list[TokenOutput] = []
+        for key in [key for key, due in self._awaited.items() if due <= now]:
+            steered = self._requests[key[0]]
+            text = f"its controller worker sent no decision within {self._timeout_s:g} s"
+            log.warning("request %d, sequence %d: %s", *key, text)
+            ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
+        return ends
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def _late(self, engine: Engine, step: PendingStep) -> list[Key]:
-        """Who is ready and not decided. Forks that waited for their logits are made first."""
+    def on_result(self, worker: int, body: bytes, attachments: list[bytes]) -> list[TokenOutput]:
+        """Applies the decisions of a RESULT; the ends that were kept for them.
+
+        An entry that is malformed, or cannot be applied, ends its own sequence with an error.
+        Raises RequestError where the body is no RESULT.
+        """
+        ends: list[TokenOutput] = []
+        valid, invalid, host = decode_decisions(body)
+        for one in valid:
+            steered = self._steered_by(worker, one.request, host)
+            if steered is None:
+                continue
+            try:
+                ends += self._on_decision(steered, one, attachments)
+            except Exception as error:
+                ends += self._refuse(steered, one, error)
+        for entry in invalid:
+            steered = self._steered_by(worker, entry.request, host)
+            if steered is not None:
+                text = f"its controller worker sent a decision that is malformed: {entry.error}"
+                log.warning("request %d, sequence %d: %s", entry.request, entry.seq, text)
+                key = (entry.request, entry.seq)
+                ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
+        return ends
+
+    def _steered_by(self, worker: int, request: int, host: str) -> Steered | None:
+        """The request of a decision that this worker sent; None where it is over or another's."""
+        steered = self._requests.get(request)
+        if steered is None:
+            return None
+        if not steered.worker:
+            steered.worker = worker
+            if host == machine_id():
+                file = self._files.open(worker, steered.engine.mask_words)
+                steered.shares_masks = file is not None
+        elif steered.worker != worker:
+            log.warning("request %d is not worker %d's: its decision is void", request, worker)
+            return None
+        return steered
+
+    def _on_decision(
+        self, steered: Steered, one: StepResult, attachments: list[bytes]
+    ) -> list[TokenOutput]:
+        if one.then in ("stop", "error"):
+            steered.stopped.add(one.seq)
+        end = steered.ends.pop(one.seq, None)
+        if end is not None:
+            self._awaited.pop((one.request, one.seq), None)
+            steered.note(one)
+            return [steered.noted(end)]
+        file = None
+        if one.row is not None and steered.shares_masks:
+            file = self._files.get(steered.worker, steered.engine.mask_words)
+        self._take(steered, one, mask_of(one, file, attachments))
+        return []
+
+    def _undecided(self, step: PendingStep) -> list[Key]:
+        """Sequences that are ready and have no decision. Forks that waited for their logits are
+        made first."""
         for key in step.ready if self._forks else ():
             self._make_forks(key)
         return [key for key in step.ready if key in self._awaited]
 
     def _make_forks(self, key: Key) -> None:
-        """Takes in what waited for the logits of a sequence, which are there or never will be."""
+        """Applies the decisions that waited for the logits of a sequence, which are there now or
+        never will be."""
         waiting = self._forks.pop(key, [])
         for one, _ in waiting:
             for seq in (one.seq, *one.children):
                 self._behind.pop((one.request, seq), None)
         for one, mask in waiting:
-            self._take(self._requests[one.request], one, mask)
+            steered = self._requests[one.request]
+            try:
+                self._take(steered, one, mask)
+            except Exception as error:
+                self._refuse(steered, one, error)
 
     def _take(self, steered: Steered, one: StepResult, mask: np.ndarray | None) -> None:
         engine, key = steered.engine, (one.request, one.seq)
@@ -198,37 +268,36 @@ class Steering:
         if before is not None:
             self._forks[before].append((one, mask))
             self._behind.update(((one.request, child), before) for child in one.children)
-        elif _just_samples(one) and engine.go_on(*key, mask):
-            self._awaited.discard(key)
+        elif key not in self._awaited:
+            self._void(steered, key, one.then)
+        elif just_samples(one) and engine.go_on(*key, mask):
+            del self._awaited[key]
         elif not engine.alive(*key):
-            self._too_late(steered, one)
+            self._void(steered, key, one.then)
         elif not self._changed(steered, one):
-            self._awaited.discard(key)
+            del self._awaited[key]
         elif one.then == "fork" and not engine.ready(*key):
             # Its forks would each compute what it still has to compute.
+            self._awaited[key] = math.inf
             self._forks[key] = [(one, mask)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
         else:
-            try:
-                self._apply(engine, one, mask)
-            except RequestError as error:
-                engine.end(*key, "error", error.message, error.code)
+            self._apply(engine, one, mask)
 
-    def _too_late(self, steered: Steered, one: StepResult) -> None:
-        """A decision for a sequence that has ended, or that was never made: it is void."""
-        key = (one.request, one.seq)
-        log.debug("a decision for %s came too late: %s", key, one.then)
-        self._awaited.discard(key)
-        if one.then == "sample":
-            # Its controller takes it to be with the model; it may have been busy when it was told.
-            ended = StepSequence(one.request, one.seq, [], "error")
-            self._tell(steered.engine, steered.worker, [ended])
+    def _void(self, steered: Steered, key: Key, then: str) -> None:
+        """A decision that no sequence waits for has no effect: its sequence has ended, or was never
+        made, or has had its decision."""
+        log.debug("the decision of %s for %s is void", then, key)
+        self._awaited.pop(key, None)
+        if then == "sample" and not steered.engine.alive(*key):
+            # For its controller the sequence is with the model: a round may have run as it ended.
+            self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
-        """Wakes a sequence, drops and appends; whether it goes on after what was appended."""
+        """Resumes a sequence, drops and appends; whether it goes on after the appended tokens."""
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
-        self._note(steered, one)
+        steered.note(one)
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
         # All this happens once, where a fork waits after it.
@@ -236,99 +305,102 @@ class Steering:
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, mask: np.ndarray | None) -> None:
-        """Does to a sequence what its controller decided."""
+        """Applies the action of a decision to a live sequence."""
         key = (one.request, one.seq)
         match one.then:
             case "sample":
                 engine.set_mask(*key, mask)
                 engine.release(*key)
-                self._awaited.discard(key)
+                del self._awaited[key]
             case "fork":
+                self._check_children(engine, one)
+                del self._awaited[key]
                 children = engine.fork(*key, len(one.children), one.children)
-                self._awaited.update((one.request, child) for child in children)
+                for seq in (one.seq, *children) if children else ():
+                    self._await((one.request, seq))
             case "suspend":
                 engine.suspend(*key)
+                self._awaited[key] = math.inf
             case "stop":
-                self._awaited.discard(key)
+                del self._awaited[key]
                 engine.end(*key, one.finish)
             case "error":
-                self._awaited.discard(key)
+                del self._awaited[key]
                 engine.end(*key, "error", one.error or "the controller failed", one.code)
 
-    # --- logs and writes ------------------------------------------------------------------------
-
     @staticmethod
-    def _note(steered: Steered, one: StepResult) -> None:
-        """Keeps what a round printed and wrote, for the sequence's next token."""
-        if one.logs or one.storage:
-            logs, storage = steered.notes.get(one.seq, ("", []))
-            steered.notes[one.seq] = (logs + one.logs, [*storage, *one.storage])
+    def _check_children(engine: Engine, one: StepResult) -> None:
+        """Refuses the numbers of new sequences that are not new."""
+        children = one.children
+        known = any(seq < 1 or engine.alive(one.request, seq) for seq in children)
+        if known or len(set(children)) < len(children):
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"its fork numbers the new sequences {children}; each needs a number of its own",
+            )
 
-    @staticmethod
-    def _noted(steered: Steered, output: TokenOutput) -> TokenOutput:
-        noted = steered.notes.pop(output.seq, None) if output.parent is None else None
-        if noted is None:
-            return output
-        return output._replace(logs=output.logs + noted[0], storage=[*output.storage, *noted[1]])
+    # --- failures -------------------------------------------------------------------------------
+
+    def _await(self, key: Key) -> None:
+        self._awaited[key] = self._clock() + self._timeout_s
+
+    def _refuse(self, steered: Steered, one: StepResult, error: Exception) -> list[TokenOutput]:
+        """Ends the sequence of a decision that cannot be applied."""
+        key = (one.request, one.seq)
+        if isinstance(error, TokenbusError):
+            return self._fail(steered, key, error.message, error.code)
+        log.error("the decision of %s for %s cannot be applied", one.then, key, exc_info=error)
+        text = f"its decision cannot be applied: {type(error).__name__}: {error}"
+        return self._fail(steered, key, text, Code.INTERNAL)
+
+    def _fail(self, steered: Steered, key: Key, error: str, code: Code | str) -> list[TokenOutput]:
+        """Ends a sequence with an error; its end, where that was kept for the controller."""
+        engine = steered.engine
+        end = steered.ends.pop(key[1], None)
+        self._awaited.pop(key, None)
+        if end is not None:
+            end = end._replace(finish_reason="error", error=error, code=code)
+            return [steered.noted(end)]
+        before = self._behind.get(key)
+        if engine.alive(*key):
+            engine.end(*key, "error", error, code)
+        elif before is not None:
+            failed = StepResult(*key, "error", error=error, code=str(code))
+            self._forks[before].append((failed, None))
+        else:
+            self._void(steered, key, "sample")
+        return []
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _told_of(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
-        """What a controller worker is told of an output; None where it need not know.
+    def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
+        """What an output means for its controller; None where it need not be notified.
 
-        Where a sequence ends otherwise than by its controller, this one has the last word: its end
-        is kept until that has come.
+        Where a sequence ends otherwise than by its controller, this still runs a last round: the
+        end is kept until that is over.
         """
         reason, token = output.finish_reason, output.token
-        # One that was fast-forwarded has no probability, and is known to its controller.
+        # A token that was fast-forwarded has no probability, and is known to its controller.
         drawn = [token] if token is not None and output.logprob is not None else []
         if reason is None:
             if not drawn:
                 return None
-            self._awaited.add((output.request, output.seq))
+            self._await((output.request, output.seq))
         else:
             self._make_forks((output.request, output.seq))
-            if output.seq in steered.gone or not (token is not None or steered.worker):
+            if output.seq in steered.stopped or not (token is not None or steered.worker):
                 return None
             if token is not None:
                 if reason == "length" and drawn and token in steered.eos:
                     # Without a controller it would have ended with this token just so.
                     reason = "stop"
-                self._awaited.add((output.request, output.seq))
+                self._await((output.request, output.seq))
                 steered.ends[output.seq] = output._replace(finish_reason=reason)
         return StepSequence(output.request, output.seq, drawn, reason)
 
-    def _tell(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
+    def _send_step(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
         step = Step(sequences=sequences)
-        file = self._files.get((worker, engine.mask_words))
+        file = self._files.get(worker, engine.mask_words)
         if file is not None:
             step.masks, step.rows, step.row_bytes = file.path, ROWS, file.row_bytes
         self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")])
-
-    def _open_file(self, worker: int, engine: Engine, host: str) -> None:
-        """The first word of a controller worker: on this machine, masks are shared from now on."""
-        key = (worker, engine.mask_words)
-        if key not in self._files:
-            self._files[key] = None
-            if host == machine_id():
-                try:
-                    self._files[key] = MaskFile(engine.mask_words)
-                except OSError as error:
-                    log.warning("masks are sent, as they cannot be shared: %s", error)
-
-    def _mask(
-        self, steered: Steered, one: StepResult, attachments: list[bytes]
-    ) -> np.ndarray | None:
-        if one.row is not None:
-            file = self._files[steered.worker, steered.engine.mask_words]
-            assert file is not None
-            row: np.ndarray = file.rows[one.row]
-            return row
-        if one.attachment is not None:
-            return np.frombuffer(attachments[one.attachment], dtype=np.uint32)
-        return None
-
-
-def _just_samples(one: StepResult) -> bool:
-    """Whether a decision is the usual one: nothing but a mask."""
-    return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)

@@ -25,7 +25,6 @@ from ...protocol.worker_messages import (
     Lost,
     Register,
     Registered,
-    Result,
     TokenizerAnswer,
     TokenizerRequest,
 )
@@ -35,7 +34,7 @@ from .engine import Engine, TokenOutput
 from .live_streams import LiveStreams
 from .models import Models, device_works, tokenizer_json
 from .ranks import Ranks
-from .steering import Steering
+from .steering import Steering, decision_timeout
 from .streams import Stream, attached_frames
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class GpuWorker:
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
         self._streams = LiveStreams(self._bus.post, self._release)
-        self._steering = Steering(partial(self._bus.post, wake=False))
+        self._steering = Steering(partial(self._bus.post, wake=False), decision_timeout(settings))
         self._arrivals = Arrivals(
             self._models, self._streams, self._steering, self._bus.post, self._bus.changed
         )
@@ -79,6 +78,7 @@ class GpuWorker:
             while not self._done():
                 self._take()
                 self._load_events()
+                self._expire()
                 self._step()
         finally:
             self._bus.close(self._failed or self._stop_reason or "it failed")
@@ -126,6 +126,13 @@ class GpuWorker:
                 self._failed = self._arrivals.on_load_event(event) or self._failed
             except Exception as error:
                 self._arrivals.fail_model(event.model, error)
+
+    def _expire(self) -> None:
+        """Ends the sequences whose controllers have not decided in time."""
+        ends = self._steering.expire()
+        if ends:
+            self._streams.send(ends)
+            self._bus.flush()
 
     def _step(self) -> None:
         """One step of each model that has work, and one message with all its tokens."""
@@ -206,8 +213,7 @@ class GpuWorker:
                         self._bus.post(frames)
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
-                result = decode_as(Result, message.body, "msgpack")
-                ends = self._steering.on_result(worker, result, attachments)
+                ends = self._steering.on_result(worker, message.body, attachments)
                 if ends:
                     self._streams.send(ends)
             case b"LOST":
@@ -230,8 +236,8 @@ class GpuWorker:
             return
         engine = self._models.engines[stream.model]
         aborted = engine.abort(request, cancel.reason)
-        ends = self._steering.ends_of(request)
-        self._streams.send([*ends, *self._steering.noted(request, aborted)])
+        ends = self._steering.kept_ends(request)
+        self._streams.send([*ends, *self._steering.with_notes(request, aborted)])
 
     def _lost(self, lost: Lost) -> None:
         """Requests that have no controller any more end."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import decode_header
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import (
@@ -29,6 +29,8 @@ from .test_steering import Told
 
 WORKER = 7
 """The number of the controller worker."""
+TIMEOUT_S = 60.0
+"""How long a decision may take."""
 Answers = Callable[[StepSequence], Iterable[StepResult]]
 """What a controller says of a sequence that it is told of; the first time with no tokens."""
 
@@ -68,7 +70,11 @@ class Bench:
     def __init__(self, engine: Engine, host: str | None = None) -> None:
         """``host``: the machine of the controller worker; this one where none is given."""
         self.engine = engine
-        self.steering = Steering(self._posted)
+        self.worker = WORKER
+        """The controller worker that the broker chooses."""
+        self.now = 0.0
+        """The time, in seconds, by which decisions are overdue."""
+        self.steering = Steering(self._posted, TIMEOUT_S, lambda: self.now)
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
         self.news: list[StepSequence] = []
@@ -79,7 +85,7 @@ class Bench:
         self.waited = 0
         """How often a step waited for who is late."""
         self._host = machine_id() if host is None else host
-        self._inbox: deque[tuple[bool, Result, list[bytes]]] = deque()
+        self._inbox: deque[tuple[bool, bytes, list[bytes]]] = deque()
         """With each: whether it comes while the next step waits, or after it where none does."""
 
     # --- the client -----------------------------------------------------------------------------
@@ -129,8 +135,8 @@ class Bench:
     ) -> None:
         """Decisions are on their way: here at the next step, or only when it waits for them."""
         if results:
-            message = Result(sequences=list(results), host=self._host)
-            self._inbox.append((while_waiting, message, [m.tobytes() for m in masks]))
+            body = encode_body(Result(sequences=list(results), host=self._host), "msgpack")
+            self._inbox.append((while_waiting, body, [m.tobytes() for m in masks]))
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -138,12 +144,13 @@ class Bench:
         """What ``GpuWorker._step`` does."""
         engine = self.engine
         self._deliver(late=not engine.has_work)
+        self._hear(self.steering.expire())
         if not engine.has_work:
             return
         step = engine.begin()
         self.steering.decide(engine, step, 0.0, self._receive)
         self._hear(self.steering.sampled(engine, engine.finish(step)))
-        self._inbox = deque((False, result, masks) for _, result, masks in self._inbox)
+        self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
         """Until every stream is over; whatever a controller is told of is answered at once."""
@@ -180,8 +187,8 @@ class Bench:
 
     def _deliver(self, late: bool) -> None:
         while self._inbox and (late or not self._inbox[0][0]):
-            _, result, attachments = self._inbox.popleft()
-            self._hear(self.steering.on_result(WORKER, result, attachments))
+            _, body, attachments = self._inbox.popleft()
+            self._hear(self.steering.on_result(self.worker, body, attachments))
 
     def _hear(self, outputs: list[TokenOutput]) -> None:
         for o in outputs:
@@ -196,7 +203,7 @@ class Bench:
             self.starts.append((decode_header(header).request, decode_as(Start, body)))
             return
         assert word == b"STEP"
-        assert decode_header(header).address == WORKER
+        assert decode_header(header).address == self.worker
         step: Step = decode_as(Step, body)
         assert step.sequences
         self.steps.append(step)

@@ -1,0 +1,110 @@
+"""What a RESULT decides: its entries decoded one by one, and the masks that they refer to."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...protocol.bodies import decode_as
+from ...protocol.errors import Code, ControllerError
+from ...protocol.worker_messages import Result, StepResult
+from .mask_file import MaskFile
+
+log = logging.getLogger(__name__)
+
+_decode_result = msgspec.msgpack.Decoder(Result).decode
+_decode_entry = msgspec.msgpack.Decoder(StepResult).decode
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Invalid(NamedTuple):
+    """An entry that is not a StepResult, where it can be seen which sequence it is for."""
+
+    request: int
+    seq: int
+    error: str
+
+
+class Decisions(NamedTuple):
+    """The entries of a RESULT."""
+
+    valid: list[StepResult]
+    invalid: list[Invalid]
+    host: str
+    """The machine of the controller worker."""
+
+
+class _RawResult(msgspec.Struct):
+    sequences: list[msgspec.Raw]
+    host: str = ""
+
+
+class _Name(msgspec.Struct, array_like=True):
+    """The beginning of a StepResult."""
+
+    request: int
+    seq: int
+
+
+_decode_name = msgspec.msgpack.Decoder(_Name).decode
+
+
+def decode_decisions(body: bytes) -> Decisions:
+    """The entries of a RESULT's body. One that is malformed leaves the others as they are.
+
+    Raises RequestError where the body is no list of entries at all.
+    """
+    try:
+        result = _decode_result(body)
+    except _UNDECODABLE:
+        return _one_by_one(body)
+    return Decisions(result.sequences, [], result.host)
+
+
+def _one_by_one(body: bytes) -> Decisions:
+    raw: _RawResult = decode_as(_RawResult, body, "msgpack")
+    found = Decisions([], [], raw.host)
+    for entry in raw.sequences:
+        try:
+            found.valid.append(_decode_entry(entry))
+        except _UNDECODABLE as error:
+            try:
+                named = _decode_name(entry)
+            except _UNDECODABLE:
+                log.warning("an entry of a RESULT names no sequence: %s", error)
+            else:
+                found.invalid.append(Invalid(named.request, named.seq, str(error)))
+    return found
+
+
+def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) -> np.ndarray | None:
+    """The mask of a decision, u32 ``[words]``; None where it allows every token.
+
+    Raises ControllerError where it refers to a mask that does not exist.
+    """
+    if one.row is not None:
+        if file is None or not 0 <= one.row < len(file.rows):
+            rows = 0 if file is None else len(file.rows)
+            raise _no_mask(f"row {one.row} of a mask file that has {rows} rows")
+        row: np.ndarray = file.rows[one.row]
+        return row
+    if one.attachment is not None:
+        if not 0 <= one.attachment < len(attachments):
+            raise _no_mask(f"attachment {one.attachment} of a message that has {len(attachments)}")
+        mask = attachments[one.attachment]
+        if len(mask) % 4:
+            raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
+        return np.frombuffer(mask, dtype=np.uint32)
+    return None
+
+
+def just_samples(one: StepResult) -> bool:
+    """Whether a decision is the usual one: nothing but a mask."""
+    return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)
+
+
+def _no_mask(what: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"its mask is {what}")
