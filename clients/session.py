@@ -167,7 +167,10 @@ class ClientSession:
     def _send_parts(self, call: Call) -> None:
         message = call.message
         if isinstance(message, Buffer):
-            self._buffers[message.name] = (message, call.attachments)
+            if message.tokens is None and message.text is None and not call.attachments:
+                self._buffers.pop(message.name, None)
+            else:
+                self._buffers[message.name] = (message, call.attachments)
             self._barriers[call.number] = call
             self._send(b"BUFFER", message, call.attachments)
             self._send(b"PING", Ping(n=call.number))

@@ -269,6 +269,17 @@ def test_a_new_session_gets_the_buffers_again(bench: Bench) -> None:
     assert [w for w, _ in bench.sent()] == ["BUFFER"]
 
 
+def test_a_buffer_that_was_dropped_is_not_sent_to_a_new_session(bench: Bench) -> None:
+    for content in ("text", None):
+        bench.submit(buffer_call("b", content, 5.0))
+        (_, _), (_, ping) = bench.sent()
+        bench.hear("PONG", {"n": ping["n"]})
+    bench.hear("PONG", {"session": False})
+    bench.sent()
+    bench.welcome(session="new")
+    assert bench.sent() == []
+
+
 def test_an_unknown_message_is_dropped(bench: Bench) -> None:
     bench.hear("FLY", {})
     bench.session.on_frames([b"TOKEN"], bench.now)
