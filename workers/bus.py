@@ -47,7 +47,8 @@ class Bus:
     ``registration`` returns what to register with (called on the bus thread); ``load`` the number
     of requests and the gauges for the heartbeat. ``first`` gets new messages at once, on the bus
     thread, and returns those that are for ``take``: for answers that must not wait for another
-    thread. Raises AddressError.
+    thread. Where it raises, it gets the same messages again one by one, so that only the one at
+    fault is dropped. Raises AddressError.
     """
 
     def __init__(
@@ -204,9 +205,20 @@ class _WorkerPeer:
             except TokenbusError as error:
                 log.warning("dropped an invalid message from the broker: %s", error)
         if taken and self._first is not None:
-            taken = self._first(taken)
+            taken = self._see_first(self._first, taken)
         if taken:
             self._put(taken)
+
+    def _see_first(
+        self, first: Callable[[list[FromBus]], list[FromBus]], messages: list[FromBus]
+    ) -> list[FromBus]:
+        try:
+            return first(messages)
+        except Exception:
+            if len(messages) == 1:
+                log.exception("dropped a %s message", messages[0].type.decode("ascii", "replace"))
+                return []
+        return [rest for message in messages for rest in self._see_first(first, [message])]
 
     def outgoing(self, now: float) -> Iterator[Frames]:
         """The lease's answers, what the worker has posted, and the heartbeat when it is due."""

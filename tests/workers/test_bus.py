@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
+from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.messages import PROTOCOL_VERSION
 from tokenbus.protocol.worker_messages import Register
 from tokenbus.transport.dealer import AddressError
 from tokenbus.workers.bus import Bus as Connection
+from tokenbus.workers.bus import FromBus
 
 from ..processes import Bus, until
-from ..transport.test_dealer import no_descriptors
+from ..transport.test_dealer import Router, no_descriptors
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +29,9 @@ def broker() -> Iterator[Bus]:
         yield bus
 
 
-def connection(endpoint: str) -> Connection:
+def connection(
+    endpoint: str, first: Callable[[list[FromBus]], list[FromBus]] | None = None
+) -> Connection:
     """That of a worker without models."""
 
     def registration() -> Register:
@@ -34,7 +39,7 @@ def connection(endpoint: str) -> Connection:
             version=PROTOCOL_VERSION, role="gpu", name="test", capacity=1, pid=1, host="here"
         )
 
-    return Connection(endpoint, registration, lambda: (0, {}))
+    return Connection(endpoint, registration, lambda: (0, {}), first)
 
 
 def test_a_worker_that_has_no_descriptors_at_first_registers_when_it_has(
@@ -51,6 +56,34 @@ def test_a_worker_that_has_no_descriptors_at_first_registers_when_it_has(
 def test_an_address_that_is_not_valid_is_refused_at_once() -> None:
     with pytest.raises(AddressError, match="nowhere"):
         connection("nowhere")
+
+
+def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
+    """The broker is played by a plain socket: a real one sends no message that is at fault."""
+    seen: list[bytes] = []
+
+    def first(messages: list[FromBus]) -> list[FromBus]:
+        if any(message.body == b"bad" for message in messages):
+            raise LookupError("the worker has a defect")
+        seen.extend(message.body for message in messages if message.type == b"SEEN")
+        return [message for message in messages if message.type == b"TAKEN"]
+
+    router = Router(zmq.Context.instance())
+    worker = connection(router.address, first)
+    worker.start()
+    sender, *register = router.receive()
+    assert register[0] == b"REGISTER"
+    for kind, body in ((b"SEEN", b"1"), (b"TAKEN", b"2"), (b"SEEN", b"bad"), (b"SEEN", b"3")):
+        router.send([sender, kind, encode_header(), body])
+    router.send([sender, b"TAKEN", encode_header(), b"4"])
+    taken: list[bytes] = []
+    while b"4" not in taken:
+        taken += [message.body for message in worker.take(WAIT_S)]
+    assert taken == [b"2", b"4"]
+    assert seen == [b"1", b"3"]
+    worker.close("the test is over")
+    assert router.receive()[1] in (b"HEARTBEAT", b"UNREGISTER"), "the same connection"
+    router.close()
 
 
 TERMINATED = """
