@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from .core import Broker
 from .outbox import Outbox, Sent
 from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
-from .sockets import bind_router, receive, send
+from .sockets import bind_router, readable, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -128,42 +128,60 @@ class BrokerServer:
     # --- the drain loop -------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Takes and routes what is there.
+        """Takes and routes the messages that have arrived.
 
-        ZeroMQ's descriptor is edge-triggered and a send can swallow an edge, so this ends only
-        after a pass in which neither socket had anything.
+        ZeroMQ's descriptor is edge-triggered, and a send can swallow its socket's edge: this
+        repeats until neither socket has had a message since the last send to it.
         """
         self._drain_due = False
         if self._stopped:
             return
         try:
-            taken = self._take_all()
+            more = self._take_all()
         except Exception:
             # The next tick tries again: at once could mean a busy loop.
             self._on_defect("taking messages from the sockets")
             return
-        if taken:
+        if more:
             self._drain_soon()
 
-    def _take_all(self) -> int:
-        """Takes and routes up to ``BURST`` messages of each socket; how many these were."""
+    def _take_all(self) -> bool:
+        """Takes and routes messages of both sockets; whether there may be more.
+
+        The workers' socket first: what that leads to, sent to clients, comes before the look at
+        the clients' socket, so that a step's tokens need one pass only.
+        """
         now = time.monotonic()
-        front, back, core, post = self._front, self._back, self.core, self._post
-        taken = 0
-        for _ in range(BURST):
-            frames = receive(back)
-            if frames is None:
-                break
-            taken += 1
-            post(core.on_worker(frames[0], frames[1:], now))
-        for _ in range(BURST):
-            frames = receive(front)
-            if frames is None:
-                break
-            taken += 1
-            post(core.on_client(frames[0], frames[1:], now))
-        if self._flush_due and now - self._flushed_at > FLUSH_EVERY_S:
+        from_workers = self._take(self._back, self.core.on_worker, now)
+        from_clients = self._take(self._front, self.core.on_client, now)
+        flush = self._flush_due and now - self._flushed_at > FLUSH_EVERY_S
+        if flush:
             self._flush_all(now)
+        return from_clients > 0 or from_workers == BURST or flush
+
+    def _take(
+        self,
+        socket: zmq.Socket[bytes],
+        route: Callable[[bytes, list[bytes], float], list[Outgoing]],
+        now: float,
+    ) -> int:
+        """Takes and routes up to ``BURST`` messages of a socket; how many these were.
+
+        To receive where nothing waits costs three times as much as to look whether something does
+        (4.4 against 1.4 µs), so a single message is followed by a look; in a burst, each message is
+        received without one.
+        """
+        if not readable(socket):
+            return 0
+        taken = 0
+        while taken < BURST:
+            frames = receive(socket)
+            if frames is None:
+                break
+            taken += 1
+            self._post(route(frames[0], frames[1:], now))
+            if taken == 1 and not readable(socket):
+                break
         return taken
 
     def _on_defect(self, doing: str) -> None:
