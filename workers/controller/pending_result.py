@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from ...protocol.bodies import encode_body
+from ...protocol.errors import Code
 from ...protocol.header import encode_header
 from ...protocol.worker_messages import Result, StepResult
 from ..machine import machine_id
 from .sequence_group import Round, SequenceGroup
+
+log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
 """How long results that are ready are held back for those that are not, in seconds."""
@@ -84,10 +88,32 @@ class PendingResult:
                     result.attachment = len(attachments)
                     attachments.append(mask)
                 sequences.append(result)
-        body = encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")
+        body = _encoded(sequences)
         with self._order:
             after = [(group, *group.record(results)) for group, results in parts]
             self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             group.free()
+
+
+def _encoded(sequences: list[StepResult]) -> bytes:
+    """The body of the message. A result that cannot be encoded becomes an error of its sequence."""
+    try:
+        return encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")
+    except (TypeError, ValueError, OverflowError):
+        pass
+    for result in sequences:
+        try:
+            encode_body(result, "msgpack")
+        except (TypeError, ValueError, OverflowError) as error:
+            # Text of a controller with half of a surrogate pair, for one.
+            log.error("the result of sequence %d cannot be encoded: %s", result.seq, error)
+            text = result.error or f"the controller's result cannot be encoded: {error}"
+            result.then, result.code = "error", result.code or str(Code.CONTROLLER_FAILED)
+            result.error = text.encode("utf-8", "backslashreplace").decode()
+            result.backtrack, result.ff_tokens, result.children = 0, [], []
+            result.row = result.attachment = None
+            result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
+            result.storage = []
+    return encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")

@@ -221,7 +221,8 @@ class Rounds:
         except TokenbusError as error:
             failed = _result(sequence, "error")
             failed.error, failed.code = error.message, str(error.code)
-        except Exception as error:
+        except BaseException as error:
+            # Panics of native libraries are BaseExceptions, as is what an author's code may raise.
             log.exception("a round of sequence %d failed", sequence.seq)
             failed = _result(sequence, "error")
             failed.error = f"the controller worker failed: {error!r}"

@@ -98,7 +98,9 @@ class SequenceGroup:
         ended it; None where the sequence does not wait for the model."""
         with self._lock:
             sequence = self._sequences.get(seq)
-            if sequence is None or sequence.stage is not Stage.WAITING:
+            # The GPU worker may end a suspended one too, as it does beyond ``max_tokens``.
+            stages = (Stage.WAITING, Stage.SUSPENDED) if ended else (Stage.WAITING,)
+            if sequence is None or sequence.stage not in stages:
                 return None
             self._rows = rows
             if sequence.row is None and rows is not None:
@@ -124,6 +126,12 @@ class SequenceGroup:
                 self._drop_idle()
                 return [], []
             return self._wake()
+
+    def running(self, seq: int) -> bool:
+        """Whether a round of a sequence runs, whose result is still to come."""
+        with self._lock:
+            sequence = self._sequences.get(seq)
+            return sequence is not None and sequence.stage is Stage.RUNNING
 
     def mask(self, seq: int) -> bytes | None:
         """A copy of a sequence's mask, to be sent; None where the sequence has finished."""

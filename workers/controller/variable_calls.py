@@ -32,7 +32,8 @@ class VariableCalls:
 
     def __init__(self, post: Callable[[list[bytes]], None]) -> None:
         self._post = post
-        self._calls: dict[tuple[int, int, int], list[Any]] = {}
+        self._calls: dict[tuple[int, int, int], _Call] = {}
+        self._lock = threading.Lock()
 
     def perform(self, operation: Variable) -> VariableAnswer:
         """The answer to an operation.
@@ -41,20 +42,20 @@ class VariableCalls:
         operations wait already.
         """
         name = (operation.request, operation.seq, operation.count)
-        done = threading.Lock()
-        done.acquire()
-        call: list[Any] = [done, None]
-        self._calls[name] = call
+        call = _Call()
+        with self._lock:
+            self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
             with waiting():
                 for _ in range(int(GIVE_UP_S / AGAIN_S)):
                     self._post(frames)
-                    if done.acquire(timeout=AGAIN_S):
+                    if call.answered.acquire(timeout=AGAIN_S):
                         break
         finally:
-            self._calls.pop(name, None)
-        answer: VariableAnswer | None = call[1]
+            with self._lock:
+                self._calls.pop(name, None)
+        answer = call.answer
         if answer is None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -68,10 +69,34 @@ class VariableCalls:
     def on_answer(self, body: bytes) -> None:
         """On the bus thread: an answer has come."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
-        call = self._calls.get((answer.request, answer.seq, answer.count))
-        if call is not None and call[1] is None:
-            call[1] = answer
-            call[0].release()
+        with self._lock:
+            call = self._calls.get((answer.request, answer.seq, answer.count))
+            if call is not None:
+                call.give(answer)
+
+    def cancel(self, request: int) -> None:
+        """A request has ended: its operations wait no longer."""
+        with self._lock:
+            for (owner, seq, count), call in self._calls.items():
+                if owner == request:
+                    error = f"the request {request} has ended, and its variables with it"
+                    call.give(VariableAnswer(owner, seq, count, error=error))
+
+
+class _Call:
+    """An operation that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.answered = threading.Lock()
+        """Held until the answer is there."""
+        self.answered.acquire()
+        self.answer: VariableAnswer | None = None
+
+    def give(self, answer: VariableAnswer) -> None:
+        """The answer; only the first counts."""
+        if self.answer is None:
+            self.answer = answer
+            self.answered.release()
 
 
 class SequenceVariables:

@@ -33,13 +33,16 @@ from ...protocol.worker_messages import (
     LiveRequest,
     Register,
     Registered,
+    Result,
     Start,
     Step,
     StepResult,
+    StepSequence,
     TokenizerAnswer,
     TokenizerRequest,
 )
 from ..bus import Bus, FromBus
+from ..machine import machine_id
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
@@ -127,11 +130,18 @@ class ControllerWorker:
             for message in self._bus.take(TICK_S if self._busy else IDLE_S):
                 try:
                     self._on_message(message)
-                except Exception:
+                except Exception as error:
                     kind = message.type.decode("ascii", "replace")
                     log.exception("a %s message failed", kind)
-            if self._busy:
-                self._tick()
+                    if message.type == b"START":
+                        self._refuse_start(message.header, error)
+            try:
+                self._vocabularies.retry()
+                if self._busy:
+                    self._tick()
+            except Exception:
+                # The next tick is in a moment; without ticks, guests have no time limits.
+                log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
         return 0
@@ -170,10 +180,14 @@ class ControllerWorker:
         """On the bus thread: hands answers to the guests that wait for them."""
         rest = []
         for message in messages:
-            if message.type == b"VARIABLE_ANSWER":
-                self._variable_calls.on_answer(message.body)
-            else:
+            if message.type != b"VARIABLE_ANSWER":
                 rest.append(message)
+                continue
+            try:
+                self._variable_calls.on_answer(message.body)
+            except TokenbusError as error:
+                # The operation is sent again, as it has not been answered.
+                log.warning("a malformed VARIABLE_ANSWER was dropped: %s", error)
         return rest
 
     # --- messages -------------------------------------------------------------------------------
@@ -214,6 +228,7 @@ class ControllerWorker:
             start.ignore_eos,
             self._variable_calls.perform,
         )
+        self._end(header.request)
         self._groups[header.request] = group
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
@@ -240,7 +255,7 @@ class ControllerWorker:
             results = group.begin(program, vocabulary, start.prompt, start.n)
         except TokenbusError as failed:
             results = [_error_result(group.request, failed.message, failed.code)]
-        except Exception as failed:
+        except BaseException as failed:  # Panics of native libraries too.
             log.exception("the controller %s cannot be started", start.controller)
             results = [_error_result(group.request, f"the controller worker failed: {failed!r}")]
         pending.add(group, results)
@@ -249,15 +264,24 @@ class ControllerWorker:
         """STEP: runs a round of each of its sequences."""
         rows = None
         if step.masks:
-            rows = self._masks.get(step.masks, step.rows, step.row_bytes)
+            try:
+                rows = self._masks.get(step.masks, step.rows, step.row_bytes)
+            except Exception:
+                log.exception("masks are sent, as the file %r cannot be mapped", step.masks)
         rounds: list[tuple[SequenceGroup, ControlledSequence, Round]] = []
+        unknown: list[StepSequence] = []
         for stepped in step.sequences:
             group = self._groups.get(stepped.request)
             if group is None:
+                unknown.append(stepped)
                 continue
             found = group.step(stepped.seq, stepped.tokens, stepped.ended is not None, rows)
             if found is not None:
                 rounds.append((group, *found))
+            elif not group.running(stepped.seq):
+                unknown.append(stepped)
+        if unknown:
+            self._refuse_steps(gpu, unknown)
         if not rounds:
             return
         self._rounds_started += len(rounds)
@@ -267,6 +291,25 @@ class ControllerWorker:
             for group, sequence, round_ in rounds
         ]
         self._pool.submit(jobs, 1 + sum(sequence.slow for _, sequence, _ in rounds))
+
+    def _refuse_start(self, header: Header, error: Exception) -> None:
+        """A START that cannot be read gets a RESULT too."""
+        text = f"the controller worker cannot start the controller: {error}"
+        self._post_results(header.address, [_error_result(header.request, text)])
+
+    def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
+        """Sequences of a STEP that have finished here get a RESULT too."""
+        results = []
+        for stepped in sequences:
+            text = f"the controller worker has no sequence {stepped.seq} of this request"
+            result = _error_result(stepped.request, text)
+            result.seq = stepped.seq
+            results.append(result)
+        self._post_results(gpu, results)
+
+    def _post_results(self, gpu: int, results: list[StepResult]) -> None:
+        body = encode_body(Result(sequences=results, host=machine_id()), "msgpack")
+        self._bus.post([b"RESULT", encode_header(0, gpu), body])
 
     def _new_result(self, gpu: int, rounds: int) -> PendingResult:
         pending = PendingResult(gpu, rounds, self._bus.post, self._after_send, self._order)
@@ -290,6 +333,7 @@ class ControllerWorker:
         group = self._groups.pop(request, None)
         if group is not None:
             group.close()
+            self._variable_calls.cancel(request)
             self._pool.submit([group.free])
 
     # --- tokenizers and modules -----------------------------------------------------------------
@@ -303,8 +347,9 @@ class ControllerWorker:
         header = message.header
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         head = encode_header(header.request, header.address, Flag.FINAL)
-        stream_id = decode_as(Tags, message.body).stream_id
+        stream_id = 0
         try:
+            stream_id = decode_as(Tags, message.body).stream_id
             *attachments, tenant = message.attachments
             result = self._store_result(message, attachments, tenant.decode())
             answer = Msg(stream_id=stream_id, result=result)

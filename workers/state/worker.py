@@ -98,7 +98,12 @@ class StateWorker:
                 else:
                     others.append(message)
             except TokenbusError as error:
-                log.warning("a bad %r from the broker was dropped: %s", message.type, error)
+                log.warning(
+                    "a %r message that is not well-formed was dropped: %s", message.type, error
+                )
+            except Exception:
+                # The bus thread goes on: the other messages of the burst are answered.
+                log.exception("a %r message failed", message.type)
         self._do(run)
         return others
 
@@ -125,9 +130,10 @@ class StateWorker:
             asked.append(message)
         try:
             answers = self._variables.apply(ops)
-        except Exception:
-            log.exception("%d operations were dropped", len(ops))
-            return
+        except Exception as error:
+            log.exception("%d operations failed", len(ops))
+            text = f"the state worker failed: {error!r}"
+            answers = [VariableAnswer(op.request, op.seq, op.count, error=text) for op, _ in ops]
         self._ops += len(answers)
         for message, answer in zip(asked, answers, strict=True):
             self._post(message, answer)

@@ -34,6 +34,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.rounds import Change
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
+from tokenbus.workers.controller.tokens import tokenizers
 from tokenbus.workers.controller.tokens.tokenizers import Vocabularies
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.state.variables import VariableStorage
@@ -594,3 +595,60 @@ def test_who_waits_for_a_vocabulary_that_cannot_be_had_hears_why() -> None:
         vocabularies.arrived("f", json, error)
     assert heard[0] == "no such tokenizer"
     assert "cannot be used" in heard[1]
+
+
+class Waits:
+    """Requests that wait for a tokenizer, and a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.requested: list[int] = []
+        self.outcomes: list[str] = []
+        self.vocabularies = Vocabularies(
+            lambda fingerprint, gpu: self.requested.append(gpu), lambda: self.now
+        )
+
+    def want(self, gpu: int, size: int = 400) -> None:
+        name = VocabularyName(fingerprint="f", size=size, eos=[0])
+        self.vocabularies.want(name, gpu, lambda found, why: self.outcomes.append(why))
+
+    def retry(self, now: float) -> None:
+        self.now = now
+        self.vocabularies.retry()
+
+
+def test_a_tokenizer_that_does_not_come_is_requested_again_from_the_latest_gpu_worker() -> None:
+    waits = Waits()
+    waits.want(gpu=1)
+    waits.want(gpu=2)
+    waits.retry(1.0)
+    assert waits.requested == [1]
+    waits.retry(2.5)
+    assert waits.requested == [1, 2], "the first one may be gone"
+    waits.vocabularies.arrived("f", byte_level().to_str().encode(), "")
+    waits.retry(10.0)
+    assert (waits.requested, waits.outcomes) == ([1, 2], ["", ""])
+
+
+def test_requests_wait_for_a_tokenizer_for_a_bounded_time_and_leave_nothing() -> None:
+    waits = Waits()
+    waits.want(gpu=1)
+    waits.retry(29.0)
+    waits.want(gpu=2)
+    waits.retry(31.0)
+    assert waits.outcomes == ["no GPU worker sent the model's tokenizer within 30 s"]
+    waits.retry(60.0)
+    assert len(waits.outcomes) == 2
+    assert not waits.vocabularies._waiting
+    assert not waits.vocabularies._requested
+
+
+def test_only_the_vocabularies_that_were_used_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizers, "KEPT", 2)
+    waits = Waits()
+    for size in (400, 401, 400, 402):
+        waits.want(gpu=1, size=size)
+        waits.vocabularies.arrived("f", byte_level().to_str().encode(), "")
+    assert [size for _, size, _ in waits.vocabularies._built] == [400, 402]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ....protocol import errors
-from ....protocol.errors import Code, ControllerError
+from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
 
 _OURS = tuple(
@@ -50,9 +50,10 @@ class AuthorCalls:
         start = time.thread_time()
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             trace = author_trace(error)
-            self._host.log.write(f"{call} of {self._name} failed:\n{trace}".encode())
+            text = f"{call} of {self._name} failed:\n{trace}"
+            self._host.log.write(text.encode("utf-8", "backslashreplace"))
             raise self._failure(error) from error
         finally:
             self._spent(call, time.thread_time() - start)
@@ -60,7 +61,7 @@ class AuthorCalls:
     def _failure(self, error: BaseException) -> ControllerError:
         where = author_line(error.__traceback__)
         at = f", at {where}" if where else ""
-        if isinstance(error, ControllerError):
+        if isinstance(error, TokenbusError):
             return ControllerError(error.code, f"{self._name}: {one_line(error.message)}{at}")
         kind, text = type(error).__name__, one_line(str(error))
         told = f"{kind}: {text}" if text else kind

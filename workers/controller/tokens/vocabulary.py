@@ -66,7 +66,7 @@ class TokenizerVocabulary:
             spec: Spec = msgspec.json.decode(json)
             # tokenizers raises plain Exception.
             tokenizer = Tokenizer.from_str(msgspec.json.encode(_exact(spec)).decode())
-        except Exception as error:
+        except BaseException as error:  # Its panics are BaseExceptions.
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the tokenizer {fingerprint[:12]} cannot be read: {error}; "
@@ -124,7 +124,7 @@ class TokenizerVocabulary:
         try:
             # Of all ways this one lets other threads run meanwhile.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except Exception:  # It is plain: a word is unknown, and there is no token for that.
+        except BaseException:  # A word is unknown and there is no token for that, or a panic.
             return []
 
 

@@ -27,6 +27,7 @@ import wasmtime
 
 from ....protocol.errors import Code, UnavailableError
 from ..limits import Limits
+from ..pool import waiting
 from .abis import Examined, examine
 from .module_compiler import compile_module
 from .wasm_binary import with_exported_globals
@@ -137,17 +138,23 @@ class CompiledModules:
                 retry_after_s=1.0,
             )
         try:
-            code = compile_module(with_exported_globals(wasm), self._limits)
+            exported = with_exported_globals(wasm)
+            with waiting():
+                code = compile_module(exported, self._limits)
         finally:
             self._compiling.release()
         compiled = wasmtime.Module.deserialize(self._engine, code)
         loaded = Loaded(found.abi, compiled, found.why_no_fork)
         content = msgspec.json.encode((found.abi, found.why_no_fork)) + b"\n" + code
         number, name = tempfile.mkstemp(prefix=".new-", dir=self._folder)
-        with os.fdopen(number, "wb") as new:
-            new.write(self._mac(module, content))
-            new.write(content)
-        os.replace(name, self._file(module))
+        try:
+            with os.fdopen(number, "wb") as new:
+                new.write(self._mac(module, content))
+                new.write(content)
+            os.replace(name, self._file(module))
+        except BaseException:
+            os.unlink(name)
+            raise
         return loaded, len(code)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:

@@ -26,6 +26,7 @@ from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
 from .....protocol.errors import Code, UnavailableError
+from ...pool import waiting
 from .file_cache import FileCache
 from .refusals import refusal
 from .yacc_compiler import compile_apart
@@ -136,7 +137,9 @@ class GrammarTables:
                 self._kept.move_to_end(key)
                 return tables
             turn = self._turns.setdefault(key, threading.Lock())
-        if not turn.acquire(timeout=WAIT_S):
+        with waiting():
+            has_turn = turn.acquire(timeout=WAIT_S)
+        if not has_turn:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"this grammar has been compiled for {WAIT_S:g} s; try again",
@@ -152,7 +155,8 @@ class GrammarTables:
         tables = self._kept.get(key) or self._read(key)
         if tables is None:
             try:
-                tables = compile_apart(text)
+                with waiting():
+                    tables = compile_apart(text)
             except GrammarError as error:
                 raise refusal(f"yacc: {error}") from None
             self._write(key, tables)

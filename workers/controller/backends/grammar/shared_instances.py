@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import wasmtime
 
@@ -69,7 +70,7 @@ class SharedInstances:
         self._made_for = hashlib.sha256(self._module.wasm).digest()
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Shared] = OrderedDict()
-        self._making: dict[str, threading.Lock] = {}
+        self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
         """The guest of a grammar, with one more user; made where there is none."""
@@ -81,7 +82,9 @@ class SharedInstances:
             shared = self._ready(key)
             if shared is not None:
                 return shared
-            making = self._making.setdefault(key, threading.Lock())
+            making = self._making.get(key)
+            if making is None:
+                making = self._making[key] = threading.Lock()
         with making:
             with self._lock:
                 shared = self._ready(key)
@@ -91,7 +94,6 @@ class SharedInstances:
                 with self._lock:
                     shared.users += 1
                     self._all[key] = shared
-                    self._making.pop(key, None)
                     gone = self._too_many()
                 for old in gone:
                     old.guest.close()
@@ -146,6 +148,8 @@ class SharedInstances:
             shared.users -= 1
             idle = shared.users == 0
             replaced = self._all.get(shared.key) is not shared
+            if idle and not replaced and shared.guest.dead:
+                del self._all[shared.key]
         if not idle:
             return
         if replaced or shared.guest.dead:

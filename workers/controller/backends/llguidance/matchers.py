@@ -15,6 +15,7 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLTokenizer
 
 from ...host import Vocabulary
+from ...pool import waiting
 from .trial import RefusedGrammar, Trials, parser_limits, reason
 
 KEPT_TOKENIZERS = 4
@@ -122,7 +123,8 @@ class Matchers:
             if found is not None:
                 self._grammars.move_to_end(key)
                 return found
-        self._trials.run(grammar)
+        with waiting():
+            self._trials.run(grammar)
         tokens = self._tokens_of(name, vocabulary)
         matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():

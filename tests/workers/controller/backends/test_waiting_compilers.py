@@ -1,0 +1,59 @@
+"""Starts that wait for a compiler process delay no other start, and failed ones leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
+from tokenbus.workers.controller.backends.llguidance import trial
+from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
+from tokenbus.workers.controller.pool import Pool
+
+from ....processes import until
+from ..played import BYTES, engine, vocabulary
+
+BOUND_S = 60.0
+
+
+def test_other_starts_run_while_a_grammar_waits_for_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "WALL_S", 3600.0)
+    words = vocabulary(BYTES)
+    matchers = Matchers()
+    matchers.get(words, _lark("a"))
+    [process] = matchers._trials._idle
+    pool = Pool(1)
+    compiled, other = threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        matchers.get(words, _lark("b"))
+        compiled.set()
+
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        pool.submit([compiles, other.set])
+        assert other.wait(BOUND_S), "a start waits behind a trial"
+        assert not compiled.is_set()
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert compiled.wait(BOUND_S)
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    matchers.close()
+
+
+def test_tables_that_cannot_be_used_leave_nothing() -> None:
+    instances = SharedInstances(engine, None)
+    for i in range(5):
+        with pytest.raises(Exception):  # noqa: B017
+            instances.get(b"no tables %d" % i, vocabulary(BYTES))
+    assert not instances._making
+    assert not instances._all
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": f'start: "{text}"'}]})

@@ -1,0 +1,250 @@
+"""Whatever arrives and whatever fails, each START and each sequence of a STEP gets a RESULT.
+
+The worker is the real one, without its connection: messages are handed over, and what it posts is
+taken from where the bus thread would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import msgpack
+from tokenbus.protocol.errors import Code, ControllerError
+from tokenbus.protocol.header import Header, decode_header, encode_header
+from tokenbus.protocol.settings import Settings
+from tokenbus.protocol.worker_messages import (
+    Result,
+    Start,
+    Step,
+    StepResult,
+    StepSequence,
+    TokenizerAnswer,
+    Variable,
+    VocabularyName,
+)
+from tokenbus.workers.bus import FromBus
+from tokenbus.workers.controller import interface
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Program
+from tokenbus.workers.controller.python import Controller, Decision, PythonProgram, sample, suspend
+from tokenbus.workers.controller.variable_calls import VariableCalls
+from tokenbus.workers.controller.worker import ControllerWorker
+
+from ...processes import until
+from .tokens.small_tokenizers import byte_level
+
+BOUND_S = 60.0
+GPU = 7
+
+
+class Fails(Controller):
+    """Raises what is no Exception, as a panic of a native library is."""
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        raise asyncio.CancelledError("cancelled by itself")
+
+
+class Suspends(Controller):
+    """Sequence 0 suspends itself in its second round, while the other one samples."""
+
+    rounds = 0
+
+    def pre_process(self) -> Decision | None:
+        self.rounds += 1
+        return suspend() if self.seq == 0 and self.rounds == 2 else None
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        return sample()
+
+
+class Refuses:
+    """A program whose reason is not valid Unicode."""
+
+    def start(self, host: Host) -> interface.Controller:
+        raise ControllerError(Code.CONTROLLER_FAILED, "not \ud800 today")
+
+
+class Panics:
+    """A program that raises what is no Exception."""
+
+    def start(self, host: Host) -> interface.Controller:
+        raise BaseException("a panic")
+
+
+class Worker:
+    """The worker under test, and the messages that it posted."""
+
+    def __init__(self, folder: Path) -> None:
+        programs: dict[str, Program] = {
+            "refuses": Refuses(),
+            "panics": Panics(),
+            "free": PythonProgram(Controller),
+            "fails": PythonProgram(Fails),
+            "suspends": PythonProgram(Suspends),
+        }
+        settings = Settings(run_dir=str(folder))
+        self.worker = ControllerWorker(settings, programs=programs)
+        self._bus = self.worker._bus
+        self._thread = threading.Thread(target=self.worker.run, daemon=True)
+        self._bus.start = lambda: None  # type: ignore[method-assign]
+        self._thread.start()
+
+    def send(self, kind: bytes, body: bytes, request: int = 0, *attachments: bytes) -> None:
+        header = decode_header(encode_header(request, GPU))
+        with self._bus._arrived:
+            self._bus._inbox.append(FromBus(kind, header, body, list(attachments)))
+            self._bus._arrived.notify_all()
+
+    def start(self, request: int, controller: str, n: int = 1) -> StepResult:
+        """START, with the tokenizer sent where the worker requests it."""
+        name = VocabularyName(fingerprint="f", size=300, eos=[0])
+        start = Start(
+            controller=controller, prompt=[1], n=n, max_tokens=9, model="m", vocabulary=name
+        )
+        self.send(b"START", msgpack.encode(start), request, b"tenant")
+        json = byte_level().to_str().encode()
+        self.send(b"TOKENIZER_JSON", msgpack.encode(TokenizerAnswer(fingerprint="f")), 0, json)
+        return self.result(request)
+
+    def step(self, request: int, seq: int = 0, **more: Any) -> StepResult:
+        stepped = StepSequence(request, seq, [5], **more)
+        self.send(b"STEP", msgpack.encode(Step(sequences=[stepped])))
+        return self.result(request, seq)
+
+    def result(self, request: int, seq: int = 0) -> StepResult:
+        """The next result of a sequence."""
+        found: list[StepResult] = []
+
+        def there() -> bool:
+            for frames in list(self._bus._outbox):
+                if frames[0] != b"RESULT":
+                    continue
+                assert decode_header(frames[1]).address == GPU
+                sequences = msgpack.decode(frames[2], type=Result).sequences
+                found.extend(one for one in sequences if (one.request, one.seq) == (request, seq))
+            return bool(found)
+
+        until(there, BOUND_S, f"no RESULT for sequence {seq} of request {request}")
+        self._bus._outbox.clear()
+        return found[-1]
+
+    def first(self, kind: bytes) -> list[bytes]:
+        """The first message of a type."""
+        until(lambda: kind in [f[0] for f in list(self._bus._outbox)], BOUND_S, f"no {kind!r}")
+        return next(list(f) for f in list(self._bus._outbox) if f[0] == kind)
+
+    def close(self) -> None:
+        self.worker.stop("the test is over")
+        for group in list(self.worker._groups):
+            self.send(b"END", msgpack.encode({"requests": [group]}))
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker(tmp_path)
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("controller", "says"), [("refuses", "not \\ud800 today"), ("panics", "a panic")]
+)
+def test_a_start_that_fails_in_any_way_gets_a_result(
+    worker: Worker, controller: str, says: str
+) -> None:
+    result = worker.start(1, controller)
+    assert result.then == "error"
+    assert says in (result.error or "")
+    assert worker.start(2, "free").then == "sample", "the worker goes on"
+
+
+def test_a_start_that_cannot_be_read_gets_a_result(worker: Worker) -> None:
+    worker.send(b"START", msgpack.encode({"controller": 5}), 3, b"tenant")
+    result = worker.result(3)
+    assert result.then == "error"
+    assert "$.controller" in (result.error or "")
+    worker.send(b"START", b"\xc1", 4)
+    assert worker.result(4).then == "error"
+
+
+def test_a_round_that_raises_what_is_no_exception_ends_its_sequence(worker: Worker) -> None:
+    result = worker.start(1, "fails")
+    assert (result.then, result.code) == ("error", "controller_failed")
+    assert "CancelledError: cancelled by itself" in (result.error or "")
+    assert worker.start(2, "free").then == "sample", "no thread was lost"
+
+
+def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) -> None:
+    assert worker.start(1, "free").then == "sample"
+    for request, seq in ((1, 5), (99, 0)):
+        result = worker.step(request, seq)
+        assert result.then == "error"
+        assert f"has no sequence {seq}" in (result.error or "")
+    assert worker.step(1).then == "sample"
+
+
+def test_a_suspended_sequence_that_the_gpu_worker_ends_gets_a_result(worker: Worker) -> None:
+    worker.start(1, "suspends", n=2)
+    assert worker.step(1).then == "suspend"
+    assert worker.step(1, ended="length").then == "stop"
+    assert worker.step(1, seq=1).then == "sample"
+
+
+def test_a_step_whose_mask_file_cannot_be_mapped_gets_masks_as_attachments(worker: Worker) -> None:
+    worker.start(1, "free")
+    step = Step(
+        sequences=[StepSequence(1, 0, [5])],
+        masks="/proc/self/fd/0#no number",
+        rows=1 << 62,
+        row_bytes=1 << 62,
+    )
+    worker.send(b"STEP", msgpack.encode(step))
+    assert worker.result(1).then == "sample"
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"not msgpack", b""])
+def test_a_store_request_that_cannot_be_read_gets_an_error(worker: Worker, body: bytes) -> None:
+    worker.send(b"UPLOAD", body, 5, b"tenant")
+    frames = worker.first(b"ERROR")
+    assert decode_header(frames[1]).request == 5
+
+
+def test_a_malformed_answer_of_the_state_worker_disturbs_no_other_message(worker: Worker) -> None:
+    header = Header(0, 0, 0)
+    messages = [FromBus(b"VARIABLE_ANSWER", header, b"\xc1", []), FromBus(b"STEP", header, b"", [])]
+    assert [m.type for m in worker.worker._take_answers(messages)] == [b"STEP"]
+
+
+def test_a_second_start_of_a_request_closes_the_controllers_of_the_first(worker: Worker) -> None:
+    worker.start(1, "free")
+    first = worker.worker._groups[1]
+    assert worker.start(1, "free").then == "sample"
+    assert not first._sequences
+    assert worker.worker._groups[1] is not first
+
+
+def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
+    sent = threading.Event()
+    calls = VariableCalls(lambda frames: sent.set())
+    errors: list[str] = []
+
+    def asks() -> None:
+        try:
+            calls.perform(Variable(1, 0, 1, "get", "name"))
+        except ControllerError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=asks, daemon=True)
+    thread.start()
+    assert sent.wait(BOUND_S)
+    calls.cancel(2)
+    calls.cancel(1)
+    thread.join(BOUND_S)
+    assert errors == ["the request 1 has ended, and its variables with it"]
