@@ -142,7 +142,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Sequences that are suspended or held are no work."""
+        """Whether ``step`` would do anything. Suspended and deferred sequences are no work, nor
+        are waiting ones that find no blocks beside them."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
@@ -163,7 +164,7 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Gauges and counters, for heartbeats and for people."""
         return {
-            "running": float(len(self._scheduler.running)),
+            "running": float(len(self._scheduler.running) + len(self._scheduler.deferred)),
             "waiting": float(len(self._scheduler.waiting)),
             "suspended": float(len(self._scheduler.suspended)),
             "kv_pages_used": float(self._blocks.num_held),
@@ -250,11 +251,11 @@ class Engine:
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and step.logits is not None and sequence in step.rows:
             sequence.row = step.logits[step.rows.pop(sequence)].clone()
-            sequence.held = True
+            self._scheduler.defer(sequence)
 
     def release(self, request: int, seq: int) -> None:
         """Lets a sequence that is held be sampled in the next step."""
-        self._live.named(request, seq).held = False
+        self._scheduler.reschedule(self._live.named(request, seq))
 
     def set_mask(self, request: int, seq: int, mask: np.ndarray | None) -> None:
         """Allows only some tokens for the next one that is sampled.
@@ -278,7 +279,8 @@ class Engine:
         if self._scheduler.suspended and sequence in self._scheduler.suspended:
             return False
         sequence.mask = mask
-        sequence.held = False
+        if self._scheduler.deferred:
+            self._scheduler.reschedule(sequence)
         return True
 
     def end(

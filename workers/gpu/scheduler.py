@@ -1,23 +1,22 @@
-"""Who is in the next step: continuous batching with chunked prefill. Pure: no clock, no torch.
+"""What the next step computes: continuous batching with chunked prefill. Pure: no clock, no torch.
 
 A step has room for ``max_step_tokens``. Sequences that need one token go first, so that a long
-prompt never holds up those that are being generated; prompts fill what is left, in chunks; then
-new ones are let in. Where pages run out, the last in order is sent back to wait, and computed
-again later.
+prompt never delays those that are being generated; prompts fill what is left, in chunks; then
+waiting sequences are admitted. Where blocks run out, the last in order is preempted: it gives its
+blocks back, waits, and is computed again later.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import NamedTuple
 
 from .block_manager import BlockManager
 from .sequence import Sequence
+from .waiting import WaitingQueue
 
-MAX_OVERTAKEN = 1024
-"""Later arrivals that may be let in before a waiting sequence: the bound on its wait."""
 SCORE_ROWS = 256
 """Scored tokens of a sequence in one step at most: each takes a row of logits ``[vocab]``."""
 
@@ -49,6 +48,8 @@ class Batch:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages to copy before the forward, as (from, to)."""
+    rescheduled: list[Sequence] = field(default_factory=list)
+    """Sequences that are sampled from the logits that they kept while they were deferred."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,99 +58,123 @@ class Batch:
 
 
 class Scheduler:
-    """Keeps the waiting and the running sequences, and packs the steps."""
+    """The tables of the live sequences, and what each step computes.
+
+    Every live sequence is in exactly one table: ``waiting`` (for a slot and for blocks),
+    ``running`` (in a slot, with blocks), ``deferred`` (it has blocks and logits, and its decision
+    has not arrived), ``suspended`` (until it is resumed). A deferred sequence gives its slot up;
+    when it is rescheduled it runs again at once, so that more than ``max_running`` may run for a
+    while. A step then skips the last in order, and none is admitted.
+    """
 
     def __init__(self, blocks: BlockManager, max_running: int, max_step_tokens: int) -> None:
         self._blocks = blocks
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.suspended: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self.running: dict[Sequence, None] = {}
+        self.deferred: dict[Sequence, bool] = {}
+        """Whether each had a slot: a fork may find none and be sampled all the same."""
+        self.suspended: dict[Sequence, None] = {}
+        self._stalled = False
+        """Nothing runs, and the first waiting sequence finds no blocks beside the deferred ones:
+        no step does anything until one of the tables changes."""
         self.preemptions = 0
         self.prefix_hit_tokens = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.waiting) or any(not s.held for s in self.running)
+        return bool(self.running) or (bool(self.waiting) and not self._stalled)
 
     def add(self, sequence: Sequence) -> None:
-        """Lets a new sequence wait for its turn."""
+        """Takes a new sequence, which waits to be admitted. It arrived later than all before."""
         self.waiting.append(sequence)
+        self._stalled = False
 
     def forked(self, children: Iterable[Sequence]) -> None:
-        """Takes in sequences that share another one's pages."""
+        """Takes sequences that share another one's blocks."""
         for child in children:
-            room = len(self.running) < self._max_running
-            (self.running if room else self.waiting).append(child)
+            if len(self.running) < self._max_running:
+                self._run(child)
+            else:
+                self.waiting.put_back(child)
+        self._stalled = False
+
+    def defer(self, sequence: Sequence) -> None:
+        """Takes a sequence that was to be sampled out of the steps until ``reschedule``. It keeps
+        its blocks while there are enough, and no slot."""
+        self.deferred[sequence] = sequence in self.running
+        if sequence in self.running:
+            del self.running[sequence]
+        else:
+            self.waiting.remove(sequence)
+        self._stalled = False
+
+    def reschedule(self, sequence: Sequence) -> None:
+        """Puts a deferred sequence back to where it was; any other stays where it is."""
+        had_slot = self.deferred.pop(sequence, None)
+        if had_slot is None:
+            return
+        if had_slot:
+            self.running[sequence] = None
+        else:
+            self.waiting.put_back(sequence)
+        self._stalled = False
 
     def suspend(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the steps. It keeps its pages while there are enough, and no
-        slot."""
+        """Takes a sequence out of the steps until ``resume``. It keeps its blocks while there are
+        enough, and no slot."""
         self._take_out(sequence)
-        self.suspended.append(sequence)
+        self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Lets a suspended sequence wait for its turn again, before those that came after it."""
-        self.suspended.remove(sequence)
-        self.waiting.append(sequence)
+        """Lets a suspended sequence wait to be admitted, at the place of its arrival."""
+        self._take_out(sequence)
+        self.waiting.put_back(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out; its pages go back."""
+        """Takes a sequence out for good; its blocks are given back."""
         self._take_out(sequence)
         self._blocks.free(sequence.table)
-
-    def _take_out(self, sequence: Sequence) -> None:
-        for held in (self.running, self.waiting, self.suspended):
-            if sequence in held:
-                held.remove(sequence)
 
     def schedule(self) -> Batch:
         """The next step's work."""
         batch = Batch()
         room = self._max_step_tokens
-        # Those that are ready already wait for their controller, not for a forward.
-        decodes = [s for s in self.running if s.target - s.computed == 1]
-        prefills = [s for s in self.running if s.target - s.computed > 1]
+        active: Iterable[Sequence] = self.running
+        if len(self.running) > self._max_running:
+            active = nlargest(self._max_running, self.running, key=_rank)
+        # Those that are rescheduled have their logits already: they need no forward.
+        decodes = [s for s in active if s.target - s.computed == 1]
+        prefills = [s for s in active if s.target - s.computed > 1]
         scheduled: set[int] = set()
-        before = self.preemptions
         for sequence in [*decodes, *prefills]:
             if room == 0:
                 break
-            evicted = self.preemptions > before and sequence not in self.running
-            if not evicted and self._grow(batch, sequence, room, scheduled):
+            preempted = sequence not in self.running
+            if not preempted and self._grow(batch, sequence, room, scheduled):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         while room > 0 and self.waiting:
-            sequence = self._next()
             slots = len(self.running) + sum(s.pending for s in self.running)
+            if self.running and slots >= self._max_running:
+                break
+            sequence = self.waiting.first()
             if self.running and slots + 1 + sequence.pending > self._max_running:
                 break
             if sequence.row is not None:
-                # A fork that found no slot, with logits that wait for its controller.
-                self._let_in(sequence)
-            elif self._admit(batch, sequence, room):
+                # A fork that found no slot and was deferred: it has its logits.
+                self._admit(sequence)
+            elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
-            elif self.running or not self._evict_idle(sequence):
+            elif self.running or not self._evict_for(sequence):
                 break
+        batch.rescheduled = [s for s in active if s.row is not None]
+        self._stalled = not self.running and bool(self.waiting)
         return batch
 
     # --- the parts of a step --------------------------------------------------------------------
-
-    def _next(self) -> Sequence:
-        """The waiting sequence whose turn it is: by priority, then the client that has least
-        running, then arrival. One that was overtaken ``MAX_OVERTAKEN`` times goes before all."""
-        shares = Counter(s.client for s in self.running)
-        return min(
-            self.waiting,
-            key=lambda s: (
-                s.overtaken < MAX_OVERTAKEN,
-                -s.priority,
-                shares[s.client],
-                s.arrival,
-            ),
-        )
 
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
@@ -171,8 +196,8 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _admit(self, batch: Batch, sequence: Sequence, room: int) -> bool:
-        """Lets a waiting sequence in, where pages for all of its known tokens are available."""
+    def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
+        """Admits a waiting sequence, where blocks for all of its known tokens are available."""
         # The last token is computed in any case: its logits are what is wanted.
         kept = bool(sequence.table.pages)
         if kept:
@@ -184,8 +209,8 @@ class Scheduler:
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
         copies = None
-        # A little stays free, so that what runs can grow before it must be sent back.
-        if spare >= 0 and (not self.running or spare >= len(self.running)):
+        # A little stays free, so that the admitted can grow before one of them is preempted.
+        if spare >= 0 and (not self.running or spare >= len(self.running) + len(self.deferred)):
             copies = self._blocks.reserve(sequence.table, chunk.start, chunk.end)
         if copies is None:
             if not kept:
@@ -193,49 +218,68 @@ class Scheduler:
             return False
         sequence.computed = hit
         self.prefix_hit_tokens += 0 if kept else hit
-        self._let_in(sequence)
+        self._admit(sequence)
         batch.chunks.append(chunk)
         batch.copies += copies
         return True
 
-    def _let_in(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        for other in self.waiting:
-            other.overtaken += other.arrival < sequence.arrival
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.admit(sequence)
+        self._run(sequence)
 
-    def _evict_idle(self, wanting: Sequence) -> bool:
-        """Takes the pages of one that does not run, for the one whose turn it is."""
-        idle = [s for s in self._idle() if s is not wanting]
-        if idle:
-            self._preempt(min(idle, key=_least))
-        elif wanting.table.pages:
-            self._preempt(wanting)
+    def _run(self, sequence: Sequence) -> None:
+        self.running[sequence] = None
+        self.waiting.count_running(sequence.client, 1)
+
+    def _evict_for(self, sequence: Sequence) -> bool:
+        """Frees blocks for a waiting sequence while nothing runs: first those of sequences that
+        cannot be scheduled, then those of deferred ones that come after it in order."""
+        idle = [s for s in self._idle() if s is not sequence]
+        after = [s for s in self.deferred if _rank(s) < _rank(sequence)]
+        if idle or after:
+            self._preempt(min(idle or after, key=_rank))
+        elif sequence.table.pages and not self.deferred:
+            self._preempt(sequence)
         else:
             return False
         return True
 
     def _idle(self) -> list[Sequence]:
-        return [s for s in (*self.suspended, *self.waiting) if s.table.pages]
+        """The sequences that have blocks and are not admitted."""
+        return [s for s in (*self.suspended, *self.waiting.returned) if s.table.pages]
 
     def _victim(self, scheduled: set[int]) -> Sequence:
-        """The sequence that loses its pages: one that does not run, where such a one has any; else
-        one that is not in this step yet, lowest in priority, the last to arrive. There is one:
-        whoever asks is not in this step yet."""
-        candidates = self._idle() or [s for s in self.running if id(s) not in scheduled]
-        return min(candidates, key=_least)
+        """The sequence that loses its blocks to one that runs: one that is not admitted, where such
+        a one has any; else one that is not in this step yet, lowest in priority, the last to
+        arrive. There is one: the sequence that needs the blocks is not in this step yet."""
+        admitted = (*self.running, *self.deferred)
+        return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=_rank)
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks and logits; if it was admitted, it waits again."""
         self._blocks.free(sequence.table)
         sequence.computed = 0
         sequence.row = None
-        sequence.held = False
         self.preemptions += 1
+        if sequence in self.running or sequence in self.deferred:
+            self._take_out(sequence)
+            self.waiting.put_back(sequence)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the table that it is in."""
         if sequence in self.running:
-            self.running.remove(sequence)
-            self.waiting.append(sequence)
+            del self.running[sequence]
+            self.waiting.count_running(sequence.client, -1)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.deferred:
+            if self.deferred.pop(sequence):
+                self.waiting.count_running(sequence.client, -1)
+        else:
+            del self.suspended[sequence]
+        self._stalled = False
 
 
-def _least(sequence: Sequence) -> tuple[int, int, int]:
-    """The order in which sequences lose their pages."""
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    """The order of admitted sequences: the least loses its blocks or its place in a step first."""
     return sequence.priority, -sequence.arrival, -sequence.seq

@@ -72,13 +72,11 @@ class Sequence:
     pending: int = 0
     """Sequences that will be forked from it once its prompt is computed."""
     overtaken: int = 0
-    """Later arrivals that were let in before it."""
+    """Later arrivals that were admitted before it."""
     mask: np.ndarray | None = None
     """What the next token may be: bit i of u32 words, little-endian; None allows all."""
     row: torch.Tensor | None = None
-    """Logits ``[vocab]`` that wait to be sampled from."""
-    held: bool = False
-    """They wait until the sequence is released: its controller is late."""
+    """The logits ``[vocab]`` that it is sampled from when it has been deferred."""
 
     @property
     def target(self) -> int:

@@ -164,7 +164,7 @@ class LiveSequences:
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = None
-        sequence.held = False
+        self._scheduler.reschedule(sequence)
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:

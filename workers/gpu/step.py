@@ -39,10 +39,9 @@ class Stepper:
         if batch.chunks:
             for chunks, logits in self._run(batch):
                 self._take_in(step, chunks, logits)
-        kept = [s for s in self._scheduler.running if s.row is not None and not s.held]
-        if kept:
-            first = step.add(torch.stack([s.row for s in kept if s.row is not None]))
-            step.rows.update(zip(kept, range(first, first + len(kept)), strict=True))
+        if batch.rescheduled:
+            first = step.add(torch.stack([s.row for s in batch.rescheduled if s.row is not None]))
+            step.rows.update((s, first + i) for i, s in enumerate(batch.rescheduled))
         return step
 
     def finish(self, step: PendingStep) -> list[TokenOutput]:

@@ -1,0 +1,145 @@
+"""Deferred sequences, whose decision has not arrived: they delay themselves and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+
+from .test_steering import alone
+
+PROMPT = list(range(5, 45))
+SEEDED = Sampling(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+def small(embedded: LoadedModel, blocks: int, running: int = 8) -> Engine:
+    """An engine with so many blocks of KV cache and so many slots."""
+    roomy = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
+    block_bytes = 32 * 2**20 // int(roomy.stats()["kv_pages"] + 1)
+    return Engine(
+        embedded, EngineConfig(kv_cache_bytes=(blocks + 1) * block_bytes, max_running=running)
+    )
+
+
+def step(engine: Engine, *defer: int) -> list[TokenOutput]:
+    """A step in which no decision arrives for these requests."""
+    pending = engine.begin()
+    for request, seq in pending.ready:
+        if request in defer:
+            engine.hold(request, seq)
+    return engine.finish(pending)
+
+
+def tokens(outputs: list[TokenOutput], request: int) -> list[int]:
+    return [o.token for o in outputs if o.request == request and o.token is not None]
+
+
+def test_a_deferred_sequence_leaves_its_slot_to_the_next(embedded: LoadedModel) -> None:
+    engine = small(embedded, blocks=100, running=1)
+    engine.add(1, PROMPT, SEEDED)
+    engine.add(2, PROMPT[:9], SEEDED)
+    outputs = step(engine, 1)
+    for _ in range(5):
+        outputs += step(engine)
+    assert len(tokens(outputs, 2)) == 5
+    assert tokens(outputs, 1) == []
+    engine.release(1, 0)
+    while engine.has_work:
+        outputs += step(engine)
+    assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
+    assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
+
+
+def test_without_a_slot_the_rescheduled_and_the_earlier_go_first(embedded: LoadedModel) -> None:
+    engine = small(embedded, blocks=100, running=2)
+    for request in (1, 2, 3, 4):
+        engine.add(request, PROMPT[: 5 + request], SEEDED)
+    assert step(engine, 1, 2) == []
+    assert Counter(o.request for o in step(engine)) == {3: 1, 4: 1}
+    engine.release(1, 0)
+    assert Counter(o.request for o in step(engine)) == {1: 1, 3: 1}
+    engine.release(2, 0)
+    assert Counter(o.request for o in step(engine)) == {1: 1, 2: 1}
+    outputs = step(engine, 1)
+    outputs += step(engine)
+    assert Counter(o.request for o in outputs) == {2: 2, 3: 1}
+    engine.release(1, 0)
+    while engine.has_work:
+        outputs += step(engine)
+    assert not engine.has_requests
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+def test_there_is_no_work_while_only_a_decision_can_change_anything(embedded: LoadedModel) -> None:
+    engine = small(embedded, blocks=5)
+    engine.add(1, PROMPT, SEEDED)
+    outputs = step(engine, 1)
+    assert not engine.has_work
+    engine.add(2, PROMPT[::-1], SEEDED)
+    outputs += step(engine)
+    assert not engine.has_work, "request 2 finds no blocks before request 1 has gone on"
+    engine.release(1, 0)
+    assert engine.has_work
+    while engine.has_work:
+        outputs += step(engine)
+    assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
+    assert tokens(outputs, 2) == alone(embedded, PROMPT[::-1], SEEDED)
+
+
+@pytest.mark.parametrize("way", ["abort", "end", "suspend", "splice", "smaller"])
+def test_whatever_frees_the_way_wakes_what_waits(embedded: LoadedModel, way: str) -> None:
+    engine = small(embedded, blocks=5)
+    engine.add(1, PROMPT, SEEDED)
+    step(engine, 1)
+    engine.add(2, PROMPT[::-1], SEEDED)
+    step(engine)
+    assert not engine.has_work
+    match way:
+        case "abort":
+            engine.abort(1)
+        case "end":
+            engine.end(1, 0)
+        case "suspend":
+            engine.suspend(1, 0)
+        case "splice":
+            engine.splice(1, 0, 0, [7])
+        case "smaller":
+            engine.add(3, PROMPT[:9], SEEDED, priority=1)
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += step(engine)
+    wanted = {"splice": [1, 2], "smaller": [3]}.get(way, [2])
+    assert sorted({o.request for o in outputs if o.finish_reason == "length"}) == wanted
+    if way == "smaller":
+        assert not engine.has_work
+        engine.release(1, 0)
+        while engine.has_work:
+            outputs += step(engine)
+        assert tokens(outputs, 2) == alone(embedded, PROMPT[::-1], SEEDED)
+
+
+def test_a_deferred_sequence_that_loses_its_blocks_goes_on_with_the_same_tokens(
+    embedded: LoadedModel,
+) -> None:
+    engine = small(embedded, blocks=6)
+    engine.add(1, PROMPT, Sampling(max_tokens=50, ignore_eos=True))
+    engine.add(2, PROMPT[:30:2], SEEDED)
+    outputs = step(engine, 2)
+    while not engine.stats()["preemptions"]:
+        outputs += step(engine)
+    while engine.alive(1, 0):
+        outputs += step(engine, 2)
+    assert tokens(outputs, 2) == []
+    engine.release(2, 0)
+    while engine.has_work:
+        outputs += step(engine)
+    assert tokens(outputs, 2) == alone(embedded, PROMPT[:30:2], SEEDED)
+    assert engine.stats()["kv_pages_used"] == 0
