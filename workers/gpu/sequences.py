@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Tokens
 
 from ...protocol.errors import Code, RequestError
@@ -11,6 +12,8 @@ from .intake import Intake
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import PendingStep, Sequence, TokenOutput
+
+log = logging.getLogger(__name__)
 
 
 class LiveSequences:
@@ -80,6 +83,13 @@ class LiveSequences:
         request = parent.request
         first = self._next_fork[request]
         numbers = range(first, first + n) if numbers is None else numbers
+        live = self.requests[request]
+        if min(numbers) < 0 or len({*numbers, *live}) < n + len(live):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"forks of request {request} cannot be numbered {list(numbers)}: each takes a "
+                "number of its own, from 0, that no live sequence of the request has",
+            )
         after = max(first, max(numbers) + 1)
         if after > self._max_forks:
             self.fail(
@@ -153,11 +163,9 @@ class LiveSequences:
             self.outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
             return
         for token in tokens:
-            output = self.append(sequence, token, None, None)
-            self.outputs.append(output._replace(backtrack=drop))
-            drop = 0
-            if output.finish_reason is not None:
+            if not self.append(sequence, token, backtrack=drop):
                 return
+            drop = 0
 
     def discard_logits(self, sequence: Sequence) -> None:
         """A sequence that was ready is not sampled: its last token will be computed again."""
@@ -181,39 +189,50 @@ class LiveSequences:
         self,
         sequence: Sequence,
         token: int,
-        logprob: float | None,
-        top: dict[int, float] | None,
-    ) -> TokenOutput:
+        logprob: float | None = None,
+        top: dict[int, float] | None = None,
+        backtrack: int = 0,
+    ) -> bool:
         """Appends a token to its sequence, and ends the sequence where a stop or its length is
-        reached."""
+        reached; whether it is still alive."""
         pos = sequence.num_generated
-        sequence.tokens.append(token)
         reason: FinishReason | None = None
         if token in sequence.stop_ids:
             reason = "stop"
-        elif len(sequence.tokens) >= sequence.max_length:
+        elif len(sequence.tokens) + 1 >= sequence.max_length:
             reason = "length"
         text = None
         if sequence.text is not None:
-            said = sequence.text.push(token)
-            text = said.certain
-            if said.stopped:
-                reason = "stop"
-            elif reason is not None:
-                rest = sequence.text.finish()
-                text += rest.certain
-                reason = "stop" if rest.stopped else reason
+            try:
+                said = sequence.text.push(token)
+                text = said.certain
+                if said.stopped:
+                    reason = "stop"
+                elif reason is not None:
+                    rest = sequence.text.finish()
+                    text += rest.certain
+                    reason = "stop" if rest.stopped else reason
+            except Exception as error:
+                self.fail_text(sequence, error)
+                return False
+        sequence.tokens.append(token)
         if reason is not None:
             self.remove(sequence)
         text = text if sequence.says_text else None
         request, seq = sequence.request, sequence.seq
-        return TokenOutput(request, seq, token, logprob, pos, reason, top, text)
+        self.outputs.append(
+            TokenOutput(request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack)
+        )
+        return reason is None
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
         """Ends a sequence without a further token."""
         text = None
         if sequence.says_text and sequence.text is not None:
-            text = sequence.text.finish().certain
+            try:
+                text = sequence.text.finish().certain
+            except Exception:
+                log.exception("decoding the last text of request %d failed", sequence.request)
         self.remove(sequence)
         return TokenOutput(
             sequence.request,
@@ -236,6 +255,17 @@ class LiveSequences:
             TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)
             for i in range(sequence.pending)
         ]
+
+    def fail_text(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose tokens could not be decoded to text."""
+        log.error("decoding the text of request %d failed", sequence.request, exc_info=error)
+        sequence.text = None
+        self.fail(sequence, f"decoding its text failed: {error}")
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """What is to be returned now."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
 
     def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
         """Ends all sequences of a request; their last outputs, after those not yet returned."""

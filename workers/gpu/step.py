@@ -8,6 +8,7 @@ finish   sample the rows ─▶ append to each sequence, or end it
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -46,22 +47,12 @@ class Stepper:
 
     def finish(self, step: PendingStep) -> list[TokenOutput]:
         """The second half: samples the next token of each sequence that is ready."""
-        live = self._live
-        live.step = None
+        self._live.step = None
         if step.logits is not None and step.rows:
-            sequences = list(step.rows)
-            sampled = sample(step.logits, list(step.rows.values()), [_row(s) for s in sequences])
-            for i, sequence in enumerate(sequences):
-                sequence.mask = sequence.row = None
-                if i in sampled.errors:
-                    live.fail(sequence, sampled.errors[i])
-                else:
-                    token, logprob, top = sampled.tokens[i], sampled.logprobs[i], sampled.top[i]
-                    live.outputs.append(live.append(sequence, token, logprob, top))
-        outputs, live.outputs = live.outputs, []
-        return outputs
+            self._sample(step.logits, step.rows)
+        return self._live.take_outputs()
 
-    # --- the forward ----------------------------------------------------------------------------
+    # --- the parts of a step --------------------------------------------------------------------
 
     def _run(self, batch: Batch) -> list[tuple[list[Chunk], torch.Tensor]]:
         """The forward of a batch. Where it fails, each chunk is run on its own, so that only the
@@ -80,6 +71,28 @@ class Stepper:
             computed += self._run(Batch([chunk], copies))
             copies = []
         return computed
+
+    def _sample(self, logits: torch.Tensor, rows: Mapping[Sequence, int]) -> None:
+        """Samples each of these sequences from its row of ``logits``, and appends. Where sampling
+        fails, each is sampled on its own, so that only those that fail again end."""
+        live = self._live
+        try:
+            sampled = sample(logits, list(rows.values()), [_row(s) for s in rows])
+        except Exception as error:
+            if len(rows) > 1:
+                for sequence, row in rows.items():
+                    self._sample(logits, {sequence: row})
+                return
+            [sequence] = rows
+            log.exception("sampling failed for request %d", sequence.request)
+            live.fail(sequence, f"sampling failed: {error}")
+            return
+        for i, sequence in enumerate(rows):
+            sequence.mask = sequence.row = None
+            if i in sampled.errors:
+                live.fail(sequence, sampled.errors[i])
+            else:
+                live.append(sequence, sampled.tokens[i], sampled.logprobs[i], sampled.top[i])
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk], logits: torch.Tensor) -> None:
         """Records what was computed: scores, rows to sample from, and the forks that waited for
@@ -107,23 +120,22 @@ class Stepper:
         if any(value != value for value in found):
             self._live.fail(sequence, NAN)
             return
-        said = sequence.text
+        texts: list[str | None] = [None] * len(tokens)
+        if sequence.text is not None:
+            try:
+                texts = [sequence.text.push(token).certain for token in tokens]
+                if chunk.completes:
+                    texts.append((texts.pop() or "") + sequence.text.finish().certain)
+            except Exception as error:
+                self._live.fail_text(sequence, error)
+                return
+        request, seq = sequence.request, sequence.seq
         outputs = [
-            TokenOutput(
-                sequence.request,
-                sequence.seq,
-                token,
-                value,
-                first + i,
-                text=said.push(token).certain if said is not None else None,
-            )
-            for i, (token, value) in enumerate(zip(tokens, found, strict=True))
+            TokenOutput(request, seq, token, value, first + i, text=text)
+            for i, (token, value, text) in enumerate(zip(tokens, found, texts, strict=True))
         ]
         if chunk.completes:
-            rest = said.finish().certain if said is not None else ""
-            last = outputs[-1]
-            text = last.text + rest if last.text is not None else None
-            outputs[-1] = last._replace(finish_reason="length", text=text)
+            outputs[-1] = outputs[-1]._replace(finish_reason="length")
             self._live.remove(sequence)
         self._live.outputs += outputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.errors import Code, RequestError
@@ -187,6 +188,53 @@ def test_a_forward_that_raises_ends_only_the_guilty_sequence(
     assert len(tokens(outputs, 1)) == len(tokens(outputs, 3)) == 5
     [end] = [o for o in outputs if o.request == 2]
     assert end.error == "the model failed: out of memory"
+
+
+def test_a_row_that_cannot_be_sampled_ends_only_its_sequence(engine: Engine) -> None:
+    def broken() -> list[TokenOutput]:
+        for number in (1, 2, 3):
+            engine.add(number, [5, 6, number], Sampling(max_tokens=5, ignore_eos=True))
+        step = engine.begin()
+        # Of the right size, and not an array of words: the sampler cannot unpack it.
+        engine._live.named(2, 0).mask = np.full(128, None)
+        return engine.finish(step) + run(engine)
+
+    outputs = broken()
+    assert len(tokens(outputs, 1)) == len(tokens(outputs, 3)) == 5
+    [end] = [o for o in outputs if o.request == 2]
+    assert (end.finish_reason, end.token) == ("error", None)
+    assert (end.error or "").startswith("sampling failed: ")
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+def test_any_top_k_that_a_request_may_carry_is_sampled(engine: Engine) -> None:
+    for number, top_k in ((1, engine.loaded.vocab_size), (2, 2**64 - 1)):
+        sampling = Sampling(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True, top_k=top_k)
+        engine.add(number, [5, 6], sampling)
+    outputs = run(engine)
+    assert tokens(outputs, 2) == tokens(outputs, 1)
+
+
+def test_a_text_that_cannot_be_decoded_ends_only_its_sequence(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        sampling = Sampling(max_tokens=5, ignore_eos=True)
+        engine.add(number, [5, 6, number], sampling, text=True)
+    engine.score(4, [5, 6], [7, 8], text=True)
+
+    def broken(token: int) -> Any:
+        raise ValueError("no such byte")
+
+    for number in (2, 4):
+        text = engine._live.requests[number][0].text
+        monkeypatch.setattr(text, "push", broken)
+    outputs = run(engine)
+    assert len(tokens(outputs, 1)) == len(tokens(outputs, 3)) == 5
+    ends = {o.request: o for o in outputs if o.request in (2, 4)}
+    assert [ends[n].error for n in (2, 4)] == ["decoding its text failed: no such byte"] * 2
+    assert not engine.has_requests
+    assert engine.stats()["kv_pages_used"] == 0
 
 
 @pytest.mark.process

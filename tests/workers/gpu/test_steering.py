@@ -160,6 +160,18 @@ def test_too_many_forks_end_the_sequence_and_nothing_else(
     assert engine.stats()["kv_pages_used"] == 0
 
 
+@pytest.mark.parametrize("numbers", [[0], [-1], [2, 2]])
+def test_forks_cannot_take_numbers_that_are_taken(engine: Engine, numbers: list[int]) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    outputs = engine.step()
+    with pytest.raises(RequestError, match="cannot be numbered"):
+        engine.fork(1, 0, len(numbers), numbers)
+    while engine.has_work:
+        outputs += engine.step()
+    assert {o.seq for o in outputs} == {0}
+    assert engine.stats()["kv_pages_used"] == 0
+
+
 # --- splices --------------------------------------------------------------------------------------
 
 
