@@ -1,13 +1,13 @@
 """Every substring of a text, as an automaton over bytes.
 
-The suffix automaton, built byte by byte, in which a string may begin at a character only. A state
+The suffix automaton, built byte by byte, in which a string may only begin at a character. A state
 is a set of ends: the places of the text at which its strings end. Two strings that end at the same
 places are followed by the same texts, so that there are at most two states for a byte of text.
 
-The automaton is built on bytes and not on characters, so that nothing is to be expanded: UTF-8
-tells the first byte of a character from the others. The empty string goes on with a first byte
-only, and a state accepts where its strings end between two characters; all its strings begin at a
-character and end at the same places, so that they agree in that.
+The automaton is built on bytes and not on characters, so that nothing has to be expanded: in UTF-8
+the first byte of a character differs from the others. The empty string continues with a first byte
+only, and a state accepts if its strings end between two characters; all its strings begin at a
+character and end at the same places, so that this holds for all of them or none.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -24,22 +24,22 @@ from .regex.dfa import Dfa
 LONGEST_TEXT = 65_536
 """Bytes of UTF-8 of a text."""
 MOST_STATES = 65_535
-"""States, the dead one included: the guest that runs a table has 16 bits for a state."""
+"""States, the dead one included: the guest engine has 16 bits for a state."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
 _DEAD, _START = 0, 1
 _CONTINUES = bytes(byte & 0xC0 == 0x80 for byte in range(256))
 
 
 class SubstringError(ValueError):
-    """A text whose substrings make no automaton: too long, too many states, or not Unicode."""
+    """A text for which there is no automaton: too long, too many states, or a lone surrogate."""
 
 
 def compile_substring(text: str) -> Dfa:
     """The automaton of every substring of a text: whole characters, the empty text among them.
 
-    Some 1.4 states for a byte of prose and at most 2; a few more than the smallest automaton has,
-    where the text's end stands elsewhere in it too. Raises SubstringError where the text has more
-    than ``LONGEST_TEXT`` bytes of UTF-8, makes more than ``MOST_STATES`` states, or has a lone
+    About 1.4 states for a byte of prose and at most 2; a few more than the minimal automaton has if
+    the end of the text also occurs elsewhere in it. Raises SubstringError if the text has more than
+    ``LONGEST_TEXT`` bytes of UTF-8, needs more than ``MOST_STATES`` states, or has a lone
     surrogate.
     """
     try:
@@ -54,7 +54,7 @@ def compile_substring(text: str) -> Dfa:
             f"(text {shown(text)})"
         )
     letters = sorted(set(data))
-    # Class 0 is that of all bytes that the text does not have, as 0xFF.
+    # Class 0 is that of all bytes that are not in the text, such as 0xFF.
     classes = bytearray(256)
     for number, byte in enumerate(letters, 1):
         classes[byte] = number
@@ -71,7 +71,7 @@ def compile_substring(text: str) -> Dfa:
 
 
 class _TooMany(Exception):
-    """There are too many states; there were not after the first ``fits`` bytes."""
+    """There are too many states; the first ``fits`` bytes do not need too many."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)
@@ -98,7 +98,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
         nexts.extend(blank)
         length.append(at + 1)
         accepting.append(not cut)
-        # A byte within a character does not go on from the empty string.
+        # A byte within a character does not continue the empty string.
         stop = _START if continues else _DEAD
         state = last
         last = new

@@ -1,4 +1,4 @@
-"""From the states of a combination to its table, within a bound on states and on time."""
+"""From the states of a combination to its table, within limits on states and time."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MOST_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MOST_MINIMISED = 200_000
-"""Transitions, by label, of what is minimised: some half a second of it."""
+"""Transitions, by label, up to which an automaton is minimised: about half a second."""
 
 State = TypeVar("State", bound=Hashable)
 
 
 class CombinationError(ValueError):
-    """Parts that cannot be combined as asked, or whose combination grows too large."""
+    """Parts that cannot be combined like this, or whose combination grows too large."""
 
 
 class Source(Protocol[State]):
-    """The states of a combination, each worked out when it is reached."""
+    """The states of a combination, each computed when it is reached."""
 
     labels: bytes
     """The label of each byte."""
     first: State
 
     def row(self, state: State) -> dict[int, State]:
-        """The next state for each label that goes on."""
+        """The next state for each label that has one."""
 
     def accepts(self, state: State) -> bool:
         """Whether the text may end."""
 
 
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
-    """The table of the combination; None where it takes no text.
+    """The table of the combination; None if it matches no text.
 
-    It is the smallest up to ``MOST_MINIMISED`` transitions. States are numbered in the order in
+    It is minimal up to ``MOST_MINIMISED`` transitions. States are numbered in the order in
     which they are reached by ascending bytes, as those of a pattern, so that a language has one
-    table up to there. ``reached`` is given the states as they are found, for who has to say what
-    grew. Raises Exhausted beyond the bounds.
+    table up to there. The states are added to ``reached`` as they are found, so that the caller can
+    find the part that grew. Raises Exhausted beyond the limits.
     """
     numbers = {source.first: 0}
     reached.append(source.first)
     rows: list[Row] = []
     accepts: list[int] = []
     count = 0
-    # The list grows while it is read.
+    # The list grows during the loop.
     for state in reached:
         row: Row = {}
         for label, after in sorted(source.row(state).items(), key=_label):

@@ -1,4 +1,4 @@
-"""What may follow what: sequence, alternation, repetition, and a text that ends with a stop."""
+"""The operations: sequence, alternation, repetition, and a text that ends with a stop."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .places import END, Places, State, stride_of
 from .stops import Stopped
 
 MOST_STATES = 65_535
-"""States, the dead one included: the guest that runs a table has 16 bits for a state."""
+"""States, the dead one included: the guest engine has 16 bits for a state."""
 LONGEST_STOP = 1_024
 """Bytes of UTF-8 of a stop."""
 _LOOKED_AT = 200_000
-"""Places, of those held by all states, that are looked at to find which part grew."""
+"""Number of places that are examined to find the part that grew."""
 
 
 def sequence(
     parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of a text of each part, one after the other.
+    """The automaton of a text of each part, one after another.
 
-    ``max_states`` bounds the states, also before they are minimised; ``max_seconds`` the CPU
-    seconds of this thread. Raises CombinationError where there is no part, and beyond the bounds;
-    then it names the part that grew.
+    ``max_states`` limits the states, also before minimisation; ``max_seconds`` the CPU time of this
+    thread. Raises CombinationError if there is no part, and beyond the limits; then it names the
+    part that grew.
     """
     _some("sequence", parts)
     stride = stride_of(parts)
@@ -43,7 +43,7 @@ def sequence(
 def alternation(
     parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of a text of any one of the parts. Bounds and errors as of ``sequence``."""
+    """The automaton of a text of any one of the parts. Limits and errors as of ``sequence``."""
     _some("alternation", parts)
     stride = stride_of(parts)
     first = {number * stride + part.start for number, part in enumerate(parts)}
@@ -62,11 +62,10 @@ def repetition(
     max_states: int = MOST_STATES,
     max_seconds: float = 5.0,
 ) -> Dfa:
-    """The automaton of ``least`` to ``most`` texts of a part, one after the other.
+    """The automaton of ``least`` to ``most`` texts of a part, one after another.
 
-    ``most`` is None for any number from ``least`` on. Bounds as of ``sequence``. Raises
-    CombinationError beyond them, where a count is below 0 or above ``max_states``, and where
-    ``most`` is below ``least``.
+    ``most`` is None for no upper bound. Limits as of ``sequence``. Raises CombinationError beyond
+    them, if a count is below 0 or above ``max_states``, and if ``most`` is below ``least``.
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
@@ -79,7 +78,7 @@ def repetition(
         )
     if most == 0:
         return compile_regex("")
-    # A copy that would take the empty text may as well be left out.
+    # A copy that matches the empty text may as well be left out.
     if _takes_nothing(part):
         least = 0
     copies = max(least, 1) if most is None else most
@@ -102,12 +101,12 @@ def stop_at(
 ) -> Dfa:
     """The automaton of the texts of a part that end with their first ``stop``.
 
-    The stop belongs to the text, which is one of the part's own: it has the stop at its end, and
-    nowhere before, overlapping included. A part of None is one that takes every text.
+    The stop belongs to the text, and the text must match the part: it has the stop at its end, and
+    nowhere before, not even overlapping. A part of None matches every text.
 
-    Bounds and errors as of ``sequence``. Raises CombinationError too where the stop is empty, has
-    more than ``LONGEST_STOP`` bytes or a lone surrogate, and where no text of the part ends with
-    its first stop, as with ``.*`` and a newline; what lets a stop follow the part is
+    Limits and errors as of ``sequence``. Also raises CombinationError if the stop is empty, has
+    more than ``LONGEST_STOP`` bytes or a lone surrogate, and if no text of the part ends with its
+    first stop, as with ``.*`` and a newline; to let the stop follow the part, use
     ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
     """
     try:
@@ -130,7 +129,7 @@ def stop_at(
     if found is None:
         raise CombinationError(
             f"the language is empty: no text of the part ends with its first {shown(stop)}; a stop "
-            "that should follow the part has to be a part too, after it in a sequence"
+            "that should follow the part must be a part too, after it in a sequence"
         )
     return found
 
@@ -157,7 +156,7 @@ def _placed(
     budget: Budget,
     counted_to: int | None = None,
 ) -> Dfa:
-    """The automaton of some places. Raises CombinationError beyond the bounds."""
+    """The automaton of some places. Raises CombinationError beyond the limits."""
     reached: list[State] = []
     try:
         found = built(Places(copies, first, after, budget, counted_to), budget, reached)
@@ -169,7 +168,7 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """The part that is in the most different sets of places, in words."""
+    """The part that is in the most different sets of places, as text."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):
@@ -185,7 +184,7 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # Before any state is made the largest part is at fault.
+    # If there is no state yet, it is the largest part.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, {copies[worst].num_states:,} states by itself, "

@@ -1,8 +1,8 @@
-"""Places of a text in several parts at once.
+"""Sets of places: the states of several parts in which a text may be at once.
 
-A place is a state of one copy of one part, a number: the copy times ``stride``, and the state. A
-state of the combination is the set of places in which a text may be. A place in which its part
-accepts brings with it the starts of the copies that may follow, and ``END`` where none has to.
+A place is a state of one copy of one part, as a number: the copy times ``stride``, plus the state.
+A state of the combination is the set of places in which a text may be. A place in which its part
+accepts adds the starts of the copies that may follow, and ``END`` if none has to.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from ..regex.dfa import Dfa
 from .rows import Row, joint_labels, rows_of
 
 END = -1
-"""The place at which the whole text may end."""
+"""The place in which the whole text may end."""
 
 State = frozenset[int]
 
 
 def stride_of(parts: Sequence[Dfa]) -> int:
-    """From one copy's places to the next one's."""
+    """The distance between the places of two neighbouring copies."""
     return max(part.num_states for part in parts)
 
 
 class Places:
     """The places of some copies of parts.
 
-    ``copies`` are the parts in order, one as often as it is repeated; ``first`` are the places
-    before the text, ``after[c]`` those that the end of copy c brings. ``counted_to`` is of a
-    repetition: it says which copies are worth no more than others, see ``_needed``.
+    ``copies``: the parts in order, each as often as it is repeated; ``first``: the places before
+    the
+    text; ``after[c]``: those that the end of copy c adds. ``counted_to`` is for a repetition: the
+    copy from which on all copies are equivalent, see ``_needed``.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Places:
         self._entries = 0
 
     def row(self, state: State) -> dict[int, State]:
-        """The next set of places for each label that goes on. Raises Exhausted on many places."""
+        """The next set of places for each label that has one. Raises Exhausted on too many
+        places."""
         stride = self.stride
         reached: dict[int, list[int]] = {}
         for place in state:
@@ -74,7 +76,7 @@ class Places:
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """These places, and what the ends of copies among them bring."""
+        """These places, and those that the ends of copies among them add."""
         known = self._closures.get(places)
         if known is not None:
             return known
@@ -91,7 +93,7 @@ class Places:
         return state
 
     def _needed(self, places: set[int], counted_to: int) -> set[int]:
-        """Without places that allow no more than the same state in another copy of a repetition.
+        """The places without those that allow no more than the same state in another copy.
 
         A text in copy c of a repetition to a last copy may end with this copy where c is at least
         ``counted_to``; with an earlier one of these it can go on with more copies.

@@ -1,4 +1,4 @@
-"""The transitions of several automata, by labels that they share."""
+"""The transitions of several automata, by common labels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MOST_TRANSITIONS = 1_000_000
-"""Transitions, by label, of the parts together, and of their combination: some 150 MB."""
+"""Limit on the transitions, by label, of the parts together, and of their combination: 150 MB."""
 
 Row = dict[int, int]
-"""Of a state: the next one for each label, without the labels that end it."""
+"""For a state: the next state by label, without the labels that lead nowhere."""
 
 
 def joint_labels(classes: Sequence[bytes]) -> bytes:
-    """A label for each byte: the same where all of some classes of bytes hold two together.
+    """A label for each byte: two bytes have the same label if they have the same class in each
+    part.
 
     Labels are numbered by their lowest bytes.
     """
@@ -37,7 +38,7 @@ def segments_of(labels: bytes) -> Segments:
 
 
 def rows_of(part: Dfa, labels: bytes, budget: Budget) -> list[Row]:
-    """The row of each state of a part. Raises Exhausted where they have too many transitions."""
+    """The row of each state of a part. Raises Exhausted on too many transitions."""
     width = part.num_classes
     labels_of: list[list[int]] = [[] for _ in range(width)]
     for number, label in sorted(set(zip(part.classes, labels, strict=True))):
@@ -59,5 +60,5 @@ def rows_of(part: Dfa, labels: bytes, budget: Budget) -> list[Row]:
 
 
 def too_many_transitions() -> Exhausted:
-    """The bound on transitions was met."""
+    """The limit on transitions was exceeded."""
     return Exhausted(f"has more than {MOST_TRANSITIONS:,} transitions")

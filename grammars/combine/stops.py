@@ -1,6 +1,6 @@
-"""A text in a part, and how much of a stop it has just read.
+"""The state of a text in a part, and how much of a stop it ends with.
 
-How much is the longest beginning of the stop that the text ends with, by the automaton of D. Knuth,
+This is the longest beginning of the stop that the text ends with, by the automaton of D. Knuth,
 J. Morris and V. Pratt, Fast pattern matching in strings, SIAM Journal on Computing 6, 1977. Bytes
 are compared, not characters: a stop in UTF-8 is found between characters only.
 """
@@ -12,11 +12,11 @@ from ..regex.dfa import Dfa
 from .rows import joint_labels, rows_of
 
 _STOPPED = -1
-"""The state after the stop, where the part takes the text."""
+"""The state after the stop, if the part accepts the text."""
 
 
 class Stopped:
-    """Pairs of a part's state and a length of the stop, as numbers: state times length plus it."""
+    """Pairs of a state of the part and a matched length of the stop, as numbers."""
 
     def __init__(self, part: Dfa, stop: bytes, budget: Budget) -> None:
         letters = bytearray(256)
@@ -30,7 +30,7 @@ class Stopped:
         self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
 
     def row(self, state: int) -> dict[int, int]:
-        """The next pair for each label that goes on: none after the stop."""
+        """The next pair for each label that has one: none after the stop."""
         if state == _STOPPED:
             return {}
         size = len(self.stop)
@@ -45,12 +45,12 @@ class Stopped:
         return row
 
     def accepts(self, state: int) -> bool:
-        """Whether the stop was read, and the part takes the text."""
+        """Whether the text ends with the stop and the part accepts it."""
         return state == _STOPPED
 
 
 def _lengths(stop: list[int], labels: int, budget: Budget) -> list[list[int]]:
-    """After each length of the stop the next one, for each label."""
+    """For each matched length of the stop and each label, the next length."""
     lengths: list[list[int]] = []
     border = 0
     for length, label in enumerate(stop):

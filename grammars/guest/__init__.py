@@ -1,13 +1,13 @@
-"""The guest engine: C that runs tables over a vocabulary, in a sandbox. One file for each step:
+"""The guest engine: C that runs tables over a vocabulary in the sandbox. One file for each part:
 
-    tables       the tables of a grammar or a regular expression, read
+    tables       reading the tables of a grammar or a regular expression
     vocabulary   the tokens as a tree by the classes of their bytes
-    sequences    where lexer and parser of each sequence stand
+    sequences    the state of lexer and parser of each sequence
     parser       LR parsing on stacks that share what is below
-    spellings    what each token does from a lexer state
-    masks        masks: found once, then looked up
-    closing      what brings a text to its end
-    grammar.c    what the host calls
+    spellings    the terminals of each token from a lexer state
+    masks        token masks: computed once, then cached
+    closing      completing a text
+    grammar.c    the exports that the host calls
 
 ``grammar.wasm`` is compiled when the package is built.
 """

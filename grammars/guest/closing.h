@@ -1,5 +1,5 @@
-// Bringing a text to its end with few bytes: a grammar's by a shortest path over its stack, a
-// regular expression's by one over its states.
+// Completing a text with few bytes: of a grammar by a shortest path over its stack, of a regular
+// expression by one over its states.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -10,10 +10,10 @@ enum { MOST_CLOSING = 4096, MOST_PLACES = 1 << 18, FAR = 0xffffffff };
 static uint8_t closing[MOST_CLOSING];
 static uint32_t closing_bytes;
 
-// Of the search for a way through the lexer: the state before, and the class that led here.
+// The search through the lexer: the state before each, and the class that led there.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
-// Of the search over the stack, by (place in the stack, nonterminal) while there is room.
+// The search over the stack, by (index in the stack, nonterminal), up to MOST_PLACES.
 typedef struct closing_place {
     uint32_t cost, from, rest;
 } closing_place;
@@ -33,8 +33,8 @@ static bool close_with(sequence *s, uint32_t class) {
     return true;
 }
 
-// Adds the shortest way from a lexer state to one that has matched a terminal of `wanted` (0: any).
-// With `apart`, the first byte is one that ends the lexeme of the state `apart`.
+// Adds the shortest text from a lexer state to one that matches a terminal of `wanted` (0: any).
+// With `apart`, its first byte must end the lexeme of the state `apart`.
 static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
     uint32_t head = 0, count = 0, found = 0;
     zero(way_seen, g.lexer_states);
@@ -69,7 +69,8 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
     return true;
 }
 
-// Adds a terminal's shortest text, after something that may be skipped where both would be one.
+// Adds a terminal's shortest text; before it, some text of SKIP if it would continue the last
+// lexeme.
 static bool close_terminal(sequence *s, uint32_t terminal) {
     const uint32_t first = g.shortest_at[terminal], end = g.shortest_at[terminal + 1];
     if (first == end) return false;
@@ -86,7 +87,7 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Takes the rests of a state that stands on `top` states: `cost` is that of coming here.
+// Adds the rests of a state on top of `top` states; `cost` is that of the path so far.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];
@@ -99,14 +100,15 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
     }
 }
 
-// The rests that complete a stack, the last one first; how many, 0 where there is no room or way.
+// The rests that complete a stack, the last one first; returns how many, 0 if there is no path or
+// room.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
     if (depth * g.nonterminals > MOST_PLACES) return 0;
     for (uint32_t i = 0; i < depth * g.nonterminals; i++) closing_places[i].cost = FAR;
     reach(depth, FAR, 0, depth - 1, stack[depth - 1]);
     for (uint32_t at = depth; at-- > 0;) {
-        // Rests lead down the stack, or to another nonterminal at the same place.
+        // Rests lead down the stack, or to another nonterminal at the same index.
         closing_place *row = closing_places + at * g.nonterminals;
         for (;;) {
             uint32_t nearest = FAR, cost = FAR;
@@ -154,7 +156,7 @@ static bool close_grammar(sequence *s) {
     return true;
 }
 
-// Fills `closing` with what brings a sequence's text to its end. False where nothing was found.
+// Fills `closing` with bytes that complete a sequence's text. False if none were found.
 static bool close_text(const sequence *from) {
     static sequence s;
     assign(&s, from);

@@ -1,13 +1,13 @@
-// The guest that runs grammars and regular expressions: their tables over the token trie.
+// The guest engine of grammars and regular expressions: it runs their tables over the token trie.
 //
-// One instance serves all sequences of a grammar and a vocabulary in a worker, so that whatever one
-// of them finds out, all know. A sequence is a place here: a lexer state and a stack.
+// One instance serves all sequences of a grammar and a vocabulary in a worker, so that they share
+// its cache of masks. A sequence is a slot here: a lexer state and a stack.
 #include "closing.h"
 
-// What host and guest tell each other; the host writes the upper part before a call.
+// Arguments and results of the calls; the host writes the upper part before a call.
 static struct {
     uint32_t inbox, inbox_bytes;
-    uint32_t arg;  // a sequence, a size
+    uint32_t arg;  // a sequence, or a size
     uint32_t count;
     uint32_t trie, tables, table_bytes, eos;
     // Results.
@@ -30,8 +30,7 @@ EXPORT("grammar_block") uint32_t export_block(void) {
 static uint8_t *loading;
 static uint32_t loading_bytes, slot_room, trie_room;
 
-// Memory for a token trie and tables of `count` bytes, then the trie's size in `arg`; the trie
-// comes first.
+// Reserves memory for a token trie of `arg` bytes, followed by tables of `count` bytes.
 EXPORT("grammar_reserve") uint32_t export_reserve(void) {
     const uint32_t trie = (block.arg + 15) & ~15u, nodes = block.arg / 8;
     for (slot_room = 1024; slot_room < nodes; slot_room *= 2) {
@@ -48,7 +47,7 @@ EXPORT("grammar_reserve") uint32_t export_reserve(void) {
     return 1;
 }
 
-// Takes in the trie and the tables that are there now.
+// Reads the trie and the tables that the host has written there.
 EXPORT("grammar_open") uint32_t export_open(void) {
     open_tables(loading + trie_room, block.table_bytes);
     uint8_t *scratch = loading + trie_room + ((block.table_bytes + 15) & ~15u);
@@ -61,13 +60,13 @@ EXPORT("grammar_open") uint32_t export_open(void) {
     return 1;
 }
 
-// After a memory was kept and is used again: no sequence is there.
+// After a snapshot was restored: all slots of sequences are free.
 EXPORT("grammar_wake") uint32_t export_wake(void) {
     for (uint32_t i = 0; i < sequence_count; i++) sequences[i]->used = false;
     return 1;
 }
 
-// A place for a new sequence, in the memory of masks where there is no other; negative for none.
+// A free slot for a new sequence, if need be in the memory of the mask cache; negative for none.
 static int32_t new_place(void) {
     const int32_t place = free_place();
     if (place != NO_ROOM || chunk_count <= LEAST_CHUNKS) return place;
@@ -94,7 +93,7 @@ EXPORT("grammar_end") uint32_t export_end(void) {
     return 1;
 }
 
-// Adds the tokens in the inbox; how many could follow, one after another.
+// Appends the tokens in the inbox up to the first that cannot follow; returns how many.
 EXPORT("grammar_append") uint32_t export_append(void) {
     sequence *s = at_place(block.arg);
     const uint32_t *tokens = (const uint32_t *)inbox;
@@ -113,8 +112,8 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// The mask of a sequence, at `block.mask`; returns its MASK_ flags, or -1 where its text is nested
-// too deeply to be followed.
+// The mask of a sequence, at `block.mask`; returns its MASK_ flags, or -1 if its text is nested too
+// deeply.
 EXPORT("grammar_mask") int32_t export_mask(void) {
     const result *found = mask_of(at_place(block.arg));
     if (!found) return -1;
@@ -123,13 +122,13 @@ EXPORT("grammar_mask") int32_t export_mask(void) {
     return (int32_t)found->flags;
 }
 
-// Whether the text so far is one of the language.
+// Whether the text so far is complete.
 EXPORT("grammar_complete") uint32_t export_complete(void) {
     const sequence *s = at_place(block.arg);
     return look(s, g.has_parser ? stand_on(s) : 0).complete;
 }
 
-// The bytes that must follow, at `block.out`; returns how many.
+// The forced bytes, which must follow, at `block.out`; returns how many.
 EXPORT("grammar_forced") uint32_t export_forced(void) {
     assign(&scratch_sequence, at_place(block.arg));
     sequence *s = &scratch_sequence;
@@ -142,16 +141,15 @@ EXPORT("grammar_forced") uint32_t export_forced(void) {
     return forced_bytes;
 }
 
-// Few bytes that bring the text to its end, at `block.out`; returns how many, or -1 where none
-// were found.
+// Few bytes that complete the text, at `block.out`; returns how many, or -1 if none were found.
 EXPORT("grammar_closing") int32_t export_closing(void) {
     if (!close_text(at_place(block.arg))) return -1;
     copy(forced, closing, closing_bytes);
     return (int32_t)closing_bytes;
 }
 
-// After grammar_forced: whether some token may begin with the forced bytes from `arg` on and go on
-// after their end.
+// After grammar_forced: whether some token may begin with the forced bytes from `arg` on and
+// continue after their end.
 EXPORT("grammar_overhang") uint32_t export_overhang(void) {
     uint32_t node = 0;
     for (uint32_t at = block.arg; at < forced_bytes; at++) {

@@ -1,16 +1,16 @@
-// Masks: found once for what they depend on, then looked up.
+// Token masks: computed once for what they depend on, then cached.
 //
-// Without a parser a mask depends on the lexer state. With one it depends on as much of the stack
-// as finding it looked at, from the top down: so masks hang in a tree whose edges are a lexer state
-// and then parser states, and the way down ends where that search stopped looking.
+// Without a parser, a mask depends on the lexer state only. With one, it depends on as much of the
+// stack as computing it read, from the top down. So the cache is a tree whose edges are a lexer
+// state and then parser states; the path ends where that computation stopped reading.
 #ifndef GRAMMAR_MASKS_H
 #define GRAMMAR_MASKS_H
 
 #include "spellings.h"
 
 enum {
-    MASK_ANY = 1,       // some token is allowed, the end of the sequence apart
-    MASK_FORCED = 2,    // the next byte can only be one, and the text is not complete
+    MASK_ANY = 1,       // some token is allowed, the end of the sequence aside
+    MASK_FORCED = 2,    // only one byte may follow, and the text is not complete
     MASK_COMPLETE = 4,  // the text may end here
     EDGES = 1 << 17,
     MOST_EDGES = EDGES / 4 * 3,
@@ -30,8 +30,8 @@ typedef struct result {
 } result;
 
 typedef struct edge {
-    uint32_t from, state;  // from: a lexer state, or an inner place + 65536; 0: a free slot
-    uint32_t place;        // where it leads; 0: to a result
+    uint32_t from, state;  // from: a lexer state, or an inner node + 65536; 0: a free slot
+    uint32_t place;        // the node it leads to; 0: a result
     result *result;
 } edge;
 
@@ -40,9 +40,9 @@ static result **result_of;         // [lexer_states] without a parser
 static edge *edges;                // [EDGES] with one
 static uint32_t edge_count, place_count;
 static kept_mask *buckets[BUCKETS];
-static uint32_t *work;             // a mask that is being made
+static uint32_t *work;             // the mask that is being computed
 static uint32_t *viable_sets;      // [LONGEST + 2][words]
-static uint32_t found_masks;       // how many results were found, not looked up
+static uint32_t found_masks;       // results that were computed, not cached
 
 static void open_masks(void) {
     work = stay(4 * v.mask_words);
@@ -55,7 +55,7 @@ static void open_masks(void) {
     }
 }
 
-// Forgets all masks, to have room for others.
+// Drops all masks from the cache, to make room.
 static void forget(void) {
     arena_empty();
     zero(buckets, sizeof buckets);
@@ -70,7 +70,7 @@ static void forget(void) {
 
 // --- one mask ------------------------------------------------------------------------------------
 
-// Adds what a spelling and those that begin with it allow on a stack.
+// Adds the tokens that a spelling and those that begin with it allow on a stack.
 static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack, uint32_t level) {
     const spelling *node = from->tree + spelled;
     uint32_t *set = viable_sets + level * g.words;
@@ -87,7 +87,7 @@ static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack,
     }
 }
 
-// The stack if the lexeme ends here; NO_STACK where it cannot.
+// The stack if the lexeme ends here; NO_STACK if it cannot.
 static uint32_t ended(const sequence *s, uint32_t stack) {
     if (s->lexer == g.lexer_start) return stack;
     const uint32_t terminal = g.accepted[s->lexer];
@@ -101,7 +101,7 @@ typedef struct outlook {
     int32_t only;
 } outlook;
 
-// `stack` is what the sequence stands on, where there is a parser.
+// `stack`: the stack of the sequence, if there is a parser.
 static outlook look(const sequence *s, uint32_t stack) {
     static uint32_t inside[128], after[128];
     outlook seen = {false, -1};
@@ -137,7 +137,7 @@ static outlook look(const sequence *s, uint32_t stack) {
     return seen;
 }
 
-// Adds what a regular expression allows from a state.
+// Adds the tokens that a regular expression allows from a state.
 static void add_walk(uint32_t lexer) {
     uint16_t path[LONGEST + 2];
     path[0] = (uint16_t)lexer;
@@ -154,9 +154,9 @@ static void add_walk(uint32_t lexer) {
     }
 }
 
-// --- keeping them --------------------------------------------------------------------------------
+// --- the cache -----------------------------------------------------------------------------------
 
-// The mask that was made, as it is kept: equal ones are one. 0 where there is no room.
+// The computed mask in the cache, where equal masks are one; 0 if there is no room.
 static const kept_mask *keep_work(void) {
     const uint32_t lanes_of = v.mask_words / 4;
     lanes mixed = {2166136261u, 0x9e3779b1u, 2654435761u, 40503u};
@@ -199,7 +199,7 @@ static edge *edge_from(uint32_t from, uint32_t state) {
     return edges + at;
 }
 
-// The result for a sequence, where it is known.
+// The cached result for a sequence; 0 if there is none.
 static const result *known(const sequence *s) {
     if (!g.has_parser) return result_of[s->lexer];
     uint32_t from = s->lexer;
@@ -212,7 +212,7 @@ static const result *known(const sequence *s) {
     return 0;
 }
 
-// Hangs a result in the tree, below all of the stack that was read. False where there is no room.
+// Adds a result to the tree, below all of the stack that was read. False if there is no room.
 static bool hang(const sequence *s, uint32_t read_from, result *found) {
     uint32_t from = s->lexer;
     for (uint32_t at = s->depth; at-- > read_from;) {
@@ -244,17 +244,16 @@ static const result *find_result(const sequence *s) {
     const outlook seen = look(s, stack);
     if (out_of_nodes) return 0;
     result *found = keep_result(seen);
-    // Who reads so much of a stack would fill the tree for all others.
+    // A result that depends on so much of a stack would fill the tree.
     if (found && s->depth - lowest > DEEPEST_KEPT) return found;
     return found && hang(s, lowest, found) ? found : 0;
 }
 
-// The mask of a sequence and what is known of it; 0 where its text is nested too deeply to be
-// followed.
+// The mask of a sequence and its flags; 0 if its text is nested too deeply.
 static const result *mask_of(const sequence *s) {
     const result *found = known(s);
     if (found) return found;
-    out_of_nodes = false;  // which an earlier call may have left
+    out_of_nodes = false;  // an earlier call may have set it
     found = find_result(s);
     if (found || out_of_nodes) return found;
     forget();

@@ -1,4 +1,4 @@
-// Memory of the grammar guest: what stays, and an arena that is emptied as a whole.
+// Memory of the grammar engine: permanent blocks, and an arena that is emptied as a whole.
 #ifndef GRAMMAR_MEMORY_H
 #define GRAMMAR_MEMORY_H
 
@@ -8,13 +8,13 @@
 
 #define EXPORT(name) __attribute__((export_name(name)))
 
-// LEAST_CHUNKS: the arena keeps so many for itself.
+// LEAST_CHUNKS: so many are always left to the arena.
 enum { PAGE = 65536, CHUNK = 1 << 20, MOST_CHUNKS = 512, LEAST_CHUNKS = 8 };
 
 __attribute__((import_module("tokenbus"), import_name("fail"), noreturn)) void host_fail(
     const char *text, uint32_t n);
 
-// Ends this guest, and every sequence that it serves, with a text.
+// Ends this guest, and all of its sequences, with an error message.
 #define FAIL(text) host_fail(text, sizeof text - 1)
 
 static inline void copy(void *to, const void *from, uint32_t n) { __builtin_memcpy(to, from, n); }
@@ -27,17 +27,17 @@ static inline bool same(const uint32_t *one, const uint32_t *other, uint32_t wor
     return true;
 }
 
-// Pages at the end of the memory; 0 where the host gives no more.
+// Pages at the end of the memory; 0 if the host provides no more.
 static void *take_pages(uint32_t bytes) {
     const size_t before = __builtin_wasm_memory_grow(0, (bytes + PAGE - 1) / PAGE);
     return before == (size_t)-1 ? 0 : (void *)(before * PAGE);
 }
 
-// --- what stays ----------------------------------------------------------------------------------
+// --- permanent memory ----------------------------------------------------------------------------
 
 static uint8_t *stay_at, *stay_end;
 
-// Zeroed, aligned to 16; 0 where the host gives no more.
+// Zeroed, aligned to 16; 0 if the host provides no more.
 static void *stay_if_room(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if ((uint32_t)(stay_end - stay_at) < bytes) {
@@ -63,13 +63,13 @@ static void *stay(uint32_t bytes) {
 static uint8_t *chunks[MOST_CHUNKS];
 static uint32_t chunk_count, chunk_now, chunk_used;
 
-// A block of memory that is not used any more becomes part of the arena.
+// Adds a block of memory that is no longer used to the arena.
 static void arena_give(uint8_t *block, uint32_t bytes) {
     for (; bytes >= CHUNK && chunk_count < MOST_CHUNKS; block += CHUNK, bytes -= CHUNK)
         chunks[chunk_count++] = block;
 }
 
-// At most a chunk, aligned to 16, with whatever was in it; 0 where there is no more.
+// At most a chunk, aligned to 16, not zeroed; 0 if there is no memory left.
 static void *arena_take(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if (bytes > CHUNK) return 0;
@@ -89,7 +89,7 @@ static void *arena_take(uint32_t bytes) {
 
 static void arena_empty(void) { chunk_now = chunk_used = 0; }
 
-// Makes a chunk of an empty arena room for what stays.
+// Turns a chunk of the empty arena into permanent memory.
 static void arena_to_stay(void) {
     stay_at = chunks[--chunk_count];
     stay_end = stay_at + CHUNK;

@@ -1,8 +1,8 @@
 // LR parsing on stacks: the stack of a sequence, and copies of it that share what is below.
 //
-// A stack is named by its top: a place in the sequence's own stack, or beyond these a node on top
-// of another stack. How deep the sequence's own stack was read is noted, as what was found out of a
-// stack holds for every other with the same states that far.
+// A stack is identified by its top: an index in the sequence's own stack, or beyond these a node on
+// top of another stack. The lowest index of the sequence's own stack that was read is recorded: a
+// result holds for every stack with the same states from there up.
 #ifndef GRAMMAR_PARSER_H
 #define GRAMMAR_PARSER_H
 
@@ -16,7 +16,7 @@ typedef struct stack_node {
 } stack_node;
 
 static const uint16_t *base;  // the sequence's own stack
-static uint32_t lowest;       // the lowest place of it that was read
+static uint32_t lowest;       // the lowest index of it that was read
 static stack_node *stack_nodes;  // [NODES]
 static uint32_t stack_node_count;
 static bool out_of_nodes;
@@ -64,8 +64,8 @@ static inline uint32_t reduced_by(uint32_t stack, uint32_t production) {
     return put(stack, to);
 }
 
-// A stack that nobody builds on yet, with its top moved down to where the nodes in use end: those of
-// the stack itself, and the first `kept` of all. So a long way of reductions takes few.
+// Moves the top node of a stack on which no other is built down to the end of the nodes in use:
+// those of the stack itself, and the first `kept`. So a long chain of reductions needs few nodes.
 static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     const stack_node top = stack_nodes[stack - DEEPEST];
     uint32_t to = top.below < DEEPEST ? 0 : top.below - DEEPEST + 1;
@@ -76,7 +76,7 @@ static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     return DEEPEST + to;
 }
 
-// The stack after a terminal; NO_STACK where it cannot follow.
+// The stack after a terminal; NO_STACK if it cannot follow.
 static uint32_t push(uint32_t stack, uint32_t terminal) {
     const uint32_t before = stack_node_count;
     while (!out_of_nodes) {
@@ -89,7 +89,7 @@ static uint32_t push(uint32_t stack, uint32_t terminal) {
     return NO_STACK;
 }
 
-// The terminals that can follow a stack, after the reductions that each brings about.
+// The terminals that can follow a stack, after the reductions that each causes.
 static void viable(uint32_t stack, uint32_t *out) {
     const uint32_t words = g.words, before = stack_node_count;
     uint32_t state = state_of(stack);
@@ -112,7 +112,7 @@ static void viable(uint32_t stack, uint32_t *out) {
             for (uint32_t w = 0; w < words; w++) to[w] = ahead[w] & set[w];
             pending_stacks[count++] = reduced_by(stack, g.reduced[r]);
         }
-        // Of those that wait, the last one has the last nodes.
+        // Of the pending stacks, the last one has the last nodes.
         if (count == others + 1) {
             const uint32_t kept = others ? pending_stacks[others - 1] - DEEPEST + 1 : before;
             pending_stacks[others] = settled(pending_stacks[others], kept);
@@ -123,8 +123,7 @@ static void viable(uint32_t stack, uint32_t *out) {
 
 // --- a sequence's own stack ----------------------------------------------------------------------
 
-// Adds a terminal to it. False where it cannot follow, or is nested too deeply; the stack is then
-// not what it was.
+// Pushes a terminal. False if it cannot follow or is nested too deeply; the stack is then modified.
 static bool push_own(sequence *s, uint32_t terminal) {
     for (;;) {
         const uint32_t state = s->stack[s->depth - 1];
@@ -144,7 +143,7 @@ static bool push_own(sequence *s, uint32_t terminal) {
     }
 }
 
-// Adds a byte of a class without looking whether the parser can take what the lexer may come to.
+// Adds a byte of a class, without checking that the parser can accept what the lexer may match.
 static bool add_class(sequence *s, uint32_t class) {
     uint32_t next = g.next[s->lexer * g.classes + class];
     if (!next) {
@@ -158,7 +157,7 @@ static bool add_class(sequence *s, uint32_t class) {
     return true;
 }
 
-// Whether what the lexer may come to is something that the parser can take.
+// Whether the parser can accept a terminal that the lexer can still match.
 static bool can_go_on(const sequence *s) {
     if (!g.has_parser || s->lexer == g.lexer_start) return true;
     uint32_t set[128];

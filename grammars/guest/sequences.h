@@ -1,4 +1,4 @@
-// The sequences that this guest serves: where the lexer and the parser of each stand.
+// The sequences of this guest: the state of the lexer and the parser of each.
 #ifndef GRAMMAR_SEQUENCES_H
 #define GRAMMAR_SEQUENCES_H
 
@@ -14,7 +14,7 @@ typedef struct sequence {
 } sequence;
 
 static sequence *sequences[MOST_SEQUENCES];
-static uint32_t sequence_count;  // that there is memory for
+static uint32_t sequence_count;  // slots that have memory
 static sequence scratch_sequence;
 
 static void begin(sequence *s) {
@@ -31,7 +31,7 @@ static void assign(sequence *to, const sequence *from) {
     copy(to->stack, from->stack, 2 * from->depth);
 }
 
-// A place that no sequence has; TOO_MANY, or NO_ROOM where there is no memory for one.
+// A free slot; TOO_MANY, or NO_ROOM if there is no memory for another one.
 static int32_t free_place(void) {
     for (uint32_t i = 0; i < sequence_count; i++)
         if (!sequences[i]->used) return (int32_t)i;

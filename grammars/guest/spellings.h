@@ -1,9 +1,9 @@
-// What tokens do from a lexer state, whatever the parser's stack: which terminals each spells, and
-// what the lexer may come to after it.
+// The terminals that each token completes from a lexer state, its spelling, and the kind of lexeme
+// that it leaves unfinished. Both are independent of the parser's stack.
 //
-// Most tokens spell none: they stay in one lexeme. Tokens that spell the same terminals and leave a
-// lexeme of the same kind unfinished are allowed together, on every stack: they are one group. So a
-// mask asks the parser once for each group, and along a tree of the spellings.
+// Most tokens complete no terminal: they stay in one lexeme. Tokens with the same spelling that
+// leave the same kind of lexeme unfinished are allowed together on every stack: they are one group.
+// So a mask needs one query of the parser for each group, along a tree of the spellings.
 #ifndef GRAMMAR_SPELLINGS_H
 #define GRAMMAR_SPELLINGS_H
 
@@ -15,10 +15,10 @@ enum { MOST_SPELLINGS = 65535, MOST_GROUPS = 65536, GROUP_SLOTS = 4 * MOST_GROUP
 typedef struct group {
     uint32_t kind;
     uint32_t count;  // of its tokens
-    uint32_t *tokens, *mask;  // one of them, by which is smaller
+    uint32_t *tokens, *mask;  // one of the two, the smaller
 } group;
 
-// Terminals that tokens spell, as a tree; spelling 0 is none.
+// The tree of spellings; spelling 0 is the empty one.
 typedef struct spelling {
     uint32_t terminal, child, sibling;  // 0: no more
     uint32_t first, end;                // its groups
@@ -29,7 +29,7 @@ typedef struct spellings {
     group *groups;
 } spellings;
 
-// While they are found. A slot is of this search if it has its number.
+// During a search. A slot belongs to the current search if it has its number.
 typedef struct group_slot {
     uint32_t search, spelling, kind, group;
 } group_slot;
@@ -82,7 +82,7 @@ static uint32_t group_of(uint32_t spelled, uint32_t kind) {
     return number;
 }
 
-// Walks the vocabulary from a lexer state.
+// Walks the vocabulary tree from a lexer state.
 static void find(uint32_t lexer) {
     struct {
         uint32_t lexer, spelling;
@@ -126,7 +126,7 @@ static void find(uint32_t lexer) {
     }
 }
 
-// Puts what was found into the arena; 0 where there is no room for it.
+// Copies the result of the search to the arena; 0 if there is no room.
 static spellings *keep_found(void) {
     spellings *kept = arena_take(sizeof *kept);
     spelling *tree = arena_take(sizeof *tree * f.spelled);
@@ -135,7 +135,7 @@ static spellings *keep_found(void) {
     copy(tree, f.tree, sizeof *tree * f.spelled);
     kept->tree = tree;
     kept->groups = groups;
-    // The groups of a spelling are neighbours.
+    // The groups of a spelling are consecutive.
     for (uint32_t i = 0; i < f.group_count; i++) tree[f.groups[i].spelling].end++;
     uint32_t at = 0;
     for (uint32_t s = 0; s < f.spelled; s++) {

@@ -1,6 +1,6 @@
 // The tables of a grammar or of a regular expression, as grammars/ writes them.
 //
-// A regular expression is a lexer alone, with one lexeme: its text ends where the lexeme may.
+// A regular expression is only a lexer with one lexeme: its text may end where the lexeme may.
 #ifndef GRAMMAR_TABLES_H
 #define GRAMMAR_TABLES_H
 
@@ -14,9 +14,9 @@ static struct {
     uint32_t lexer_start;      // state before a lexeme
     uint32_t lexer_first;      // state before a text: lexer_start, or the state after a newline
     uint8_t class_of[256];
-    uint8_t class_size[256];   // bytes of a class, 255 for all that are more
-    uint8_t class_byte[256];   // one of them, a letter or digit where there is one
-    bool class_dead[256];      // no lexer state goes on with it
+    uint8_t class_size[256];   // bytes of a class, at most 255
+    uint8_t class_byte[256];   // one of them, a letter or digit if there is one
+    bool class_dead[256];      // no lexer state has a transition with it
     const uint16_t *next;      // [lexer_states * classes]
     const uint16_t *accepted;  // [lexer_states]
 
@@ -35,9 +35,8 @@ static struct {
     uint32_t kinds;
     const uint16_t *kind_of;  // [lexer_states]
     const uint32_t *kind_set; // [kinds * words]
-    // Whether a lexeme of a kind may follow a terminal, for all that the grammar says without a
-    // stack: [(terminals + 1) * kinds], the last row is for any terminal; 0 where it would be too
-    // large.
+    // Whether a lexeme of a kind may follow a terminal on some stack: [(terminals + 1) * kinds],
+    // the last row is for any terminal; a null pointer if the table would be too large.
     const uint8_t *may_begin;
     const uint32_t *follow;  // [terminals * words]
 } g;
@@ -52,7 +51,7 @@ static inline bool meets(const uint32_t *one, const uint32_t *other) {
     return false;
 }
 
-// Whether a set of terminals that a lexer can still match has one of a set, or SKIP.
+// Whether a lexer can still match one of a set of terminals, or SKIP.
 static inline bool opens(const uint32_t *reachable, const uint32_t *viable) {
     return reachable[0] >> SKIP & 1 || meets(reachable, viable);
 }
@@ -153,7 +152,8 @@ static void find_kinds(void) {
     g.kind_set = sets;
 }
 
-// What may follow each terminal on some stack: what its target states shift, or reduce at.
+// The terminals that may follow each terminal on some stack: those at which the states after it
+// shift or reduce.
 static void find_followers(void) {
     uint32_t *follow = stay(4 * g.terminals * g.words);
     for (uint32_t s = 0; s < g.states; s++) {

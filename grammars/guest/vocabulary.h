@@ -1,8 +1,8 @@
 // The vocabulary as the grammar sees it: a tree of tokens by the classes of their bytes.
 //
-// Two bytes of one class are the same to every lexer state, so tokens whose bytes have the same
-// classes are allowed together, always: they share a node. Tokens with a byte that no lexer state
-// goes on with are not in the tree.
+// Two bytes of one class lead to the same state from every lexer state, so tokens whose bytes have
+// the same classes are always allowed together: they share a node. Tokens with a byte that no lexer
+// state has a transition with are not in the tree.
 #ifndef GRAMMAR_VOCABULARY_H
 #define GRAMMAR_VOCABULARY_H
 
@@ -14,7 +14,7 @@ typedef uint32_t lanes __attribute__((vector_size(16)));
 
 static struct {
     uint32_t size, eos, mask_words;  // mask_words: 32 tokens each, a multiple of 4
-    const uint32_t *offsets;         // [size] place of its bytes << 8 | how many
+    const uint32_t *offsets;         // [size] offset of its bytes << 8 | how many
     const uint8_t *data;
 
     // Nodes in preorder; node 0 is the root.
@@ -23,7 +23,7 @@ static struct {
     const uint32_t *subtree;          // [nodes] nodes of the subtree, its root included
     const uint32_t *first;            // [nodes + 1] where its tokens start in `tokens`
     const uint32_t *tokens;
-    const uint32_t *set_at;  // [nodes] mask of its tokens in `sets`, + 1; 0 for those that have few
+    const uint32_t *set_at;  // [nodes] mask of its tokens in `sets`, + 1; 0 if they are few
     const lanes *sets;
 } v;
 
@@ -54,7 +54,7 @@ typedef struct merging {
     uint8_t *class_of;
 } merging;
 
-// Bytes that `merge` needs for so many nodes and tokens.
+// Bytes that `merge` needs for that many nodes and tokens.
 static uint32_t merging_bytes(uint32_t nodes, uint32_t tokens, uint32_t room) {
     return 4 * room + 17 * nodes + 4 * tokens + 64;
 }
@@ -123,7 +123,7 @@ static void lay_out(merging *m) {
         path[d] = at++;
         uint32_t next = m->child[node];
         if (next) {
-            // A node is entered once: where its children were is now its parent's place.
+            // A node is entered once: its first child is no longer needed.
             d++;
             node = next;
             continue;

@@ -1,7 +1,7 @@
 """Grammars and regular expressions that come with Tokenbus, by name.
 
-``NAME.y`` is a grammar, ``NAME.rx`` a regular expression, ``NAME.md`` its page: what it takes, with
-samples that the tests run.
+``NAME.y`` is a grammar, ``NAME.rx`` a regular expression, ``NAME.md`` its page: what it accepts,
+with samples that the tests run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.resources import files
 
 _BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "▲"
-"""Stands in a rejected sample before the character that cannot follow."""
+"""In a rejected sample: before the character that cannot follow."""
 
 
 def names(kind: str = "y") -> list[str]:
@@ -23,21 +23,21 @@ def names(kind: str = "y") -> list[str]:
 
 
 def grammar(name: str) -> str:
-    """The text of a grammar. Raises KeyError for a name that is none, with those that are."""
+    """The text of a grammar. Raises KeyError for an unknown name, with the known ones."""
     return _read(name, "y")
 
 
 def regex(name: str) -> str:
     """A regular expression: its file's lines joined, without blanks at their ends and without lines
-    that begin with ``#``. Raises KeyError for a name that is none, with those that are."""
+    that begin with ``#``. Raises KeyError for an unknown name, with the known ones."""
     lines = (line.strip() for line in _read(name, "rx").splitlines())
     return "".join(line for line in lines if not line.startswith("#"))
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a page. In a rejected one, ``MARK`` stands before the character that cannot
-    follow; without it the text only ends too early."""
+    """The samples of a page. In a rejected one, ``MARK`` is before the character that cannot
+    follow; without it, the text ends too early."""
 
     accepted: tuple[str, ...]
     rejected: tuple[str, ...]

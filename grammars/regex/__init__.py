@@ -1,21 +1,21 @@
 """Regular expressions as deterministic automata over the bytes of UTF-8.
 
-The way of a pattern, one file for each step:
+The compilation of a pattern, one file for each step:
 
     syntax       Python's own parser reads the pattern; every node keeps its place in the text
-    tree         its nodes become characters, sequences, choices and repetitions; what no automaton
-                 can do is refused by name
-    charsets     what a class, a category or a case-insensitive letter stands for
+    tree         its nodes become characters, concatenations, alternations and repetitions; what no
+                 automaton can do is an error that names it
+    charsets     the characters of a class, a category or a case-insensitive letter
     positions    Glushkov's automaton: which character may follow which
     subsets      the subset construction over classes of characters
     minimize     Valmari's minimisation
-    utf8         characters become bytes: exactly the valid ones
+    utf8         characters become bytes: exactly valid UTF-8
     dfa          the table, and its binary form
-    blame        which part of a pattern made too many states
+    blame        which part of a pattern needs too many states
 
-``compile_regex``, ``compile_lexer`` and ``compile_choice`` are the whole of it; ``prepare`` spares
-the first pattern with a category or ``(?i)`` a wait. The syntax, its limits and its speed are in
-``docs/grammars.md``.
+The public functions are ``compile_regex``, ``compile_lexer`` and ``compile_choice``. ``prepare``
+reads the Unicode tables in advance, which the first pattern with a category or ``(?i)`` would do
+otherwise. ``docs/grammars.md`` describes the syntax, its limits and its speed.
 """
 
 from .bounds import RegexError

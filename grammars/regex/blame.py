@@ -1,7 +1,8 @@
-"""Which part of a pattern made it too large.
+"""Finds the part of a pattern that makes it too large.
 
-Parts are compiled alone, for a short time, from the whole down: a part that is itself too large is
-gone into; where only several items of a sequence together are, the shortest run of them is named.
+Parts are compiled alone, for a short time, from the whole pattern downwards: the search descends
+into a part that is itself too large. If only several items of a concatenation together are too
+large, the part is the shortest run of them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 from .utf8 import to_bytes
 
 _TRIAL_SHARE = 0.15
-"""Of the seconds: for one part."""
+"""Share of the time for one part."""
 _TRIED = 20
-"""Items of one part, the longest first."""
+"""Number of items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""Of one set: what a category of Unicode has, and hardly a class that was written out."""
+"""Number of ranges of one set that only a Unicode category has, hardly a written class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A part, and what it takes alone, in words."""
+    """A part, and what it needs if compiled alone, as text."""
 
     part: Tree
     what: str
 
     def said(self, pattern: str) -> str:
-        """The part's text and place, and how large it is."""
+        """The part's text and place, and what it needs."""
         part = self.part
         text = shown(pattern[part.start : part.end])
         said = f"the part {text} at {part.start} to {part.end} alone {self.what}"
@@ -44,10 +45,10 @@ class Grown:
 def grown(
     tree: Tree, max_states: int, seconds: float, known: Exhausted | None = None
 ) -> Grown | None:
-    """The smallest part found that by itself takes more than ``max_states``, or too long.
+    """The smallest part found that by itself needs more than ``max_states``, or too much time.
 
-    ``known`` is what the whole tree is known to take. None where the whole is fine alone, so that
-    it is the company of others that made it grow.
+    ``known``: what the whole tree is known to need. None if the whole is small enough alone, so
+    that it only grew together with others.
     """
     limit = Budget(max_states, seconds)
 
@@ -84,7 +85,7 @@ def _widest(tree: Tree) -> int:
 
 
 def _first(tree: Tree, trial: Trial) -> Grown | None:
-    """The longest item of a tree that is too large by itself."""
+    """The longest item of a tree that is itself too large."""
     items = () if isinstance(tree, Chars) else _items(tree)
     for part in sorted(items, key=spelled_out, reverse=True)[:_TRIED]:
         if isinstance(part, Chars):
@@ -100,7 +101,8 @@ def _items(tree: Concatenation | Alternation | Repeat) -> tuple[Tree, ...]:
 
 
 def _shortest(tree: Concatenation, trial: Trial) -> Grown | None:
-    """The shortest run of items that is still too large: its end is bisected, then its start."""
+    """The shortest run of items that is still too large, by bisection of its end, then its
+    start."""
     items = tree.items
 
     def run(first: int, end: int) -> Concatenation:

@@ -1,8 +1,8 @@
 """Sets of characters: categories, complement, and the other cases of a letter.
 
 A set is the sorted tuple of its ranges, ends included, that neither touch nor overlap. Surrogates
-are in no set: UTF-8 has no bytes for them. Categories and cases are those of the running Python's
-``re``, so they follow its version of Unicode.
+are in no set: UTF-8 has no bytes for them. Categories and cases are those of ``re`` in the running
+Python, so they follow its version of Unicode.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# Beyond these no category has a character and no character a case, in any version of Unicode up to
-# that of Python 3.13; a test looks at all the others.
+# Beyond these, no category has a character and no character a case, in any version of Unicode up to
+# that of Python 3.13; a test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CharSet:
-    """The set of all characters in some ranges, in any order; surrogates are taken out."""
+    """The set of all characters in some ranges, given in any order; without surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -81,7 +81,7 @@ def category(name: str, ascii_only: bool) -> CharSet:
 
 
 def prepare() -> None:
-    """Reads all categories and cases now, so that no pattern waits for them: some 40 ms, once."""
+    """Loads all categories and cases, so that no pattern has to: about 40 ms, once."""
     for name in _ASCII:
         category(name, False)
     _cases()
@@ -94,7 +94,7 @@ def _characters(end: int) -> str:
 
 
 def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
-    """A set and every character that ``(?i)`` takes for one of it, by the rule of ``re``.
+    """A set and every character that matches one of its characters under ``(?i)``, as in ``re``.
 
     Two characters match when their lower cases are one, or have the same upper case (as s and the
     long s). With ASCII only the letters A to Z have a case.
@@ -116,7 +116,7 @@ def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
 
 @lru_cache(maxsize=1)
 def _cases() -> tuple[list[int], dict[int, list[int]]]:
-    """The characters that have cases, in order, and for each all that match it. About 15 ms."""
+    """The characters that have cases, in order, and for each all that match it. Takes 15 ms."""
     text = _characters(_CASED_END)
     # One character's lower case is two, and re takes its first.
     lowered = text.replace("\u0130", "i").lower()

@@ -1,4 +1,4 @@
-"""Patterns and lexers to tables, within a bound on states and on time."""
+"""From patterns and lexers to tables, within limits on states and time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .tree import Alternation, Tree, literal_tree, tree_of
 from .utf8 import ByteAutomaton, to_bytes
 
 _BLAME_SHARE = 0.2
-"""Of the seconds: kept to find out which part grew."""
+"""Share of the time that is reserved for finding the part that grew."""
 
 
 @dataclass(frozen=True)
 class Lexeme:
-    """What a lexer tells apart: a regular expression, or a text taken as it is."""
+    """What a lexer distinguishes: a regular expression, or a literal text."""
 
     name: str
     pattern: str
@@ -29,11 +29,11 @@ class Lexeme:
 
 
 def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float = 5.0) -> Dfa:
-    """The smallest automaton over bytes that accepts the UTF-8 of what the pattern matches whole.
+    """The minimal automaton over bytes that accepts the UTF-8 of every full match of the pattern.
 
-    ``max_states`` bounds the states of every step on the way, ``max_seconds`` the CPU seconds of
-    this thread. Raises RegexError for a pattern that is wrong, has a refused construct, matches
-    nothing, or grows beyond the bounds; then it names the part that grew.
+    ``max_states`` limits the states at every step of the compilation, ``max_seconds`` the CPU time
+    of this thread. Raises RegexError for a pattern that is wrong, uses an unsupported construct,
+    matches nothing, or exceeds the limits; then it names the part that grew.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     tree: Tree | None = None
@@ -53,9 +53,9 @@ def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float 
 def compile_choice(
     texts: Sequence[str], *, max_states: int = 100_000, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of some texts, each taken as it is: a match is any one of them, whole.
+    """The automaton of some literal texts: a match is any one of them, whole.
 
-    Raises RegexError where there is no text, or where they take more than the bounds.
+    Raises RegexError if there is no text, or if the texts exceed the limits.
     """
     if not texts:
         raise RegexError("the language is empty: there is no text to choose from", "")
@@ -76,11 +76,11 @@ def compile_choice(
 def compile_lexer(
     lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
 ) -> LexerDfa:
-    """One automaton for all lexemes, the smallest that tells apart which of them match a text.
+    """One automaton for all lexemes, the minimal one that distinguishes which of them match a text.
 
-    A lexeme that takes the empty text makes the start accept; whether that is wrong is for the
-    grammar to say. Bounds and errors as of ``compile_regex``; the error's pattern is that of the
-    lexeme at fault, and its message names it.
+    A lexeme that matches the empty text makes the start state accept; whether that is an error is
+    up to the caller. Limits and errors as of ``compile_regex``; the error's pattern is that of the
+    lexeme at fault, and its message names the lexeme.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)
@@ -119,7 +119,7 @@ def _blamed(
     max_states: int,
     seconds: float,
 ) -> RegexError:
-    """The error of a lexer that grew: the lexeme and its part, where one alone is too large."""
+    """The error of a lexer that grew: the lexeme and its part, if one lexeme alone is too large."""
     end = Budget(max_states, seconds)
     if len(trees) < len(lexemes):
         lexeme = lexemes[len(trees)]
@@ -148,7 +148,7 @@ def _blamed(
 
 
 def _automaton(trees: Sequence[Tree], budget: Budget) -> ByteAutomaton:
-    """All steps from trees to bytes."""
+    """All steps from trees to an automaton over bytes."""
     positions = positions_of(trees, budget)
     smallest = minimise(determinise(positions, budget), budget)
     automaton = to_bytes(smallest, budget)

@@ -1,21 +1,21 @@
 """The table of an automaton over bytes, and its binary form.
 
 State 0 is dead: all its transitions lead to itself and it accepts nothing. Every other state can
-go on to a match, so a byte is allowed exactly where its step is not 0.
+lead to a match, so a byte is allowed exactly where its transition is not to 0.
 
-The binary form is little-endian, without gaps; ``Dfa.from_bytes`` checks all of it:
+The binary form is little-endian, without padding; ``Dfa.from_bytes`` validates it:
 
     header       "TBDF", u16 version 1, u16 kind (0 a Dfa, 1 a LexerDfa), u32 states, u32 classes,
-                 u32 start, u32 lexemes (0 of a Dfa)
+                 u32 start, u32 lexemes (0 for a Dfa)
     classes      256 bytes
     accepting    1 byte for each state
     transitions  u32 for each state and class
-    and of a LexerDfa
+    and for a LexerDfa
     accepted     i32 for each state
     accepts_all  for each state ceil(lexemes / 8) bytes, bit i of byte b is lexeme 8 b + i
     reachable    as accepts_all
-    and of both
-    check        u32, the CRC-32 of all that is before
+    and for both
+    check        u32, the CRC-32 of everything before it
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dfa:
 
     ``classes[b]`` is the class of byte b, below ``num_classes``; ``transitions[s * num_classes +
     classes[b]]`` the state after byte b in state s, as u32; ``accepting[s]`` is 1 where a match may
-    end. The smallest automaton of its language, and the same table whatever pattern gave it.
+    end. It is the minimal automaton of its language: one language has one table.
     """
 
     classes: bytes
@@ -53,11 +53,11 @@ class Dfa:
 
     @property
     def num_states(self) -> int:
-        """How many states there are, the dead one included."""
+        """Number of states, including the dead one."""
         return len(self.accepting)
 
     def step(self, state: int, byte: int) -> int:
-        """The state after one more byte, 0 where no match begins like this."""
+        """The state after one more byte, 0 if no match begins like this."""
         return self.transitions[state * self.num_classes + self.classes[byte]]
 
     def walk(self, data: bytes, state: int | None = None) -> int:
@@ -76,12 +76,12 @@ class Dfa:
         return state != 0
 
     def to_bytes(self) -> bytes:
-        """The binary form."""
+        """The binary form of the automaton."""
         return _checked(self._header(0, 0) + self._tables())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The automaton of a binary form. Raises ValueError, by name, for anything but one."""
+        """The automaton of a binary form. Raises ValueError, with the reason, for other bytes."""
         return cls(**_Reading(data, cls is not Dfa).fields())
 
     def _header(self, kind: int, lexemes: int) -> bytes:
@@ -98,10 +98,10 @@ class Dfa:
 class LexerDfa(Dfa):
     """One automaton for all lexemes of a lexer.
 
-    ``accepted[s]`` is the lexeme that a match ending in s is: of those that match the same text, a
-    literal before a regular expression, else the earlier one; -1 where none ends. The bit sets have
-    bit i for lexeme i: ``accepts_all[s]`` has every lexeme that matches, the preferred one among
-    them; ``reachable[s]`` every lexeme that ``accepted`` gives in s or after more bytes.
+    ``accepted[s]`` is the lexeme that matches in s: of several, a literal rather than a regular
+    expression, else the first; -1 if none matches. The bit sets have bit i for lexeme i:
+    ``accepts_all[s]`` is every lexeme that matches; ``reachable[s]`` every lexeme that ``accepted``
+    has in s or after more bytes.
     """
 
     num_lexemes: int
@@ -110,14 +110,14 @@ class LexerDfa(Dfa):
     reachable: list[int]
 
     def reaching(self, marks: Sequence[int]) -> list[int]:
-        """For each state the union of the bit sets ``marks[t]`` of all t reachable from it.
+        """For each state, the union of the bit sets ``marks[t]`` of all t reachable from it.
 
-        ``reaching(accepts_all)`` gives the lexemes that can match, preferred or not.
+        ``reaching(accepts_all)`` is the lexemes that can still match, preferred or not.
         """
         return _reaching(self.transitions, self.num_classes, marks)
 
     def to_bytes(self) -> bytes:
-        """The binary form."""
+        """The binary form of the automaton."""
         size = -(-self.num_lexemes // 8)
         return _checked(
             self._header(1, self.num_lexemes)
@@ -129,14 +129,14 @@ class LexerDfa(Dfa):
 
 
 def table(automaton: ByteAutomaton) -> Dfa:
-    """The table of an automaton: bytes that no state tells apart are one class."""
+    """The table of an automaton; bytes that no state distinguishes are one class."""
     classes, num_classes, transitions = _table(automaton.rows)
     accepting = bytes(bool(accepted) for accepted in automaton.accepts)
     return Dfa(classes, num_classes, transitions, 1, accepting)
 
 
 def lexer_table(automaton: ByteAutomaton, preference: Sequence[int]) -> LexerDfa:
-    """The table of a lexer. ``preference`` has all lexemes, the most preferred first."""
+    """The table of a lexer. ``preference``: all lexemes, the most preferred first."""
     classes, num_classes, transitions = _table(automaton.rows)
     chosen = {0: -1}
     for bits in set(automaton.accepts) - {0}:
@@ -197,7 +197,7 @@ def _reaching(transitions: array[int], width: int, marks: Sequence[int]) -> list
         if target:
             sources[target].add(at // width)
     reached = list(marks)
-    # States are numbered from the start on, so that most follow their sources.
+    # States are numbered in the order in which they are reached: most follow their sources.
     pending = [state for state, bits in enumerate(marks) if bits]
     while pending:
         state = pending.pop()
@@ -221,7 +221,7 @@ def _checked(data: bytes) -> bytes:
 
 
 class _Reading:
-    """Reads a binary form from its start to its end."""
+    """Reads and validates a binary form."""
 
     def __init__(self, data: bytes, lexer: bool) -> None:
         if len(data) < _HEADER.size + 4:
@@ -250,7 +250,7 @@ class _Reading:
         self.states, self.width, self.start, self.lexemes = states, classes, start, lexemes
 
     def fields(self) -> dict[str, Any]:
-        """The arguments of a Dfa or a LexerDfa."""
+        """The constructor arguments of a Dfa or a LexerDfa."""
         states, width = self.states, self.width
         classes = self.take(256)
         accepting = self.take(states)

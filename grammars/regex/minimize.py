@@ -1,4 +1,4 @@
-"""The smallest automaton of the same language, or of the same languages where there are several.
+"""The minimal automaton of the same language, or of the same languages if there are several.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
@@ -49,7 +49,8 @@ class _Partition:
         self.marked[block] += 1
 
     def split(self) -> None:
-        """Parts the marked from the rest in each touched block; the smaller half is the new one."""
+        """Splits the marked elements from the others in each touched block; the smaller part is
+        the new block."""
         for block in self.touched:
             first, end = self.first[block], self.end[block]
             middle = first + self.marked[block]
@@ -72,11 +73,11 @@ class _Partition:
 
 
 def minimise(automaton: Automaton, budget: Budget) -> Automaton:
-    """The smallest automaton whose states accept the same trees after the same texts.
+    """The minimal automaton that accepts the same trees after the same texts.
 
-    States from which nothing can be accepted are dropped with the transitions into them, so that
-    every state that is left can go on to a match. The start is state 0. Raises Exhausted when the
-    time is over.
+    States from which nothing can be accepted are removed with the transitions to them, so that
+    every remaining state leads to a match. The start is state 0. Raises Exhausted when the time is
+    used up.
     """
     live = _live(automaton.rows, automaton.accepts)
     tails: list[int] = []
@@ -119,16 +120,16 @@ def minimise(automaton: Automaton, budget: Budget) -> Automaton:
 
 
 def trimmed(automaton: Automaton) -> Automaton:
-    """The automaton without states from which nothing can be accepted, and not any smaller.
+    """The automaton without the states from which nothing can be accepted, but not minimised.
 
-    States are numbered as by ``minimise``; the start, state 0, can go on to a match.
+    States are numbered as by ``minimise``; the start, state 0, must lead to a match.
     """
     live = _live(automaton.rows, automaton.accepts)
     return _merged(automaton, range(len(automaton.rows)), live)
 
 
 def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
-    """Of each state, whether an accepting one can be reached."""
+    """For each state, whether an accepting one can be reached."""
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for target in set(row.values()):

@@ -1,10 +1,10 @@
 """Glushkov's automaton: the positions of a pattern, and which may follow which.
 
-A position is one place of the pattern that reads a character; a repetition with counts is spelled
-out to that many copies. The state after a position is the set of positions that may read the next
-character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
+A position is one place of the pattern that matches a character; a repetition with counts is
+expanded to that many copies. The state after a position is the set of positions that may match the
+next character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-The end of tree i is the position ~i, which reads nothing: a state that holds it accepts i.
+The end of tree i is the position ~i, which matches nothing: a state that contains it accepts i.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""Of a part: whether it takes the empty text, what may read its first character (the union of
-these sets), and the positions that may have read its last."""
+"""For a part: whether it matches the empty text, the positions that may match its first character
+(the union of these sets), and the positions that may match its last."""
 
 
 @dataclass(slots=True)
 class Positions:
-    """``charset[p]`` numbers the set that p reads; ``follow[p]`` are sets whose union follows p."""
+    """``charset[p]``: number of the set that p matches; ``follow[p]``: sets whose union follows
+    p."""
 
     charsets: list[CharSet] = field(default_factory=list)
     charset: list[int] = field(default_factory=list)
@@ -32,12 +33,12 @@ class Positions:
 
 
 def positions_of(trees: Sequence[Tree], budget: Budget) -> Positions:
-    """The positions of a choice of trees. Raises Exhausted when they are too many."""
+    """The positions of several alternative trees. Raises Exhausted if they are too many."""
     return _Builder(budget).choice(trees)
 
 
 def spelled_out(tree: Tree) -> int:
-    """How many positions a tree has."""
+    """Number of positions of a tree."""
     match tree:
         case Chars():
             return 1
@@ -127,7 +128,8 @@ class _Builder:
         if copies == 0:
             return True, [], []
         empty, first, last = self.part(tree.item)
-        # What takes the empty text may be left out, so a copy that is begun reads something.
+        # If the item matches the empty text, copies may be left out: those that remain match some
+        # text.
         least = 0 if empty else tree.least
         ends = list(last) if least <= 1 else []
         for copy in range(2, copies + 1):

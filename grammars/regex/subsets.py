@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Two characters that every set of the pattern treats alike are one class, so that Unicode costs no
-more than ASCII here. The states are sets of positions.
+Two characters that are in the same sets of the pattern are one class, so that Unicode costs no more
+than ASCII here. The states are sets of positions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Segments = list[tuple[int, int, int]]
 class Automaton:
     """A deterministic automaton over classes of characters.
 
-    ``rows[s]`` maps a class to the next state, without the classes that end it; ``accepts[s]`` is
-    the bit set of the trees that accept in s; the start is state 0.
+    ``rows[s]`` maps a class to the next state, without the classes that lead nowhere;
+    ``accepts[s]`` is the bit set of the trees that accept in s; the start is state 0.
     """
 
     segments: Segments
@@ -30,7 +30,8 @@ class Automaton:
 
 
 def character_classes(charsets: list[CharSet]) -> tuple[Segments, list[list[int]]]:
-    """The ranges of characters that some set holds, each with its class, and each set's classes."""
+    """The ranges of characters that are in some set, each with its class; the classes of each
+    set."""
     changes: dict[int, int] = {}
     for number, chars in enumerate(charsets):
         bit = 1 << number
@@ -66,7 +67,7 @@ def determinise(positions: Positions, budget: Budget) -> Automaton:
     rows: list[dict[int, int]] = []
     accepts: list[int] = []
     entries = len(positions.first)
-    # The list grows while it is read.
+    # The list grows during the loop.
     for state in pending:
         budget.check()
         read: dict[int, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Python's own parser of regular expressions, with the place of every node.
+"""Python's own parser of regular expressions, with the position of every node.
 
-``re._parser`` gives a tree without places. Its classes are replaced by ones that note where the
-source stood when a node was made, in a copy of the module that only we hold, so that ``re`` itself
-is untouched. The parser of Python 3.11, 3.12 and 3.13 is read alike.
+``re._parser`` returns a tree without positions. In a private copy of the module, so that ``re``
+itself is untouched, its classes are replaced by ones that record the position in the source at
+which a node was made. This works with Python 3.11, 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _node(code: tuple[Any, Any], start: int, end: int) -> Node:
 
 
 def _own_parser() -> Any:
-    """A copy of ``re._parser`` whose subpatterns and tokens note places."""
+    """A copy of ``re._parser`` whose subpatterns and tokens record positions."""
     spec = importlib.util.find_spec("re._parser")
     if spec is None or spec.loader is None:
         raise ImportError("this Python has no re._parser; 3.11 to 3.13 have it")
@@ -49,7 +49,7 @@ def _own_parser() -> Any:
 
         def __setitem__(self, index: Any, code: Any) -> None:
             if isinstance(index, slice):
-                # A group without a name or flags gives way to what is in it.
+                # A group without name or flags is replaced by its content.
                 start, end = self.data[index][0].span
                 nodes = list(code)
                 if nodes:
@@ -57,7 +57,7 @@ def _own_parser() -> Any:
                     nodes[-1] = _node(nodes[-1], nodes[-1].span[0], end)
                 self.data[index] = nodes
             else:
-                # A repetition takes the place of what it repeats.
+                # A repetition replaces the item that it repeats.
                 self.cursor = self.state.source.tell()
                 self.data[index] = _node(code, self.data[index].span[0], self.cursor)
 
@@ -81,8 +81,8 @@ _parser = _own_parser()
 def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
     """The tree of a pattern, as ``re._parser`` makes it of ``Node``, and its global flags.
 
-    Raises RegexError with Python's message where the pattern is no regular expression, Exhausted
-    when the time is over.
+    Raises RegexError with Python's message if the pattern is not a regular expression, Exhausted
+    when the time is used up.
     """
     if len(pattern) > LONGEST_PATTERN:
         raise RegexError(

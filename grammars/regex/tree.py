@@ -1,8 +1,8 @@
-"""The tree of a pattern: characters, sequences, choices and repetitions, and nothing else.
+"""The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
 
-What a language does not tell apart is gone: groups and their names, greed, anchors at the ends.
-What no automaton over the text alone can do, or what would change the language silently, is
-refused by its name.
+What makes no difference to the language is dropped: groups and their names, greediness, anchors at
+the ends. What no automaton over the text alone can do, or what would change the language silently,
+is an error that names it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """One item after the other; without items, the empty text."""
+    """The items, one after another; without items, the empty text."""
 
     start: int
     end: int
@@ -65,7 +65,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item ``least`` to ``most`` times; None is without end."""
+    """An item ``least`` to ``most`` times; None: no upper bound."""
 
     start: int
     end: int
@@ -75,14 +75,14 @@ class Repeat:
 
 
 Tree = Chars | Concatenation | Alternation | Repeat
-"""``start`` and ``end`` of each are its span of the pattern's text."""
+"""``start`` and ``end`` of each are its span in the text of the pattern."""
 
 
 def tree_of(pattern: str, budget: Budget) -> Tree:
     """The tree of a pattern.
 
-    Raises RegexError for a pattern that is wrong, that has a refused construct, or that matches no
-    text at all; Exhausted when the time is over.
+    Raises RegexError for a pattern that is wrong, that uses an unsupported construct, or that
+    matches no text at all; Exhausted when the time is used up.
     """
     parsed, flags = parse(pattern, budget)
     try:
@@ -100,7 +100,7 @@ def tree_of(pattern: str, budget: Budget) -> Tree:
 
 
 def literal_tree(text: str) -> Tree:
-    """The tree of a text that is taken as it is. Raises RegexError for a lone surrogate."""
+    """The tree of a literal text. Raises RegexError for a lone surrogate."""
     for at, char in enumerate(text):
         if "\ud800" <= char <= "\udfff":
             raise RegexError(
@@ -111,7 +111,7 @@ def literal_tree(text: str) -> Tree:
 
 
 def void(tree: Tree) -> Tree | None:
-    """The part because of which a tree matches no text, or None where it matches some."""
+    """The part that makes a tree match no text, or None if it matches some."""
     match tree:
         case Chars():
             return None if tree.chars else tree
@@ -125,7 +125,8 @@ def void(tree: Tree) -> Tree | None:
 
 
 class _Reader:
-    """Reads the parser's nodes; ``ends`` says whether a node is at the pattern's start and end."""
+    """Converts the parser's nodes. ``ends``: whether a node is at the start and at the end of the
+    pattern."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern = pattern
@@ -186,7 +187,7 @@ class _Reader:
         raise RegexError(_refused(operator, argument, self.pattern[start:end]), self.pattern, start)
 
     def within(self, tree: Tree, start: int, end: int) -> Tree:
-        """A group's tree with the span of the group."""
+        """The tree of a group's content, with the span of the group."""
         match tree:
             case Chars():
                 return Chars(start, end, tree.chars)
@@ -198,7 +199,7 @@ class _Reader:
                 return Concatenation(start, end, (tree,))
 
     def chars(self, operator: Any, argument: Any, flags: int) -> CharSet:
-        """The characters of a node that matches one: what ``re`` takes for it under the flags."""
+        """The characters that a node matches in ``re`` under the flags, as a set."""
         ascii_only = bool(flags & _ASCII)
         if operator is op.ANY:
             return charsets.ANY if flags & _DOTALL else charsets.NOT_NEWLINE
@@ -226,7 +227,7 @@ class _Reader:
 
 
 def _refused(operator: Any, argument: Any, text: str) -> str:
-    """Why a construct is not taken, and what to write instead."""
+    """Why a construct is not supported, and what to write instead."""
     match operator:
         case op.AT if argument in _STARTS:
             return f"the anchor {text} is supported at the start of the pattern only"

@@ -1,4 +1,4 @@
-"""From characters to bytes: an automaton over UTF-8, and no byte more.
+"""From characters to bytes: an automaton over exactly the valid UTF-8.
 
 UTF-8 of all characters of a pattern is one directed graph without cycles: a node is what may stand
 after some bytes of a character, its leaves are classes of characters. Equal nodes are one node.
@@ -53,7 +53,7 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
     inner: dict[Runs, int] = {}
 
     def instance(number: int, targets: list[int], made: dict[int, int]) -> int:
-        """The state of a node inside a character, with its leaves put in."""
+        """The state of a node inside a character, with its leaves replaced by next states."""
         state = made.get(number)
         if state is None:
             runs = filled(number, targets, made)

@@ -1,5 +1,5 @@
-"""What makes a grammar useless although it can be read: rules that nothing uses, that never end,
-or that are themselves again."""
+"""Errors of a grammar that can be parsed: rules that are not used, that derive no finite text, or
+that derive themselves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .grammar import RESERVED, SKIP_RULE, Grammar, Production
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises GrammarError for the first rule that is of no use, by its place in the text."""
+    """Raises GrammarError for the first rule that is wrong, by its place in the text."""
     _check_used(grammar)
     _check_ends(grammar)
     _check_cycles(grammar)
 
 
 def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
-    """The symbols that can be empty."""
+    """The symbols that derive the empty text."""
     terminals = len(grammar.terminals)
     return frozenset(
         terminals + lhs for lhs in _fixpoint(grammar, lambda symbol: symbol >= terminals)
@@ -24,8 +24,8 @@ def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
 
 
 def _fixpoint(grammar: Grammar, may_stand: Callable[[int], bool]) -> set[int]:
-    """The least set of nonterminals that have an alternative made of its members and of terminals
-    for which ``may_stand`` is true; ``may_stand`` is false for no nonterminal."""
+    """The least set of nonterminals that have an alternative of its members and of terminals for
+    which ``may_stand`` is true. ``may_stand`` must be true for every nonterminal."""
     terminals = len(grammar.terminals)
     found: set[int] = set()
     waiting = [0] * len(grammar.productions)
@@ -111,7 +111,7 @@ def _check_ends(grammar: Grammar) -> None:
 
 
 def _check_cycles(grammar: Grammar) -> None:
-    """No rule may derive exactly itself: its text would have endless parses."""
+    """No rule may derive exactly itself: its texts would have infinitely many parse trees."""
     terminals = len(grammar.terminals)
     nullable = nullable_nonterminals(grammar)
     becomes: dict[int, set[int]] = {}
@@ -136,7 +136,7 @@ def _check_cycles(grammar: Grammar) -> None:
                 ready.append(nonterminal)
     if not left:
         return
-    # Each rule that is left becomes another that is left: follow them until one comes again.
+    # Each rule that is left derives another that is left: follow them until one is met again.
     nonterminal = next(iter(left))
     seen: set[int] = set()
     while nonterminal not in seen:

@@ -1,8 +1,9 @@
-"""How a text is brought to its end with the fewest bytes: what each parser state still needs.
+"""How a text is completed with the fewest bytes: what each parser state still needs.
 
-A state's kernel items are what the text is in the middle of. For each, ``Rest`` has the shortest
-terminals that complete it. Whoever wants to close a text takes rests, from the top of the stack
-down to its bottom: the guest engine does, by a shortest path over the stack (guest/closing.h).
+The kernel items of a state are the rules that the text is in the middle of. ``Rest`` has the
+shortest
+terminals that complete one of them. To close a text, the guest engine applies rests from the top of
+the stack down to its bottom, along a shortest path over the stack (guest/closing.h).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from .grammar import Grammar
 from .lr1 import Items, State
 
 LONGEST_REST = 1024
-"""Terminals of a rest; an item that needs more is left out."""
+"""Terminals of a rest; an item that needs more has no rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What completes an item: ``terminals``; then ``pops`` states go and ``lhs`` comes.
+    """What completes an item: ``terminals``, after which ``pops`` states are popped for ``lhs``.
 
-    ``cost`` is the bytes of the shortest lexemes of the terminals, and one for each.
+    ``cost``: the bytes of the shortest lexemes of the terminals, plus one for each terminal.
     """
 
     lhs: int
@@ -38,8 +39,8 @@ def shortest_lexemes(
     accepted: Sequence[int],
     start: int,
 ) -> dict[int, bytes]:
-    """For each terminal that the lexer can match, a shortest text of it: letters and digits where
-    there is a choice."""
+    """For each terminal that the lexer can match, one of its shortest texts: of letters and digits
+    if there is a choice."""
     byte_of = [_plainest(classes, number) for number in range(num_classes)]
     order = sorted(range(num_classes), key=lambda number: _plainness(byte_of[number]))
     found: dict[int, bytes] = {}
@@ -72,7 +73,7 @@ def _plainness(byte: int) -> tuple[int, int]:
 def find_rests(
     grammar: Grammar, items: Items, states: Sequence[State], lexemes: dict[int, bytes]
 ) -> tuple[tuple[Rest, ...], ...]:
-    """The rests of each state. An item that no lexemes complete has none."""
+    """The rests of each state. An item that no lexemes can complete has none."""
     terminals = len(grammar.terminals)
     costs: dict[int, int] = {t: len(text) + 1 for t, text in lexemes.items()}
     best = _cheapest(grammar, costs)
@@ -111,8 +112,8 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """The production of each nonterminal that a shortest text of it begins with, by symbol; their
-    costs are added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's algorithm"
+    """The production of each nonterminal that gives its shortest text, by symbol; their costs are
+    added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's algorithm"
     (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}

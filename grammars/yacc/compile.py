@@ -29,12 +29,12 @@ EXAMPLE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A compiled grammar and what its author should know about it."""
+    """A compiled grammar, with its conflicts and warnings."""
 
     grammar: CompiledGrammar
     conflicts: tuple[Conflict, ...]
-    """What no precedence decided: a shift won over a reduction, and the earlier rule over the
-    later."""
+    """Conflicts that no precedence decides: the parser prefers a shift to a reduction, and the
+    earlier of two rules."""
     warnings: tuple[str, ...]
     """Lexemes that can never match, because others are always preferred; a text that can only begin
     with the rest of a lexeme."""
@@ -45,8 +45,8 @@ def compile_grammar(
 ) -> Compilation:
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
-    Raises GrammarError, with line and column where one place is to blame, for a grammar that cannot
-    be read or is of no use, and past ``max_states`` parser states or ``max_seconds`` seconds.
+    Raises GrammarError, with line and column if the error has a place, for a grammar that cannot be
+    parsed or fails a check, and past ``max_states`` parser states or ``max_seconds`` seconds.
     """
     deadline = time.monotonic() + max_seconds
     grammar = number_grammar(read_source(text))
@@ -175,8 +175,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
-    """Transitions, lexeme and reachable lexemes of each state, and the start: a state that nothing
-    leads to and that has matched nothing, so that an empty match is no lexeme."""
+    """Transitions, lexeme and reachable lexemes of each state, and the start: a state without
+    incoming transitions that has matched nothing, so that an empty match is not a lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

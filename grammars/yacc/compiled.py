@@ -1,11 +1,11 @@
-"""A compiled grammar: parse tables and lexer, ready to run, and its binary form.
+"""A compiled grammar: its parse tables and lexer, and their binary form.
 
-``CompiledGrammar.to_bytes`` is what the guest engine reads and what is kept on disk. Little-endian
-throughout. A header of 64 bytes:
+``CompiledGrammar.to_bytes`` is the form that the guest engine reads and that is cached on disk. It
+is little-endian throughout. A header of 64 bytes:
 
      0  4s   magic "TBYG"
      4  u32  version, 3
-     8  u32  bytes in all
+     8  u32  total bytes
     12  u32  CRC-32 of everything after the header
     16  u32  num_terminals T (0 is the end of the text, 1 is SKIP)
     20  u32  num_nonterminals N
@@ -19,7 +19,7 @@ throughout. A header of 64 bytes:
     48  u32  num_reductions R
     52  u32  bytes of the names
     56  u32  num_rests Q
-    60  u32  terminals of all rests Y
+    60  u32  terminals of all rests together Y
 
 then these arrays, each at the next multiple of 8 bytes, padded with zeros:
 
@@ -38,7 +38,7 @@ then these arrays, each at the next multiple of 8 bytes, padded with zeros:
     lookahead    u32 [R * W]    the set of terminals at which it is reduced
     first_rest   u32 [S + 1]    where the state's rests start in the next four (closing.py)
     rest_lhs     u16 [Q]        nonterminal that a rest completes
-    rest_pops    u16 [Q]        states that then go
+    rest_pops    u16 [Q]        states that are then popped
     rest_cost    u32 [Q]
     rest_at      u32 [Q + 1]    where its terminals start
     rest         u16 [Y]        terminals
@@ -70,7 +70,7 @@ _U32 = "I"
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """What recognizers run. Terminal 0 is the end of the text, terminal 1 is SKIP.
+    """The tables that recognizers run. Terminal 0 is the end of the text, terminal 1 is SKIP.
 
     Sets of terminals are integers with bit t set for terminal t.
     """
@@ -91,7 +91,7 @@ class CompiledGrammar:
     accepted: tuple[int, ...]
     """Terminal that a lexer state has matched, the preferred one of several; -1 for none."""
     reachable: tuple[int, ...]
-    """Set of terminals that a lexer state can still come to match, its own match included."""
+    """Set of terminals that a lexer state can still match, its own match included."""
 
     num_states: int
     actions: tuple[int, ...]
@@ -105,7 +105,7 @@ class CompiledGrammar:
     reduced: tuple[tuple[tuple[int, int], ...], ...]
     """For each parser state its (production, set of terminals at which it is reduced)."""
     rests: tuple[tuple[Rest, ...], ...]
-    """For each parser state what completes what it is in the middle of."""
+    """For each parser state, what completes each of its items."""
     shortest: tuple[bytes, ...]
     """A shortest text of each terminal; empty for one that the lexer cannot match."""
 
@@ -125,7 +125,7 @@ class CompiledGrammar:
         return len(self.accepted)
 
     def to_bytes(self) -> bytes:
-        """The blob of a self. The same grammar gives the same bytes."""
+        """The binary form. The same grammar gives the same bytes."""
         words = (self.num_terminals + 31) // 32
         reductions = [pair for pairs in self.reduced for pair in pairs]
         rests = [rest for of_state in self.rests for rest in of_state]
@@ -177,8 +177,8 @@ class CompiledGrammar:
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> CompiledGrammar:
-        """The grammar of a binary form. Raises ValueError for bytes that are none, that are of
-        another version, or damaged."""
+        """The grammar of a binary form. Raises ValueError for other bytes, another version, and
+        damaged bytes."""
         if len(blob) < _HEADER.size or blob[:4] != MAGIC:
             raise ValueError("not a compiled grammar: it does not begin with TBYG")
         (
@@ -256,7 +256,7 @@ class CompiledGrammar:
 
 
 def _starts(parts: Iterable[Sequence[object]]) -> list[int]:
-    """Where each part starts when they follow one another, and where the last one ends."""
+    """The offset of each part in their concatenation, and the end of the last one."""
     return list(accumulate(map(len, parts), initial=0))
 
 
@@ -272,7 +272,7 @@ def _packed_sets(sets: Iterable[int], words: int) -> bytes:
 
 
 class _Reader:
-    """Takes arrays from a blob, one after the other."""
+    """Reads the arrays of a binary form in turn."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob = blob

@@ -21,11 +21,11 @@ MAX_EXAMPLE = 200
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two things that the parser could do at one place.
+    """Two actions of the parser in one state at one terminal.
 
     ``kind``: shift/reduce or reduce/reduce. ``terminal``: the lexeme at which it must decide.
-    ``kept`` and ``dropped``: what it does and what it will not do, as text. ``example``: a shortest
-    beginning that leads there, as lexemes, or "" where none was found in time.
+    ``kept`` and ``dropped``: the action that is taken and the one that is not, as text.
+    ``example``: a shortest beginning that leads there, as lexemes, or "" if none was found in time.
     """
 
     kind: str
@@ -46,13 +46,13 @@ def explain_conflicts(
     choices: list[ConflictChoice],
     deadline: float,
 ) -> tuple[Conflict, ...]:
-    """The conflicts for a reader, in the order of the states. Past ``deadline`` (by
-    ``time.monotonic()``) they come without an example."""
+    """The conflicts as text, in the order of the states. Past ``deadline`` (by
+    ``time.monotonic()``) they have no example."""
     shortest = _Shortest(grammar) if choices else None
     told: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
     for choice in choices:
-        # The same two rules at the same lexeme in another state is the same conflict to a reader.
+        # The same two rules at the same lexeme in another state are the same conflict to a reader.
         key = (choice.terminal, choice.kept, choice.dropped)
         if key in seen:
             continue
@@ -120,10 +120,10 @@ class _Shortest:
 
 
 def _spelled(grammar: Grammar, shortest: _Shortest | None, symbols: list[int] | None) -> list[str]:
-    """Symbols as lexemes, each nonterminal by a shortest text; the end of it when it is long."""
+    """Symbols as lexemes, each nonterminal by a shortest text; only the end if it is long."""
     words: list[str] = []
     waiting = list(symbols or ())
-    # From the right, so that what stands before the dot is kept.
+    # From the right, so that the part before the dot is kept.
     while waiting and len(words) < MAX_EXAMPLE:
         symbol = waiting.pop()
         if symbol < len(grammar.terminals):
@@ -144,7 +144,7 @@ def _path(
     shortest: _Shortest | None,
     deadline: float,
 ) -> list[int] | None:
-    """The symbols of a shortest way to where ``production`` is reduced before ``terminal``."""
+    """The symbols of a shortest path to where ``production`` is reduced before ``terminal``."""
     assert shortest is not None
     bit = 1 << terminal
     length = shortest.length

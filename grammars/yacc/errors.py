@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, and where."""
+"""The error of a grammar, with its place."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from __future__ import annotations
 class GrammarError(ValueError):
     """A grammar that cannot be used.
 
-    ``line`` and ``column`` count from 1, columns in characters; both are 0 when no one place is to
-    blame. ``message`` says what was found and what would be right; ``str()`` has the place as well.
+    ``line`` and ``column`` count from 1, columns in characters; both are 0 if the error has no
+    single
+    place. ``message`` says what was found and what would be right; ``str()`` includes the place.
     """
 
     def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
@@ -18,6 +19,6 @@ class GrammarError(ValueError):
 
 
 def error_at(text: str, offset: int, message: str) -> GrammarError:
-    """The error for the place ``offset`` (in characters) of the grammar's text."""
+    """The error at ``offset``, in characters of the grammar's text."""
     before = text.rfind("\n", 0, offset)
     return GrammarError(message, text.count("\n", 0, offset) + 1, offset - before)

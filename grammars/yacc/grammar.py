@@ -2,10 +2,10 @@
 
 Terminals come first: 0 is the end of the text, 1 is SKIP, which no production has. A symbol is a
 terminal's number, or the number of terminals plus a nonterminal's. Nonterminal 0 and production 0
-are ours: the whole text is the start rule.
+are added: the whole text is the start rule.
 
-A rule that only lists lexemes which stand nowhere else (as CONSTANT does in AICI's C) becomes one
-terminal with several lexemes: the same language with fewer states and fewer reductions.
+A rule whose alternatives are single lexemes that are used nowhere else (as CONSTANT in AICI's C)
+becomes one terminal with several lexemes: the same language with fewer states and reductions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Grammar:
     associativity: tuple[str, ...]
 
     def symbol_name(self, symbol: int) -> str:
-        """What messages call a symbol."""
+        """The name of a symbol in messages."""
         terminals = len(self.terminals)
         if symbol < terminals:
             return self.terminals[symbol]
@@ -77,20 +77,20 @@ class Grammar:
         return f"{self.nonterminals[chosen.lhs]}: {right}"
 
     def error(self, offset: int, message: str) -> GrammarError:
-        """The error for a place of the grammar's text."""
+        """The error at a place of the grammar's text."""
         return error_at(self.text, offset, message)
 
 
 def number_grammar(source: Source) -> Grammar:
-    """Numbers what a grammar's text names.
+    """Numbers the symbols of a grammar.
 
-    Raises GrammarError for a rule that is missing, defined twice, or in the wrong place.
+    Raises GrammarError for a rule that is missing, defined twice, or used where it must not be.
     """
     return _Numbering(source).grammar()
 
 
 def lexeme_name(symbol: Symbol) -> str:
-    """What messages call a lexeme that no rule names."""
+    """The name in messages of a lexeme that no rule names."""
     if symbol.kind == "regex":
         return f"/{symbol.text}/"
     return '"' + symbol.text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
@@ -141,7 +141,7 @@ class _Numbering:
                 raise self.error(symbols[0].offset, found)
 
     def named_levels(self) -> dict[tuple[str, str], tuple[int, str]]:
-        """Level and associativity of all that %left, %right and %nonassoc name."""
+        """Level and associativity of everything that %left, %right and %nonassoc name."""
         levels: dict[tuple[str, str], tuple[int, str]] = {}
         for level, line in enumerate(self.source.precedences, 1):
             for symbol in line.symbols:
@@ -257,5 +257,5 @@ class _Numbering:
 
 
 def key_of(symbol: Symbol) -> tuple[str, str]:
-    """A symbol apart from its place."""
+    """A symbol without its place."""
     return symbol.kind, symbol.text

@@ -2,8 +2,8 @@
 
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
 two states with the same items become one where their lookaheads are weakly compatible, so that a
-merge makes no conflict that canonical LR(1) would not have. About as many states as LALR(1), and
-every LR(1) grammar works. Sets of terminals are bits of Python's integers.
+merge causes no conflict that canonical LR(1) does not have. There are about as many states as in
+LALR(1), and every LR(1) grammar works. Sets of terminals are bits of Python integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kernel = tuple[int, ...]
 
 @dataclass(slots=True)
 class State:
-    """A state: its kernel items, a lookahead set for each, and where symbols lead.
+    """A state: its kernel items, a lookahead set for each, and its transitions by symbol.
 
     ``reductions``: production to the set of terminals at which it is reduced.
     """
@@ -47,7 +47,7 @@ class Items:
         self.next: list[int] = []
         """Symbol after the dot; -1 at the right end."""
         self.follow_first: list[int] = []
-        """What can start the text behind the symbol after the dot."""
+        """The terminals that can follow the symbol after the dot within the production."""
         self.follow_nullable: list[bool] = []
         self.of_nonterminal: list[list[int]] = [[] for _ in grammar.nonterminals]
         """Items with the dot at the left, by nonterminal."""

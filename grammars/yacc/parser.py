@@ -1,4 +1,4 @@
-"""The parser that the tables describe, in Python: the reference for the guest engine."""
+"""An interpreter of the parse tables in Python: the reference for the guest engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CACHED_STACKS = 4096
 
 
 class Parser:
-    """Runs parse tables over stacks. A stack is a value: pushing gives a new one."""
+    """Runs parse tables over stacks. A stack is immutable: a push returns a new one."""
 
     start: Stack = (0,)
 
@@ -21,8 +21,8 @@ class Parser:
         self._viable: dict[Stack, int] = {}
 
     def push(self, stack: Stack, terminal: int) -> Stack | None:
-        """The stack after a terminal, reductions included; None where it cannot follow. After the
-        end of the text, terminal 0, the stack is that of the whole text."""
+        """The stack after a terminal, reductions included; None if it cannot follow. After the end
+        of the text, terminal 0, the stack is that of the whole text."""
         grammar = self.grammar
         row = grammar.num_terminals
         while True:
@@ -38,7 +38,7 @@ class Parser:
 
     def viable(self, stack: Stack) -> int:
         """The set of terminals that can follow: exactly those that are shifted or accepted after
-        the reductions that they bring about. SKIP is not among them."""
+        the reductions that they cause. SKIP is not among them."""
         known = self._viable.get(stack)
         if known is not None:
             return known

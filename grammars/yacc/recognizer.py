@@ -1,8 +1,9 @@
 """Whether a text can still become a sentence of a grammar, byte by byte: the reference.
 
-Lexer and parser run in step as in AICI. The lexer goes on to its dead state, then one byte back;
-what matched there is the lexeme. A byte is refused at once when no lexeme that the lexer can still
-come to match is one that the parser can take: after ``int `` the ``1`` of ``123456`` is refused.
+Lexer and parser run in lockstep as in AICI. The lexer reads up to its dead state, then steps one
+byte
+back; what matches there is the lexeme. A byte is refused at once if the parser cannot accept any of
+the lexemes that the lexer can still match: after ``int `` the ``1`` of ``123456`` is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from .parser import Parser, Stack
 from .tables import set_bits
 
 NAMED = 12
-"""How many expected lexemes a message names."""
+"""Number of expected lexemes that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Where a text goes wrong: at ``offset`` bytes. ``line`` and ``column`` count from 1, columns
+    """Where a text is refused: at ``offset`` bytes. ``line`` and ``column`` count from 1, columns
     in characters.
 
     ``found`` is the character that cannot follow, "" at the end of a text that is not complete;
@@ -43,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """All that decides how a text can go on."""
+    """The state of lexer and parser, which decides how a text can continue."""
 
     stack: Stack
     lexer: int
@@ -52,7 +53,7 @@ class _Place:
 class Recognizer:
     """One text under one grammar.
 
-    ``byte`` adds a byte; ``copy`` is cheap. A byte that was refused leaves everything as it was.
+    ``byte`` adds a byte; ``copy`` is cheap. A refused byte changes nothing.
     """
 
     def __init__(self, grammar: CompiledGrammar, parser: Parser | None = None) -> None:
@@ -67,7 +68,7 @@ class Recognizer:
         return other
 
     def byte(self, byte: int) -> bool:
-        """Adds a byte (0 to 255); False when the text cannot go on with it."""
+        """Adds a byte (0 to 255); False if it cannot follow."""
         place = self._after(self._place, self.grammar.classes[byte])
         if place is None:
             return False
@@ -75,7 +76,7 @@ class Recognizer:
         return True
 
     def read(self, text: bytes) -> int:
-        """Adds bytes as far as they can follow; how many did."""
+        """Adds bytes as far as they can follow, and returns their number."""
         for count, byte in enumerate(text):
             if not self.byte(byte):
                 return count
@@ -97,8 +98,8 @@ class Recognizer:
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
-        """The names of what could come: lexemes that the unfinished one can still become, and those
-        that can follow it if it ends here; SKIP only where it is unfinished."""
+        """The names of the expected lexemes: those that the unfinished one can still become, and
+        those that can follow it if it ends here; SKIP only if it is unfinished."""
         place = self._place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:
@@ -122,7 +123,8 @@ class Recognizer:
         return self._parser.viable(stack) | 1 << SKIP
 
     def _ended(self, place: _Place) -> Stack | None:
-        """The stack if the lexeme ends here; None where it is unfinished or cannot be taken."""
+        """The stack if the lexeme ends here; None if it is unfinished or the parser cannot accept
+        it."""
         if place.lexer == self.grammar.lexer_start:
             return place.stack
         terminal = self.grammar.accepted[place.lexer]
@@ -131,7 +133,7 @@ class Recognizer:
         return place.stack if terminal == SKIP else self._parser.push(place.stack, terminal)
 
     def _after(self, place: _Place, byte_class: int) -> _Place | None:
-        """The place after a byte of a class; None where it cannot follow."""
+        """The place after a byte of a class; None if it cannot follow."""
         grammar = self.grammar
         lexer = grammar.transitions[place.lexer * grammar.num_classes + byte_class]
         if lexer:
@@ -147,7 +149,7 @@ class Recognizer:
 
 
 def check_text(grammar: CompiledGrammar, text: bytes) -> Refusal | None:
-    """Where a whole text goes wrong; None if it is a sentence of the grammar."""
+    """Where a whole text is refused; None if it is a sentence of the grammar."""
     recognizer = Recognizer(grammar)
     count = recognizer.read(text)
     if count == len(text) and recognizer.complete:

@@ -1,4 +1,4 @@
-"""The text of a grammar as tokens."""
+"""The scanner of grammar files: from their text to tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNREADABLE = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A piece of the grammar's text. ``kind``: name, quoted, sections, directive, mark or end;
+    """A token of the grammar's text. ``kind``: name, quoted, sections, directive, mark or end;
     ``offset``: where it starts, in characters."""
 
     kind: str
@@ -42,8 +42,8 @@ class Token:
 
 
 def scan(text: str) -> list[Token]:
-    """All tokens up to the second ``%%``, and one of kind ``end``. Raises GrammarError at what is
-    no token."""
+    """All tokens up to the second ``%%``, and one of kind ``end``. Raises GrammarError for text
+    that is not a token."""
     tokens: list[Token] = []
     sections = 0
     at = 0

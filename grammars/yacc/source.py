@@ -1,4 +1,4 @@
-"""A grammar as it was written: its rules, its declarations, each with its place.
+"""A grammar as it is written: its rules and declarations, each with its place.
 
 The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
 directives are extensions: ``%reserved`` lists words that the lexer recognises and no rule contains,
@@ -24,7 +24,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """What a rule's alternative names: another rule, or a lexeme by its text.
+    """A symbol of an alternative: another rule, or a lexeme.
 
     ``text``: the rule's name, the keyword, or the regular expression without its slashes.
     """
@@ -46,7 +46,7 @@ class Alternative:
 
 @dataclass(slots=True)
 class Rule:
-    """A rule with its alternatives, in their order."""
+    """A rule with its alternatives, in order."""
 
     name: str
     offset: int
@@ -90,7 +90,7 @@ class Source:
 
 
 def read_source(text: str) -> Source:
-    """Reads a grammar. Raises GrammarError with line and column at the first thing out of place."""
+    """Parses a grammar. Raises GrammarError with line and column at the first error."""
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(
             f"the grammar has {len(text):,} characters; at most {MAX_CHARACTERS:,} are allowed"

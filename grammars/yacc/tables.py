@@ -1,4 +1,4 @@
-"""Parse tables: what each state does at each terminal, with conflicts resolved as yacc does."""
+"""Parse tables: the action of each state at each terminal, with conflicts resolved as in yacc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDUCE = 2
 ACCEPT = 3
 
 MAX_ENTRIES = 1 << 23
-"""Entries of actions and gotos together."""
+"""Limit on the entries of actions and gotos together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ParseTables:
 
     ``actions`` [num_states * num_terminals]: 0 is an error, else ``number << 2 | kind`` with kind
     SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states * num_nonterminals]:
-    the state after a nonterminal, 0 for none. No reduction is a default: each stands at the
+    the state after a nonterminal, 0 for none. There are no default reductions: each is only at the
     terminals that can follow it.
     """
 
@@ -39,7 +39,7 @@ class ParseTables:
 
 @dataclass(frozen=True, slots=True)
 class ConflictChoice:
-    """A conflict as it was decided: two actions of one state at one terminal.
+    """A conflict and its resolution: two actions of one state at one terminal.
 
     ``kept`` and ``dropped`` are productions; None is the shift.
     """
@@ -109,7 +109,7 @@ def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, lis
 
 
 def _by_precedence(grammar: Grammar, production: int, terminal: int) -> str | None:
-    """What the precedences say about reducing or shifting: reduce, shift, error, or nothing."""
+    """The action that the precedences choose: reduce, shift, error, or None if they do not."""
     level = grammar.productions[production].precedence
     against = grammar.precedence[terminal]
     if not level or not against:
@@ -130,10 +130,10 @@ def set_bits(bits: int) -> list[int]:
 
 
 def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
-    """No state may go on reducing empty rules for ever at one terminal.
+    """No state may reduce empty rules at one terminal forever.
 
-    That needs a grammar that is not LR(1) and whose conflict was decided for the empty rule. Such a
-    run never goes below the state it started at, so it shows from each state alone.
+    That takes a grammar that is not LR(1) and whose conflict was decided for the empty rule. Such a
+    run never pops the state in which it started, so each state can be checked alone.
     """
     terminals = tables.num_terminals
     for state in range(tables.num_states):
@@ -158,7 +158,7 @@ def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
             else:
                 raise grammar.error(
                     grammar.productions[production].offset,
-                    f"'{grammar.production_text(production)}' would be reduced without end before "
+                    f"'{grammar.production_text(production)}' would be reduced forever before "
                     f"{grammar.terminals[terminal]}; "
                     "a rule must not begin with an empty rule and then itself",
                 )

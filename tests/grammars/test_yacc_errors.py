@@ -73,7 +73,7 @@ def test_an_empty_rule_before_itself_is_refused_when_it_would_be_reduced_without
     text = "%start s\n%nonassoc 'x'\n%nonassoc HIGH\n%%\ns: n s 'y' | 'x';\nn: %empty %prec HIGH;"
     with pytest.raises(GrammarError) as caught:
         compile_grammar(text)
-    assert "'n: %empty' would be reduced without end before \"x\"" in caught.value.message
+    assert "'n: %empty' would be reduced forever before \"x\"" in caught.value.message
     assert caught.value.line == 6
 
 
