@@ -43,7 +43,7 @@ _RECV = BackendSocket.recv
 
 
 def dealer(endpoint: str) -> Socket:
-    """A socket that keeps whatever comes, connected."""
+    """A connected socket without limits on what it keeps."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0
@@ -96,7 +96,7 @@ def proxy(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _register(back: str) -> Socket:
-    """A worker of the broker's that serves the model ``m``."""
+    """A registered worker that serves the model ``m``."""
     worker = dealer(back)
     body = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
@@ -107,7 +107,7 @@ def _register(back: str) -> Socket:
 
 
 def _sessions(worker: Socket, count: int) -> list[int]:
-    """The sessions of so many clients, as the requests of these name them."""
+    """The sessions of ``count`` clients, from the headers of their requests."""
     found: list[int] = []
     while len(found) < count:
         frames = worker.recv_multipart()
@@ -117,7 +117,7 @@ def _sessions(worker: Socket, count: int) -> list[int]:
 
 
 def _join(front: str) -> Socket:
-    """A client of the broker's, with a live stream."""
+    """A client with a live stream."""
     client = dealer(front)
     client.send_multipart([b"HELLO", b'{"encodings": ["msgpack"]}'])
     assert client.recv_multipart()[0] == b"WELCOME"
@@ -131,7 +131,7 @@ def _join(front: str) -> Socket:
 def _receive(
     front: str, through_broker: bool, clients: int, each: int, pipe: Connection, tokens: bool
 ) -> None:
-    """Receives ``each`` messages on every one of ``clients`` sockets; tells the seconds."""
+    """Receives ``each`` messages on every one of ``clients`` sockets; sends the seconds."""
     if through_broker:
         pipe.recv()
         sockets = [_join(front) for _ in range(clients)]
@@ -252,7 +252,7 @@ def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> 
 
 
 def _paced(count: int, send: Callable[[bytes], object]) -> None:
-    """Sends so many bodies of 200 bytes, ``RATE`` a second, each with the time at which it left."""
+    """Sends ``count`` bodies of 200 bytes, ``RATE`` a second, each with its time of sending."""
     begin = time.perf_counter()
     for i in range(count):
         pause = begin + i / RATE - time.perf_counter()

@@ -14,7 +14,7 @@ from .sockets import BindError
 
 
 def broker_settings(settings: Settings) -> BrokerSettings:
-    """The broker's part of the settings."""
+    """The settings that concern the broker."""
     names = {field.name for field in msgspec.structs.fields(Settings)}
     own = [f.name for f in msgspec.structs.fields(BrokerSettings) if f.name in names]
     return BrokerSettings(**{name: getattr(settings, name) for name in own})
@@ -30,7 +30,7 @@ def main() -> int:
         server = BrokerServer(settings.front, settings.back_endpoint, broker_settings(settings))
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        # 2 tells supervisord not to start it again; an address may become free.
+        # With exit code 2, supervisord does not start it again; an address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     server.run_forever()
     return 0

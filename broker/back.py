@@ -1,4 +1,4 @@
-"""What workers may say: registration, leases, and the answers that pass through to clients."""
+"""The workers' side of the broker: registration, leases, and what passes through to clients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FRONT, _BACK = Side.FRONT, Side.BACK
 RELAYED = frozenset(
     (b"STEP", b"RESULT", b"TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
 )
-"""What one worker sends another; the broker reads the header and nothing else."""
+"""What one worker sends another; the broker reads only the header."""
 
 
 class Back:
-    """The workers' half of the broker."""
+    """Handles what workers send."""
 
     def __init__(
         self,
@@ -70,23 +70,23 @@ class Back:
                     f"this message has {len(frames)} frames; one of a worker has a type, a header "
                     "and a body",
                 )
-            word, head = frames[0], frames[1]
-            if word == b"REGISTER":
+            message_type, head = frames[0], frames[1]
+            if message_type == b"REGISTER":
                 self._register(peer, frames, now)
             elif worker is None:
-                reason = "the broker does not know this worker"
+                reason = "this connection has no registered worker"
                 self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
-            elif word in (b"ERROR", b"MSG", b"SYSTEM"):
-                self._pass_on(word, head, frames)
+            elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
+                self._pass_on(message_type, head, frames)
             else:
-                self._worker_verb(worker, word, head, frames)
+                self._on_worker_message(worker, message_type, head, frames)
         except Exception as error:
             self._on_failure(worker, peer, frames, error)
 
     def on_tokens(self, peer: bytes, frames: list[bytes], now: float) -> None:
         """A step's tokens: one body per client, each passed on as it is.
 
-        What the broker does most: this is kept short.
+        This is what the broker does most often, so it is kept short.
         """
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -101,7 +101,7 @@ class Back:
                     f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
                 )
         except (TokenbusError, IndexError) as error:
-            # Which streams miss tokens now is unknown, so none of this worker's can go on.
+            # It is unknown which streams miss tokens now, so none of this worker's can continue.
             self._counters.bad_worker_messages += 1
             self._lose(worker, f"its TOKEN message cannot be read: {error}")
             reason = "a TOKEN message of this worker cannot be read"
@@ -123,7 +123,7 @@ class Back:
             self._on_failure(worker, peer, frames, error)
 
     def on_gone(self, peer: bytes) -> None:
-        """A worker's connection is gone, and the worker with it."""
+        """A worker's connection closed: its lease ends."""
         worker = self._by_peer.get(peer)
         if worker is not None:
             self._lose(worker, "its connection closed")
@@ -132,7 +132,7 @@ class Back:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""
         for worker in list(self._by_peer.values()):
             if now - worker.last_seen > self._settings.expiry_s:
-                self._lose(worker, f"it was silent for {now - worker.last_seen:.1f} s")
+                self._lose(worker, f"no message for {now - worker.last_seen:.1f} s")
         if now - self._last_beat >= self._settings.heartbeat_s:
             self._last_beat = now
             for worker in self._by_peer.values():
@@ -165,9 +165,9 @@ class Back:
         if header.flags & Flag.FINAL:
             self._dispatcher.forget(request)
 
-    # --- verbs ----------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------
 
-    def _pass_on(self, word: bytes, head: bytes, frames: list[bytes]) -> None:
+    def _pass_on(self, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
         header = decode_header(head)
         request = self._dispatcher.requests.get(header.request)
         if header.request and (request is None or not request.open):
@@ -176,35 +176,37 @@ class Back:
             return
         session = self._sessions.by_id.get(header.address)
         if session is not None and session.peer is not None:
-            self._out.append(Outgoing(_FRONT, session.peer, (word, *frames[2:]), True))
+            self._out.append(Outgoing(_FRONT, session.peer, (message_type, *frames[2:]), True))
         if request is not None and header.flags & Flag.FINAL:
             self._dispatcher.forget(request)
 
-    def _worker_verb(self, worker: Worker, word: bytes, head: bytes, frames: list[bytes]) -> None:
-        if word in RELAYED:
-            self._relay(worker, word, head, frames)
-        elif word == b"HEARTBEAT":
+    def _on_worker_message(
+        self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]
+    ) -> None:
+        if message_type in RELAYED:
+            self._relay(worker, message_type, head, frames)
+        elif message_type == b"HEARTBEAT":
             beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
             worker.load = beat.load
             if hung:
                 self._dispatcher.refill(worker)
-        elif word == b"DRAIN":
+        elif message_type == b"DRAIN":
             decode_as(Drain, frames[2], "msgpack")
             worker.state = WorkerState.DRAINING
             self._dispatcher.controllers.on_drain(worker)
-            log.info("worker %s drains", worker.name)
-        elif word == b"UNREGISTER":
+            log.info("worker %s is draining", worker.name)
+        elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
-            self._lose(worker, gone.reason or "it left")
-        elif word == b"BUFFER":
+            self._lose(worker, gone.reason or "it unregistered")
+        elif message_type == b"BUFFER":
             self._save_buffer(head, frames)
-        elif word == b"START":
+        elif message_type == b"START":
             self._start_controller(worker, head, frames)
         else:
-            shown = word[:40].decode("ascii", "backslashreplace")
-            raise RequestError(Code.UNKNOWN_TYPE, f"a worker does not send {shown!r}")
+            shown = message_type[:40].decode("ascii", "backslashreplace")
+            raise RequestError(Code.UNKNOWN_TYPE, f"unknown message type {shown!r} of a worker")
 
     def _register(self, peer: bytes, frames: list[bytes], now: float) -> None:
         message: Register = decode_as(Register, frames[2], "msgpack")
@@ -253,17 +255,19 @@ class Back:
         )
         self._out.to_worker(worker, b"REGISTERED", answer)
 
-    def _relay(self, worker: Worker, word: bytes, head: bytes, frames: list[bytes]) -> None:
-        """From one worker to another: the address becomes the sender's."""
+    def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
+        """Passes a message from one worker to another; its address becomes the sender's."""
         header = decode_header(head)
-        if word == b"VARIABLE":
-            # Without a state worker it is dropped: whoever asks asks again.
+        if message_type == b"VARIABLE":
+            # Without a state worker it is dropped: the controller worker sends it again.
             receiver = self._dispatcher.controllers.state_worker()
         else:
             receiver = self._dispatcher.workers.get(header.address)
         if receiver is not None:
             sent_by = encode_header(header.request, worker.id, header.flags)
-            self._out.append(Outgoing(_BACK, receiver.peer, (word, sent_by, *frames[2:]), True))
+            self._out.append(
+                Outgoing(_BACK, receiver.peer, (message_type, sent_by, *frames[2:]), True)
+            )
 
     def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
         """A GPU worker begins a request with a controller: a controller worker gets its START."""
@@ -301,10 +305,11 @@ class Back:
         lost = len(worker.requests)
         if lost:
             self._counters.workers_lost += 1
-        log.info("worker %s is gone: %s; %d streams with it", worker.name, why, lost)
+        log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
         error = UnavailableError(
             Code.WORKER_LOST,
-            f"the worker {worker.name} that ran this stream is gone ({why}); send it again",
+            f"the worker {worker.name} that ran this stream was lost ({why}); send the "
+            "request again",
             retry_after_s=RETRY_AFTER_S,
         )
         self._dispatcher.remove(worker, error)

@@ -25,7 +25,7 @@ class Controllers:
         return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
 
     def choose(self, name: str) -> Worker:
-        """The least filled worker that runs the controller ``name``, or raises why there is none.
+        """The least filled worker that runs the controller ``name``; raises why it is refused.
 
         A worker that registered that name goes before those that run any module.
         """
@@ -62,7 +62,7 @@ class Controllers:
     def start(self, request: Request) -> Worker:
         """The worker that begins a request's controller now.
 
-        The reserved one; where that one is gone or draining, another, or raises why there is none.
+        That is the reserved one, or another one where it was lost or drains; raises as ``choose``.
         """
         if request.steered_by is None:
             self.assign(request, self.choose(request.controller))
@@ -89,13 +89,17 @@ class Controllers:
             self._out.to_worker(state, b"END", body)
 
     def on_drain(self, worker: Worker) -> None:
-        """A worker drains: what it has not begun yet is for another."""
+        """A worker drains: the controllers that it has not begun are for another one."""
         for request in list(worker.steers.values()):
             if not request.controller_started:
                 self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker is gone: GPU workers end what it ran; what it had not begun is for another."""
+        """A worker is lost.
+
+        GPU workers end the requests whose controllers it ran; those that it had not begun are for
+        another one.
+        """
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)
@@ -103,7 +107,8 @@ class Controllers:
                 by_gpu.setdefault(request.worker.id, []).append(request.id)
         error = UnavailableError(
             Code.WORKER_LOST,
-            f"the worker {worker.name} that ran this stream's controller is gone; send it again",
+            f"the worker {worker.name} that ran this stream's controller was lost; send the "
+            "request again",
             retry_after_s=RETRY_AFTER_S,
         )
         for gpu, requests in by_gpu.items():

@@ -71,7 +71,7 @@ class Broker:
         return self._taken()
 
     def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
-        """A connection turned out to be gone."""
+        """A connection has closed."""
         if side is Side.FRONT:
             self._guarded(self._sessions.on_gone, peer, now)
         else:
@@ -79,32 +79,32 @@ class Broker:
         return self._taken()
 
     def on_full(self, side: Side, peer: bytes) -> list[Outgoing]:
-        """What waits for a connection has reached its bound."""
+        """The messages that wait for a connection have reached their bound."""
         if side is Side.FRONT:
             self._guarded(self._front.on_slow, peer)
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Time has passed: leases, deadlines, notices."""
+        """Time has passed: checks leases and deadlines, sends notices."""
         for part in (self._back.tick, self._sessions.tick, self.dispatcher.expire):
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now
-            self._guarded(self.dispatcher.say_places)
+            self._guarded(self.dispatcher.report_places)
         return self._taken()
 
     def drain(self) -> list[Outgoing]:
-        """The broker is about to stop: it takes nothing new, and finishes what runs."""
+        """The broker is about to stop: it refuses new requests and finishes what runs."""
         self._guarded(self._admission.close, self._stopping())
         return self._taken()
 
     @property
     def drained(self) -> bool:
-        """Whether nothing runs any more."""
+        """Whether no request is left."""
         return not self.dispatcher.requests
 
     def stop(self) -> list[Outgoing]:
-        """The broker stops: every client that still has a stream is told."""
+        """The broker stops: every live stream ends with an error."""
         self._guarded(self._front.end_all, self._stopping())
         return self._taken()
 

@@ -1,4 +1,4 @@
-"""Which worker takes a request, what waits for one, and how a request ends."""
+"""Dispatch: which worker runs a request, which requests wait for one, and how they end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
 EMBEDDED = "embedded"
-"""The model that a request without a name means where several are served."""
+"""The default model where several are served."""
 
 
 class Dispatcher:
-    """Requests and workers: admission, the queue of each model, least load, and ends."""
+    """Requests and workers: each request goes to the least loaded worker, or waits in a queue."""
 
     def __init__(self, settings: BrokerSettings, out: Outgoings) -> None:
         self._settings = settings
@@ -38,7 +38,7 @@ class Dispatcher:
     # --- the life of a request ------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Takes a request in: to a worker, into its queue, or raises what is wrong."""
+        """Starts a request on a worker, or queues it; raises why it is refused."""
         candidates = self._candidates(request.role, request.model)
         free = [w for w in candidates if self._accepts(w)]
         if not free:
@@ -53,23 +53,23 @@ class Dispatcher:
             return
         queue = self.queues.setdefault((request.role, request.model), FairQueue())
         queue.push(request)
-        self._say_queued(request, len(queue))
+        self._notify_queued(request, len(queue))
 
     def cancel(
         self, request: Request, reason: Literal["cancelled", "timeout"] = "cancelled"
     ) -> None:
-        """Ends a request for a reason of its client's, who is told by its last TOKEN entry."""
+        """Ends a request at its client's request; its last TOKEN entry has the reason."""
         if request.worker is None:
             self._out.finish(request, reason)
             self.forget(request)
         else:
-            self._tell_cancel(request, reason)
+            self._send_cancel(request, reason)
 
     def abandon(self, request: Request, error: TokenbusError | None = None) -> None:
-        """Ends a request that nobody is to hear of any more, but for ``error``.
+        """Ends a request, for its client at once: with ``error``, or without an answer.
 
-        A worker that has it is told; it keeps its place in the worker's load until the worker says
-        that it is over.
+        Its worker is asked to cancel it, and it counts towards the worker's load until the worker
+        has reported its end.
         """
         if not request.open:
             return
@@ -81,10 +81,10 @@ class Dispatcher:
         if request.worker is None:
             self.forget(request)
         else:
-            self._tell_cancel(request, "cancelled")
+            self._send_cancel(request, "cancelled")
 
     def forget(self, request: Request) -> None:
-        """Drops a request that is over from every table and lets the next one start."""
+        """Removes a request that has ended from every table, and starts the next one."""
         if self.requests.pop(request.id, None) is None:
             return
         if request.session.streams.get(request.stream_id) is request:
@@ -101,7 +101,7 @@ class Dispatcher:
             self.refill(worker)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose time has passed."""
+        """Ends the requests whose deadline has passed."""
         for number in self.deadlines.due(now):
             request = self.requests.get(number)
             if request is not None and request.open:
@@ -115,7 +115,7 @@ class Dispatcher:
         self.rebalance()
 
     def remove(self, worker: Worker, error: TokenbusError) -> None:
-        """A worker is gone: its streams end with ``error``, and what only it served is refused."""
+        """A worker is lost: its streams end with ``error``, and what only it served is refused."""
         if self.workers.pop(worker.id, None) is None:
             return
         self.controllers.on_lost(worker)
@@ -164,15 +164,15 @@ class Dispatcher:
                 served[key] = self.queues[key] = queue
             self._start(request, worker)
 
-    def say_places(self) -> None:
-        """Tells every client whose request waits at which place it is now."""
+    def report_places(self) -> None:
+        """Notifies clients whose waiting request has a new place in its queue."""
         for queue in self.queues.values():
             for request, place in queue.places():
                 if place != request.place:
-                    self._say_queued(request, place)
+                    self._notify_queued(request, place)
 
     def default_model(self) -> str:
-        """The model of a request that names none; empty where that is not clear."""
+        """The model of a request that names none; empty where the workers' defaults differ."""
         names = {w.default for w in self.workers.values() if w.default}
         return names.pop() if len(names) == 1 else EMBEDDED if EMBEDDED in names else ""
 
@@ -188,7 +188,7 @@ class Dispatcher:
         return [w for w in workers if w.serves(model)]
 
     def _candidates(self, role: str, model: str) -> list[Worker]:
-        """The workers that serve a model, busy and draining ones included, or why there is none."""
+        """The workers that serve a model, busy and draining ones too; raises if there are none."""
         serving = self._serving(role, model)
         if serving:
             return serving
@@ -253,12 +253,12 @@ class Dispatcher:
         if queue is not None and queue.remove(request) and not queue:
             del self.queues[key]
 
-    def _tell_cancel(self, request: Request, reason: Literal["cancelled", "timeout"]) -> None:
+    def _send_cancel(self, request: Request, reason: Literal["cancelled", "timeout"]) -> None:
         if request.worker is not None:
             body = Cancel(stream_id=request.stream_id, reason=reason)
             self._out.to_worker(request.worker, b"CANCEL", body, request.id)
 
-    def _say_queued(self, request: Request, place: int) -> None:
+    def _notify_queued(self, request: Request, place: int) -> None:
         request.place = place
         message = f"waiting for a worker, at place {place}"
         notice = System(

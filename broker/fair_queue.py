@@ -1,4 +1,4 @@
-"""Requests that wait for a worker: by priority, then in turn between sessions, then by arrival."""
+"""The queue of a model: by priority, then in turn between sessions, then by arrival."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .tables import Request
 
 
 class FairQueue:
-    """The queue of one model.
+    """Requests that wait for a worker.
 
-    Within a priority, sessions take turns, so that one that sends a thousand requests at once
-    delays another's first by one place, not by a thousand.
+    Within a priority, sessions take turns: a session that sends a thousand requests at once
+    delays the first request of another session by one place.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class FairQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, in no promised order."""
+        """All requests, in any order."""
         for level in self._levels.values():
             for waiting in level.values():
                 yield from waiting.values()
@@ -44,7 +44,7 @@ class FairQueue:
         self.bytes += request.bytes
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out wherever it stands; whether it was there."""
+        """Removes a request from any place in the queue; whether it was there."""
         level = self._levels.get(request.priority, OrderedDict())
         waiting = level.get(request.session.id)
         if waiting is None or waiting.pop(request.id, None) is None:
@@ -68,7 +68,7 @@ class FairQueue:
         return request
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Every request and how many go before it, itself included, as things stand now."""
+        """Every request and its place, from 1, as of now."""
         place = 0
         for priority in sorted(self._levels, reverse=True):
             rounds = zip_longest(*(list(w.values()) for w in self._levels[priority].values()))

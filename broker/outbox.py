@@ -1,7 +1,7 @@
-"""What waits for peers that do not read: a bounded queue each, so that none can hold up others.
+"""Messages for peers that do not read: a bounded queue for each, so that none delays the others.
 
-A ROUTER socket drops silently when a peer's pipe is full. With ROUTER_MANDATORY it says so, and
-what it refused waits here, up to a bound in bytes.
+A ROUTER socket drops a message silently when its peer's pipe is full. With ROUTER_MANDATORY the
+send fails instead, and the message waits here, up to a bound in bytes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ Frames = Sequence[bytes]
 
 
 class Sent(Enum):
-    """What became of a message that the socket was given."""
+    """The result of sending a message."""
 
     OK = "ok"
     FULL = "full"
     GONE = "gone"
 
 
-# An enum's members are looked up at a price that this loop would feel.
+# Looking up an enum's member takes longer than a global; this is the hot path.
 _OK, _FULL, _GONE = Sent.OK, Sent.FULL, Sent.GONE
 
 
 class Outbox:
     """The messages to all peers of one socket.
 
-    ``send(peer, frames)`` is the socket's own, without waiting. ``post`` says whether the message
-    went out or waits (OK), found its peer's queue full (FULL: it is dropped) or its peer gone. What
-    must go out may wait beyond the bound, up to ``max_must_bytes``; None: however much.
+    ``send(peer, frames)`` sends without waiting. ``post`` returns OK where the message was sent or
+    waits, FULL where it was dropped because its peer's queue is full, and GONE where its peer has
+    no connection. A message that ``must`` go out may wait beyond the bound, up to
+    ``max_must_bytes`` (None: no bound).
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Outbox:
         """Messages that went out after waiting."""
 
     def post(self, message: Outgoing) -> Sent:
-        """Sends a message, or lets it wait behind those that wait for its peer already."""
+        """Sends a message, or queues it behind those that wait for its peer."""
         _, peer, frames, must = message
         if peer not in self.waiting:
             sent = self._send(peer, frames)
@@ -66,7 +67,7 @@ class Outbox:
         return _OK
 
     def flush(self) -> list[bytes]:
-        """Tries again to send what waits; gives the peers that are gone."""
+        """Tries again to send what waits; returns the peers that have no connection any more."""
         gone = []
         for peer in list(self.waiting):
             queue = self.waiting[peer]
@@ -85,6 +86,6 @@ class Outbox:
         return gone
 
     def forget(self, peer: bytes) -> None:
-        """Drops what waits for a peer."""
+        """Drops the messages that wait for a peer."""
         self.waiting.pop(peer, None)
         self._bytes.pop(peer, None)

@@ -1,4 +1,4 @@
-"""What the broker's core wants sent, and how it says things to clients and workers."""
+"""Outgoing messages: what the broker's core returns for each event, for the sockets to send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Side(Enum):
 
 
 class Outgoing(NamedTuple):
-    """Frames for a peer. One that ``must`` go out waits even beyond its peer's bound."""
+    """Frames for a peer. One that ``must`` go out may wait beyond the bound of its peer's queue."""
 
     side: Side
     peer: bytes
@@ -32,19 +32,21 @@ class Outgoing(NamedTuple):
 class Outgoings(list[Outgoing]):
     """The messages that one event leads to, in order."""
 
-    def to_peer(self, peer: bytes, word: bytes, body: Any, encoding: Encoding) -> None:
+    def to_peer(self, peer: bytes, message_type: bytes, body: Any, encoding: Encoding) -> None:
         """A message to a client's connection."""
-        self.append(Outgoing(Side.FRONT, peer, (word, encode_body(body, encoding)), True))
+        self.append(Outgoing(Side.FRONT, peer, (message_type, encode_body(body, encoding)), True))
 
-    def to_session(self, session: Session, word: bytes, body: Any) -> None:
+    def to_session(self, session: Session, message_type: bytes, body: Any) -> None:
         """A message to a client, in its encoding; dropped while it has no connection."""
         if session.peer is not None:
-            self.to_peer(session.peer, word, body, session.encoding)
+            self.to_peer(session.peer, message_type, body, session.encoding)
 
-    def to_worker(self, worker: Worker | bytes, word: bytes, body: Any, request: int = 0) -> None:
-        """A message of the broker's own to a worker, or to a peer that is none yet."""
+    def to_worker(
+        self, worker: Worker | bytes, message_type: bytes, body: Any, request: int = 0
+    ) -> None:
+        """A message from the broker itself to a worker, or to a peer that is not registered."""
         peer = worker if isinstance(worker, bytes) else worker.peer
-        frames = (word, encode_header(request), encode_body(body, "msgpack"))
+        frames = (message_type, encode_header(request), encode_body(body, "msgpack"))
         self.append(Outgoing(Side.BACK, peer, frames, True))
 
     def error(self, request: Request, error: TokenbusError) -> None:

@@ -1,7 +1,7 @@
 """The broker's process: two ROUTER sockets around the core, on one event loop.
 
 A drain loop: on each wake-up it takes everything that both sockets have, without one await per
-message, and hands what the core answers to the outboxes.
+message, and passes the core's answers to the outboxes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from .sockets import bind_router, readable, receive, send
 log = logging.getLogger(__name__)
 
 BURST = 256
-"""Messages taken from one socket before the other has its turn."""
+"""Messages taken from one socket before the other one."""
 MUST_FACTOR = 2
-"""A client that reads nothing at all still has its errors and answers kept, up to this many times
+"""Errors and answers for a client that reads nothing are kept up to this many times
 ``max_pending_bytes``; then they are dropped too."""
 FRONT_PIPE = 256
-"""Messages in a client's own pipe. Few: they are not counted in bytes, as those behind them are."""
+"""Messages in a client's ZeroMQ pipe. Few, as only those behind them are bounded in bytes."""
 FLUSH_EVERY_S = 0.0003
 """While messages flow, how often full pipes are tried again."""
 RETRY_S = (0.001, 0.05)
 """How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
 
 
-_FRONT, _OK = Side.FRONT, Sent.OK  # An enum's members are looked up at a price.
+# Looking up an enum's member takes longer than a global; this is the hot path.
+_FRONT, _OK = Side.FRONT, Sent.OK
 
 
 class BrokerServer:
@@ -75,7 +76,7 @@ class BrokerServer:
         self._flushed_at = 0.0
 
     async def run(self) -> None:
-        """Serves until ``stop``; then lets streams end, tells every client, and closes."""
+        """Serves until ``stop``; then drains, ends what is left with an error, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -96,7 +97,7 @@ class BrokerServer:
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Lets ``run`` end: within ``drain_s``, or at once when it is called again.
+        """Makes ``run`` end: within ``drain_s``, or at once when it is called again.
 
         From another thread, call it through ``loop.call_soon_threadsafe``.
         """
@@ -117,7 +118,7 @@ class BrokerServer:
         uvloop.run(main())
 
     async def _drain_streams(self) -> None:
-        """Waits for streams on workers that go on without this broker's supervisord."""
+        """Waits, up to ``drain_s``, for the streams on workers that are still running."""
         self._post(self.core.drain())
         deadline = time.monotonic() + self.settings.drain_s
         if not self.core.drained:
@@ -240,7 +241,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _flush_all(self, now: float) -> int:
-        """Tries the pipes that were full; how many messages went out."""
+        """Tries the pipes that were full; returns how many messages were sent."""
         self._flushed_at = now
         went = 0
         for side, outbox in ((Side.FRONT, self._to_front), (Side.BACK, self._to_back)):

@@ -1,4 +1,4 @@
-"""The life of a client's session: opened, taken over, left without a connection, expired."""
+"""The life of a client's session: opened, resumed on a new connection, expired, ended."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Sessions:
         self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
 
     def on_gone(self, peer: bytes, now: float) -> None:
-        """A connection is gone: its session ends, or waits for a while to be taken over."""
+        """A connection closed: its session ends, or waits for some time to be taken over."""
         session = self._table.by_peer.get(peer)
         if session is None:
             return
@@ -113,7 +113,7 @@ class Sessions:
             self.end(session)
 
     def tick(self, now: float) -> None:
-        """Ends sessions that nobody took over in time, and those whose client is silent."""
+        """Ends sessions that were not resumed in time, and those whose client is silent."""
         settings = self._settings
         for session in self._table:
             silent = now - session.last_seen

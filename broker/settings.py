@@ -1,4 +1,4 @@
-"""What an operator can set of the broker."""
+"""The settings of the broker."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
 
     heartbeat_s: float = 1.0
     expiry_s: float = 5.0
-    """A worker silent for this long is lost, and its streams with it."""
+    """A worker from which no message came for this long is lost, and its streams end."""
     hung_step_s: float = 60.0
-    """A worker whose step runs for longer gets no new requests."""
+    """A worker whose current step has run for longer gets no new requests."""
     ping_s: float = 2.0
     session_expiry_s: float = 10.0
-    """A client that promised to ping and is silent for this long is gone."""
+    """After this long without a message, a client with the capability ``ping`` counts as gone."""
     session_grace_s: float = 5.0
     """How long a session without a connection waits to be taken over before its streams end."""
     session_idle_s: float = 3600.0
-    """A session without streams and messages is forgotten after this long."""
+    """A session without streams and messages ends after this long."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Requests that wait for a worker, of all models together."""
@@ -34,8 +34,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_buffers: int = 4_096
     """Buffers of one session."""
     max_pending_bytes: int = 4 * 1024 * 1024
-    """What waits for a client that does not read; beyond it, its streams end."""
+    """Messages that wait for a client that does not read; beyond it, its streams end."""
     drain_s: float = 30.0
-    """When it is told to stop: how long streams may go on, of workers that still run."""
+    """How long streams may continue after the signal to stop."""
     tick_s: float = 0.25
-    """How often leases are looked at."""
+    """How often leases and deadlines are checked."""

@@ -1,4 +1,4 @@
-"""What the broker knows of itself, for ``STATUS``."""
+"""The broker's counters, and its answer to ``STATUS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counters:
 def status_of(
     dispatcher: Dispatcher, sessions: int, counters: Counters, started: float, now: float
 ) -> Status:
-    """A picture of the broker's tables."""
+    """The state of the broker's tables."""
     workers = [
         WorkerStatus(
             name=w.name,

@@ -23,10 +23,10 @@ class Bench:
         self.sent: list[Outgoing] = []
 
     def client(
-        self, name: str, word: str, body: dict[str, Any] | None = None, key: str = ""
+        self, name: str, kind: str, body: dict[str, Any] | None = None, key: str = ""
     ) -> list[tuple[str, Any]]:
         """Sends a client's message; returns the immediate answers."""
-        frames = [word.encode(), msgspec.json.encode(body or {})]
+        frames = [kind.encode(), msgspec.json.encode(body or {})]
         return self._take(self.broker.on_client(peer_of(name), frames, self.now, key), name)
 
     def worker(self, name: str, **fields: Any) -> Registered:
@@ -34,13 +34,13 @@ class Bench:
         usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m"}
         given: dict[str, Any] = usual | fields
         register = Register(name=name, version=1, pid=1, host="h", **given)
-        answers = self.say(name, "REGISTER", register)
+        answers = self.send(name, "REGISTER", register)
         [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
         return msgspec.msgpack.decode(answer[2], type=Registered)
 
-    def say(self, name: str, word: str, body: Any, header: Header | None = None) -> list[Outgoing]:
+    def send(self, name: str, kind: str, body: Any, header: Header | None = None) -> list[Outgoing]:
         """Sends a worker's message; returns what the broker sends at once."""
-        frames = [word.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
+        frames = [kind.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
         out = self.broker.on_worker(peer_of(name), frames, self.now)
         self.sent += out
         return out

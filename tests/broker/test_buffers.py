@@ -27,8 +27,8 @@ def test_a_save_that_is_too_large_ends_its_stream_with_an_error() -> None:
     head = encode_header(header.request, header.address)
     frames = [b"BUFFER", head, encode_body(Buffer(name="out"), "msgpack"), b"t" + bytes(40)]
     bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
-    [(word, error)] = bench.to_client("c")
-    assert (word, error["code"], error["stream_id"]) == ("ERROR", "too_large", 1)
+    [(kind, error)] = bench.to_client("c")
+    assert (kind, error["code"], error["stream_id"]) == ("ERROR", "too_large", 1)
     assert error["path"] == "$.save"
     assert "out" in error["message"]
     assert bench.broker.counters.bad_worker_messages == 0

@@ -1,4 +1,4 @@
-"""What the broker does between workers: controllers chosen, messages relayed, ends told."""
+"""The broker between workers: controllers are chosen, messages relayed, ends reported."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def begun(bench: Bench, stream: int = 1, **fields: Any) -> Header:
     """A request with a controller that its GPU worker has begun; its header."""
     bench.client("c", "GENERATE", generate(stream, controller="mine", **fields))
     [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
-    bench.say("gpu", "START", START, Header(header.request))
+    bench.send("gpu", "START", START, Header(header.request))
     return header
 
 
-def bodies(bench: Bench, name: str, word: str, kind: Any) -> list[Any]:
+def bodies(bench: Bench, name: str, message_type: str, kind: Any) -> list[Any]:
     """The bodies of messages of one type to a worker."""
     mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
-    found = [m for m in mine if m.frames[0] == word.encode()]
+    found = [m for m in mine if m.frames[0] == message_type.encode()]
     return [msgspec.msgpack.decode(m.frames[2], type=kind) for m in found]
 
 
@@ -62,8 +62,8 @@ def bench() -> Bench:
 
 
 def test_without_a_controller_worker_the_request_is_refused_at_once(bench: Bench) -> None:
-    [(word, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
-    assert (word, body["code"]) == ("ERROR", "no_worker")
+    [(kind, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "no_worker")
     assert "controller worker" in body["message"]
     assert bench.client("c", "GENERATE", generate(1)) == []
 
@@ -74,7 +74,7 @@ def test_a_start_goes_to_the_least_filled_controller_worker_with_its_sender_and_
     a, b = controller_worker(bench, "a"), controller_worker(bench, "b")
     bench.client("c", "GENERATE", generate(1, controller="mine"), key="tenant-key")
     [(_, header)] = bench.to_worker("gpu")
-    [out] = bench.say("gpu", "START", START, Header(header.request))
+    [out] = bench.send("gpu", "START", START, Header(header.request))
     assert out.peer == peer_of("a")
     assert decode_header(out.frames[1]) == Header(header.request, bench.gpu)  # type: ignore[attr-defined]
     assert out.frames[3] == b"tenant-key"
@@ -91,29 +91,29 @@ def test_one_that_serves_the_name_goes_before_those_that_take_any_module(bench: 
     assert bench.to_worker("any") == []
 
 
-def test_a_name_that_nobody_serves_is_refused_with_those_that_are(bench: Bench) -> None:
+def test_an_unknown_controller_is_refused_with_the_names_that_are_served(bench: Bench) -> None:
     controller_worker(bench, "python", "other")
-    [(word, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
-    assert (word, body["code"]) == ("ERROR", "unknown_controller")
+    [(kind, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "unknown_controller")
     assert "other" in body["message"]
 
 
 def test_full_controller_workers_are_a_reason_to_try_later(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=1)
     begun(bench)
-    [(word, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
-    assert (word, body["code"]) == ("ERROR", "queue_full")
+    [(kind, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "queue_full")
     assert body["retry_after_s"] > 0
 
 
-def test_what_workers_say_to_each_other_arrives_with_its_sender(bench: Bench) -> None:
+def test_a_message_between_workers_arrives_with_its_sender(bench: Bench) -> None:
     a = controller_worker(bench, "a")
     begun(bench)
     bench.to_worker("a")
     gpu: int = bench.gpu  # type: ignore[attr-defined]
-    bench.say("gpu", "STEP", Step(sequences=[]), Header(0, a))
+    bench.send("gpu", "STEP", Step(sequences=[]), Header(0, a))
     assert bench.to_worker("a") == [("STEP", Header(0, gpu))]
-    bench.say("a", "RESULT", Result(sequences=[]), Header(0, gpu))
+    bench.send("a", "RESULT", Result(sequences=[]), Header(0, gpu))
     assert bench.to_worker("gpu") == [("RESULT", Header(0, a))]
 
 
@@ -125,20 +125,20 @@ def test_attachments_and_bodies_are_relayed_as_they_are(bench: Bench) -> None:
 
 
 def test_a_message_for_a_worker_that_is_gone_is_dropped(bench: Bench) -> None:
-    assert bench.say("gpu", "STEP", Step(sequences=[]), Header(0, 12345)) == []
+    assert bench.send("gpu", "STEP", Step(sequences=[]), Header(0, 12345)) == []
 
 
 def test_variables_go_to_the_state_worker_and_their_answers_back(bench: Bench) -> None:
     a = controller_worker(bench, "a")
-    assert bench.say("a", "VARIABLE", VARIABLE, Header(1)) == []
+    assert bench.send("a", "VARIABLE", VARIABLE, Header(1)) == []
     state = bench.worker("state", role="state", patterns=[], default="").worker
-    bench.say("a", "VARIABLE", VARIABLE, Header(1))
+    bench.send("a", "VARIABLE", VARIABLE, Header(1))
     assert bench.to_worker("state") == [("VARIABLE", Header(1, a))]
-    bench.say("state", "VARIABLE_ANSWER", [1, 0, 1], Header(1, a))
+    bench.send("state", "VARIABLE_ANSWER", [1, 0, 1], Header(1, a))
     assert bench.to_worker("a") == [("VARIABLE_ANSWER", Header(1, state))]
 
 
-def test_the_end_of_a_request_is_told_to_its_controller_and_to_the_state_worker(
+def test_the_end_of_a_request_is_reported_to_its_controller_and_to_the_state_worker(
     bench: Bench,
 ) -> None:
     a = controller_worker(bench, "a")
@@ -152,7 +152,7 @@ def test_the_end_of_a_request_is_told_to_its_controller_and_to_the_state_worker(
     assert not bench.broker.dispatcher.workers[a].steers
 
 
-def test_requests_without_a_controller_are_not_told_of(bench: Bench) -> None:
+def test_the_end_of_a_request_without_a_controller_is_not_reported(bench: Bench) -> None:
     controller_worker(bench, "a")
     bench.worker("state", role="state", patterns=[], default="")
     bench.client("c", "GENERATE", generate(1))
@@ -170,7 +170,7 @@ def test_a_lost_gpu_worker_ends_its_sessions_at_the_controller_worker(bench: Ben
     assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
 
 
-def test_a_lost_controller_worker_is_told_to_the_gpu_workers_of_its_requests(
+def test_a_lost_controller_worker_is_reported_to_the_gpu_workers_of_its_requests(
     bench: Bench,
 ) -> None:
     controller_worker(bench, "a")
@@ -187,7 +187,7 @@ def test_a_start_that_finds_no_worker_any_more_is_answered_with_why(bench: Bench
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("gpu")
     bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
-    bench.say("gpu", "START", START, Header(header.request))
+    bench.send("gpu", "START", START, Header(header.request))
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert (lost.requests, lost.code) == ([header.request], "no_worker")
 
@@ -197,8 +197,8 @@ def test_a_start_of_a_request_that_is_over_or_of_another_worker_is_dropped(bench
     bench.worker("other", patterns=["n"], default="n")
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("gpu")
-    assert bench.say("other", "START", START, Header(header.request)) == []
-    assert bench.say("gpu", "START", START, Header(99)) == []
+    assert bench.send("other", "START", START, Header(header.request)) == []
+    assert bench.send("gpu", "START", START, Header(99)) == []
 
 
 def test_uploads_go_to_workers_that_take_modules_and_carry_the_tenant(bench: Bench) -> None:
@@ -234,8 +234,8 @@ def test_a_state_worker_keeps_only_the_requests_that_still_live(bench: Bench) ->
 
 def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
     a = controller_worker(bench, "a")
-    for word in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"END", b"LOST"):
-        frames = [word, encode_header(1, a), encode_body(VARIABLE, "msgpack")]
+    for kind in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"END", b"LOST"):
+        frames = [kind, encode_header(1, a), encode_body(VARIABLE, "msgpack")]
         [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
         assert msgspec.json.decode(out.frames[1])["code"] == "unknown_type"
     assert bench.to_worker("a") == []
@@ -255,7 +255,7 @@ def start(bench: Bench, header: Header) -> str:
     """The GPU worker begins a controller; the name of the worker that receives its START."""
     [out] = [
         m
-        for m in bench.say("gpu", "START", START, Header(header.request))
+        for m in bench.send("gpu", "START", START, Header(header.request))
         if m.frames[0] in (b"START", b"LOST")
     ]
     return out.peer[1:].decode() + ":" + out.frames[0].decode()
@@ -297,8 +297,8 @@ def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Be
 def test_a_request_that_is_refused_reserves_nothing(bench: Bench) -> None:
     a = controller_worker(bench, "a")
     for fields in ({"model": "unknown"}, {"buffers": ["none"]}):
-        [(word, _)] = bench.client("c", "GENERATE", generate(1, controller="mine", **fields))
-        assert word == "ERROR"
+        [(kind, _)] = bench.client("c", "GENERATE", generate(1, controller="mine", **fields))
+        assert kind == "ERROR"
     accepted(bench, 1)
     [(_, error)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
     assert error["code"] == "duplicate_stream"
@@ -320,7 +320,7 @@ def test_when_the_reserved_worker_drains_before_the_start_another_is_chosen(benc
     begun(bench, 1)
     header = accepted(bench, 2)
     controller_worker(bench, "b")
-    bench.say("a", "DRAIN", {"reason": "restart"})
+    bench.send("a", "DRAIN", {"reason": "restart"})
     assert start(bench, header) == "b:START"
     # What runs on the draining one stays there.
     [draining] = [w for w in bench.broker.dispatcher.workers.values() if w.name == "a"]
@@ -330,4 +330,4 @@ def test_when_the_reserved_worker_drains_before_the_start_another_is_chosen(benc
 def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
     controller_worker(bench, "a")
     header = begun(bench)
-    assert bench.say("gpu", "START", START, Header(header.request)) == []
+    assert bench.send("gpu", "START", START, Header(header.request)) == []

@@ -45,12 +45,12 @@ def test_a_worker_that_has_the_model_goes_before_one_that_would_load_it(bench: B
     assert [w for w, _ in bench.to_worker("has")] == ["GENERATE"]
 
 
-def test_what_finds_no_room_waits_its_turn_and_hears_its_place(bench: Bench) -> None:
+def test_a_request_beyond_the_capacity_is_queued_and_notified_of_its_place(bench: Bench) -> None:
     bench.worker("a", capacity=1)
     bench.client("c", "GENERATE", generate(1))
     [(_, first)] = bench.to_worker("a")
-    [(word, notice)] = bench.client("c", "GENERATE", generate(2))
-    assert (word, notice["event"], notice["place"]) == ("SYSTEM", "queued", 1)
+    [(kind, notice)] = bench.client("c", "GENERATE", generate(2))
+    assert (kind, notice["event"], notice["place"]) == ("SYSTEM", "queued", 1)
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("a", first, end, final=True)
     assert [w for w, _ in bench.to_worker("a")] == ["GENERATE"]
@@ -72,12 +72,12 @@ def test_a_full_queue_answers_at_once_when_to_try_again() -> None:
     bench.worker("a", capacity=1)
     bench.client("c", "GENERATE", generate(1))
     bench.client("c", "GENERATE", generate(2))
-    [(word, error)] = bench.client("c", "GENERATE", generate(3))
-    assert (word, error["code"], error["stream_id"]) == ("ERROR", "queue_full", 3)
+    [(kind, error)] = bench.client("c", "GENERATE", generate(3))
+    assert (kind, error["code"], error["stream_id"]) == ("ERROR", "queue_full", 3)
     assert error["retry_after_s"] > 0
 
 
-def test_without_a_worker_the_client_is_told(bench: Bench) -> None:
+def test_without_a_worker_a_request_is_refused(bench: Bench) -> None:
     [(_, error)] = bench.client("c", "GENERATE", generate(1))
     assert error["code"] == "no_worker"
     bench.worker("a")
@@ -91,8 +91,8 @@ def test_tokens_reach_their_client_as_they_are(bench: Bench) -> None:
     bench.client("c", "GENERATE", generate(7))
     [(_, header)] = bench.to_worker("a")
     bench.tokens("a", header, Token(token=5, stream_id=7, logprob=-1.0, finish_reason=None))
-    [(word, [entry])] = bench.to_client("c")
-    assert (word, entry["token"], entry["stream_id"]) == ("TOKEN", 5, 7)
+    [(kind, [entry])] = bench.to_client("c")
+    assert (kind, entry["token"], entry["stream_id"]) == ("TOKEN", 5, 7)
 
 
 def test_a_cancel_goes_to_the_worker_and_ends_a_waiting_request_at_once(bench: Bench) -> None:
@@ -100,8 +100,8 @@ def test_a_cancel_goes_to_the_worker_and_ends_a_waiting_request_at_once(bench: B
     bench.client("c", "GENERATE", generate(1))
     bench.client("c", "GENERATE", generate(2))
     bench.to_worker("a")
-    [(word, [entry])] = bench.client("c", "CANCEL", {"stream_id": 2, "reason": "timeout"})[-1:]
-    assert (word, entry["finish_reason"]) == ("TOKEN", "timeout")
+    [(kind, [entry])] = bench.client("c", "CANCEL", {"stream_id": 2, "reason": "timeout"})[-1:]
+    assert (kind, entry["finish_reason"]) == ("TOKEN", "timeout")
     assert bench.client("c", "CANCEL", {"stream_id": 1}) == []
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     assert bench.client("c", "CANCEL", {"stream_id": 99}) == []
@@ -112,13 +112,13 @@ def test_a_deadline_cancels(bench: Bench) -> None:
     bench.client("c", "GENERATE", generate(1, timeout_s=2.0))
     bench.to_worker("a")
     bench.pass_time(1.5)
-    bench.say("a", "HEARTBEAT", Heartbeat())
+    bench.send("a", "HEARTBEAT", Heartbeat())
     assert bench.to_worker("a") == []
     bench.pass_time(1.0)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
 
 
-def test_a_silent_worker_is_lost_and_its_clients_are_told_within_six_seconds(bench: Bench) -> None:
+def test_the_streams_of_a_silent_worker_end_with_an_error_within_six_seconds(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))
     bench.pass_time(4.5)
@@ -127,8 +127,8 @@ def test_a_silent_worker_is_lost_and_its_clients_are_told_within_six_seconds(ben
     [(_, error)] = bench.to_client("c")
     assert (error["code"], error["stream_id"]) == ("worker_lost", 1)
     assert bench.broker.dispatcher.workers == {}
-    # It was only slow: the next word from it makes it register anew.
-    [again] = bench.say("a", "HEARTBEAT", Heartbeat())
+    # It was only slow: its next message makes it register again.
+    [again] = bench.send("a", "HEARTBEAT", Heartbeat())
     assert again.frames[0] == b"REREGISTER"
 
 
@@ -136,23 +136,23 @@ def test_a_heartbeat_keeps_the_lease(bench: Bench) -> None:
     bench.worker("a")
     for _ in range(20):
         bench.pass_time(1.0)
-        bench.say("a", "HEARTBEAT", Heartbeat())
+        bench.send("a", "HEARTBEAT", Heartbeat())
     assert len(bench.broker.dispatcher.workers) == 1
 
 
 def test_a_draining_or_hung_worker_gets_nothing_new(bench: Bench) -> None:
     bench.worker("a")
-    bench.say("a", "DRAIN", {"reason": "restart"})
-    [(word, notice)] = bench.client("c", "GENERATE", generate(1))
-    assert (word, notice["event"]) == ("SYSTEM", "queued")
+    bench.send("a", "DRAIN", {"reason": "restart"})
+    [(kind, notice)] = bench.client("c", "GENERATE", generate(1))
+    assert (kind, notice["event"]) == ("SYSTEM", "queued")
     bench.worker("b")
     assert [w for w, _ in bench.to_worker("b")] == ["GENERATE"]
-    bench.say("b", "HEARTBEAT", Heartbeat(step_age_s=100.0))
-    [(word, notice)] = bench.client("c", "GENERATE", generate(2))
+    bench.send("b", "HEARTBEAT", Heartbeat(step_age_s=100.0))
+    [(kind, notice)] = bench.client("c", "GENERATE", generate(2))
     assert notice["event"] == "queued"
 
 
-def test_live_requests_that_nobody_waits_for_are_to_be_dropped(bench: Bench) -> None:
+def test_reported_live_requests_that_have_ended_are_to_be_dropped(bench: Bench) -> None:
     answer = bench.worker("a", live=[LiveRequest(request=77, session=5, stream_id=1)])
     assert answer.unknown == [77]
 
@@ -198,7 +198,7 @@ def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     for _ in range(16):
         bench.pass_time(1.0)
-        bench.say("a", "HEARTBEAT", Heartbeat())
+        bench.send("a", "HEARTBEAT", Heartbeat())
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     assert len(bench.broker.session_table) == 0
 
@@ -234,13 +234,13 @@ def test_buffers_go_along_with_the_request_that_names_them() -> None:
     assert error["code"] == "unknown_buffer"
 
 
-def test_a_client_cannot_speak_a_workers_verbs(bench: Bench) -> None:
-    for word in ("REGISTER", "HEARTBEAT", "TOKEN", "STEP"):
-        [(_, error)] = bench.client("c", word)
+def test_a_client_cannot_send_a_workers_messages(bench: Bench) -> None:
+    for kind in ("REGISTER", "HEARTBEAT", "TOKEN", "STEP"):
+        [(_, error)] = bench.client("c", kind)
         assert error["code"] == "unknown_type"
 
 
-def test_a_routing_id_of_the_clients_own_is_refused(bench: Bench) -> None:
+def test_a_client_that_sets_its_own_routing_id_is_refused(bench: Bench) -> None:
     [out] = bench.broker.on_client(b"me", [b"PING", b"{}"], bench.now)
     assert msgspec.json.decode(out.frames[1])["code"] == "not_allowed"
 
@@ -281,14 +281,14 @@ def test_before_it_stops_it_finishes_what_runs_and_takes_nothing_new(bench: Benc
     assert bench.broker.drained
 
 
-def test_what_somebody_types_by_hand_is_answered_in_json(bench: Bench) -> None:
+def test_a_message_typed_by_hand_is_answered_in_json(bench: Bench) -> None:
     [(_, error)] = bench.client("c", "FOO")
     assert error["code"] == "unknown_type"
     [out] = bench.broker.on_client(peer_of("c"), [b"GENERATE", b"not json"], bench.now)
     assert msgspec.json.decode(out.frames[1])["code"] == "bad_message"
 
 
-def test_stopping_tells_every_client(bench: Bench) -> None:
+def test_stopping_ends_every_stream_with_an_error(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))
     bench.sent += bench.broker.stop()
@@ -309,7 +309,7 @@ class Pipe:
         return self.state
 
 
-def test_what_a_full_pipe_refuses_waits_in_order_up_to_its_bound() -> None:
+def test_messages_for_a_full_pipe_wait_in_order_up_to_their_bound() -> None:
     pipe = Pipe()
     outbox = Outbox(pipe.send, max_pending_bytes=10, max_must_bytes=14)
 

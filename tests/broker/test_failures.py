@@ -82,15 +82,15 @@ def register(endpoint: str) -> Socket:
     return worker
 
 
-def send(client: Socket, word: bytes, body: dict[str, Any]) -> None:
-    client.send_multipart([word, msgspec.json.encode(body)])
+def send(client: Socket, kind: bytes, body: dict[str, Any]) -> None:
+    client.send_multipart([kind, msgspec.json.encode(body)])
 
 
 def error_of(client: Socket) -> dict[str, Any]:
     """The body of the next ERROR."""
     while True:
-        word, body = client.recv_multipart()
-        if word == b"ERROR":
+        kind, body = client.recv_multipart()
+        if kind == b"ERROR":
             error: dict[str, Any] = msgspec.json.decode(body)
             return error
 
@@ -131,8 +131,8 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
         worker.send_multipart([b"TOKEN", head, b"%d" % i])
     got: list[int] = []
     while len(got) < count:
-        word, body = client.recv_multipart()
-        if word == b"TOKEN":
+        kind, body = client.recv_multipart()
+        if kind == b"TOKEN":
             got.append(int(body))
     assert got == list(range(count))
     worker.close()
@@ -146,8 +146,8 @@ def test_a_request_that_fails_leaves_nothing_behind(bench: Bench) -> None:
     worker = bench.worker("a")
     dispatcher = bench.broker.dispatcher
     dispatcher._start = fail_once(dispatcher._start)  # type: ignore[method-assign]
-    [(word, error)] = bench.client("c", "GENERATE", generate(1))
-    assert (word, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
+    [(kind, error)] = bench.client("c", "GENERATE", generate(1))
+    assert (kind, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
     assert dispatcher.requests == {}
     assert bench.client("c", "GENERATE", generate(1)) == []
     assert len(dispatcher.workers[worker.worker].requests) == 1
@@ -188,23 +188,23 @@ def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams(
     bench.client("c", "GENERATE", generate(1))
     bench.to_worker("a")
     bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
-    [(word, error)] = bench.to_client("c")
-    assert (word, error["code"], error["stream_id"]) == ("ERROR", "worker_lost", 1)
+    [(kind, error)] = bench.to_client("c")
+    assert (kind, error["code"], error["stream_id"]) == ("ERROR", "worker_lost", 1)
     assert bench.sent[-1].frames[0] == b"REREGISTER"
     assert bench.broker.counters.bad_worker_messages == 1
     assert bench.broker.dispatcher.requests == {}
 
 
-@pytest.mark.parametrize("word", [b"ERROR", b"MSG", b"START", b"BUFFER"])
+@pytest.mark.parametrize("kind", [b"ERROR", b"MSG", b"START", b"BUFFER"])
 def test_a_malformed_message_about_a_stream_ends_it_with_an_error(
-    bench: Bench, word: bytes
+    bench: Bench, kind: bytes
 ) -> None:
     bench.worker("a")
     bench.worker("b", role="controller", patterns=["*"])
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("a")
     bench.sent += bench.broker.on_worker(
-        peer_of("a"), [word, encode_header(header.request, header.address)], bench.now
+        peer_of("a"), [kind, encode_header(header.request, header.address)], bench.now
     )
     [(sent, error)] = bench.to_client("c")
     assert (sent, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)

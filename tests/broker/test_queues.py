@@ -37,7 +37,7 @@ def end(bench: Bench, worker: str, stream: int) -> None:
 
 
 def beat(bench: Bench, worker: str, **fields: Any) -> None:
-    bench.say(worker, "HEARTBEAT", Heartbeat(**fields))
+    bench.send(worker, "HEARTBEAT", Heartbeat(**fields))
 
 
 def test_a_worker_whose_hung_step_ended_takes_what_waits_before_newcomers(bench: Bench) -> None:
@@ -55,7 +55,7 @@ def test_more_capacity_at_a_new_registration_takes_what_waits(bench: Bench) -> N
     bench.worker("a", capacity=1)
     for stream in (1, 2, 3):
         bench.client("c", "GENERATE", generate(stream))
-    bench.say(
+    bench.send(
         "a",
         "REGISTER",
         Register(name="a", role="gpu", version=1, pid=1, host="h", capacity=3, patterns=["m"]),
@@ -81,7 +81,7 @@ def test_a_default_that_becomes_ambiguous_refuses_what_waits_for_it(bench: Bench
     for stream in (1, 2):
         bench.client("c", "GENERATE", {"stream_id": stream, "prompt": [1]})
     bench.worker("b", patterns=["n"], default="n")
-    [error] = [body for word, body in bench.to_client("c") if word == "ERROR"]
+    [error] = [body for kind, body in bench.to_client("c") if kind == "ERROR"]
     assert (error["code"], error["stream_id"]) == ("unknown_model", 2)
 
 
@@ -127,13 +127,13 @@ def test_deadlines_go_with_their_requests(bench: Bench) -> None:
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
 
 
-@pytest.mark.parametrize("word", ["GENERATE", "SCORE"])
-def test_a_timeout_beyond_the_maximum_is_refused_by_its_name(bench: Bench, word: str) -> None:
+@pytest.mark.parametrize("kind", ["GENERATE", "SCORE"])
+def test_a_timeout_beyond_the_maximum_is_refused_by_its_name(bench: Bench, kind: str) -> None:
     bench.worker("a")
-    [(_, error)] = bench.client("c", word, generate(1, timeout_s=MAX_TIMEOUT_S + 1))
+    [(_, error)] = bench.client("c", kind, generate(1, timeout_s=MAX_TIMEOUT_S + 1))
     assert (error["code"], error["path"]) == ("invalid_field", "$.timeout_s")
     assert str(int(MAX_TIMEOUT_S)) in error["message"]
-    frames = [word.encode(), msgspec.msgpack.encode(generate(1, timeout_s=float("inf")))]
+    frames = [kind.encode(), msgspec.msgpack.encode(generate(1, timeout_s=float("inf")))]
     [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
     assert msgspec.json.decode(out.frames[1])["path"] == "$.timeout_s"
-    assert bench.client("c", word, generate(1, timeout_s=MAX_TIMEOUT_S)) == []
+    assert bench.client("c", kind, generate(1, timeout_s=MAX_TIMEOUT_S)) == []
