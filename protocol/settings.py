@@ -100,8 +100,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     session_idle_s: Positive = 3600.0
     max_sessions: AtLeastOne = 10_000
     max_queued: AtLeastZero = 10_000
+    max_queued_bytes: AtLeastOne = 1024 * 1024 * 1024
     max_streams: AtLeastOne = 4_096
     max_buffer_bytes: AtLeastOne = 64 * 1024 * 1024
+    max_buffers: AtLeastOne = 4_096
+    max_total_buffer_bytes: AtLeastOne = 1024 * 1024 * 1024
     max_pending_bytes: AtLeastOne = 4 * 1024 * 1024
 
     @property

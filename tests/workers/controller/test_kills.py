@@ -159,7 +159,7 @@ def test_streams_of_a_killed_controller_worker_end_or_are_completed_by_a_retry(
         error = reader.end()
         assert type(error) is UnavailableError
         assert error.code == "worker_lost"
-        assert "that ran this stream's controller is gone" in error.message
+        assert "that ran this stream's controller was lost" in error.message
         assert reader.tokens == system.reference.tokens[: len(reader.tokens)]
     system.with_controllers(1)
     for reader in again:
