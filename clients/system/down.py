@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from ...protocol.settings import Settings
+from .conf import STOP_MARGIN_S
 from .faults import FAILED, NOT_RUNNING, SystemFault
 from .processes import alive, started_by
 from .run_dir import RunDir
-from .supervisor import STOP_MARGIN_S, Control, end_leftovers
+from .supervisor import Control, end_leftovers
 
 
 def end_system(settings: Settings) -> int:

@@ -31,6 +31,11 @@ class RunDir:
         return cls(Path(os.path.abspath(settings.run_folder)))
 
     @property
+    def conf(self) -> Path:
+        """What supervisord runs: the packaged file with the system's settings."""
+        return self.path / "supervisord.conf"
+
+    @property
     def supervisor_socket(self) -> Path:
         """Where supervisord takes orders."""
         return self.path / "supervisor.sock"

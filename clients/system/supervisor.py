@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import resource
@@ -14,24 +13,21 @@ import xmlrpc.client
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from supervisor.xmlrpc import SupervisorTransport
 
 from ...protocol.settings import Settings, environment
+from .conf import configuration
 from .faults import SystemFault
 from .processes import alive, in_session, send, started_by
 from .run_dir import RunDir
 
 T = TypeVar("T")
 
-CONF = Path(__file__).parent.parent / "supervisord.conf"
 START_S = 20.0
 """How long supervisord may take until it answers, in seconds."""
-STOP_MARGIN_S = 10
-"""What a worker gets beyond ``drain_s`` before it is killed, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
 """supervisord's log is the only place where the code of an early exit stands."""
 
@@ -125,11 +121,13 @@ class Supervisor:
                 f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
             )
         _raise_descriptor_limit()
+        with self.run_dir.conf.open("w", encoding="utf-8") as conf:
+            configuration(self._settings, sys.executable).write(conf)
         log = self.run_dir.supervisor_log
         self._read = log.stat().st_size if log.exists() else 0
         with self.run_dir.supervisor_errors.open("wb") as errors:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "-c", str(CONF)],
+                [sys.executable, "-m", "supervisor.supervisord", "-c", str(self.run_dir.conf)],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -148,13 +146,7 @@ class Supervisor:
         """The environment of supervisord, which all processes inherit."""
         settings = msgspec.structs.replace(self._settings, run_dir=str(self.run_dir.path))
         settings = msgspec.structs.replace(settings, back=settings.back_endpoint)
-        return {
-            **os.environ,
-            **environment(settings),
-            "PYTHON": sys.executable,
-            "STATE_WORKERS": str(min(1, settings.controller_workers)),
-            "STOP_WAIT_S": str(math.ceil(settings.drain_s) + STOP_MARGIN_S),
-        }
+        return {**os.environ, **environment(settings)}
 
     def exit_code(self) -> int | None:
         """supervisord's own exit code; None while it runs. Negative: the signal that killed it."""

@@ -45,6 +45,11 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
     assert wanted - set(wheel.namelist()) == set()
 
 
+def test_the_wheel_has_the_supervisord_conf_of_the_top_level(wheel: zipfile.ZipFile) -> None:
+    packaged = wheel.read("tokenbus/clients/supervisord.conf")
+    assert packaged == (ROOT / "supervisord.conf").read_bytes()
+
+
 def test_nothing_of_torch_is_needed_by_the_base_install(wheel: zipfile.ZipFile) -> None:
     [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
     lines = wheel.read(name).decode().splitlines()

@@ -1,0 +1,37 @@
+"""``supervisord.conf`` as ``tokenbus up`` runs it: the packaged file with a system's settings."""
+
+from __future__ import annotations
+
+import math
+from configparser import RawConfigParser
+from pathlib import Path
+
+from ...protocol.settings import Settings
+
+CONF = Path(__file__).parent.parent / "supervisord.conf"
+"""The packaged file. In a checkout it is a link to the one at the top level."""
+RUN_DIR = "%(here)s/run"
+"""The run directory in that file. What is made here stands in the run directory itself."""
+STOP_MARGIN_S = 10
+"""What a worker gets beyond ``drain_s`` before it is killed, in seconds."""
+
+
+def configuration(settings: Settings, python: str) -> RawConfigParser:
+    """The file's content with these settings; ``python`` is the interpreter that runs Tokenbus."""
+    conf = RawConfigParser()
+    conf.read_string(CONF.read_text(encoding="utf-8"))
+    # The processes inherit all settings, this one too.
+    conf.remove_option("supervisord", "environment")
+    for section in conf.values():
+        for key, value in section.items():
+            section[key] = value.replace(RUN_DIR, "%(here)s")
+    interpreter = f'"{python.replace("%", "%%")}" '
+    for name in conf.sections():
+        if name.startswith("program:"):
+            program = conf[name]
+            program["command"] = program["command"].replace("python ", interpreter, 1)
+            program["stopwaitsecs"] = str(math.ceil(settings.drain_s) + STOP_MARGIN_S)
+    conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
+    conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
+    conf["program:state-worker"]["numprocs"] = str(min(1, settings.controller_workers))
+    return conf

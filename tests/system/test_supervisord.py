@@ -1,0 +1,115 @@
+"""``supervisord -c supervisord.conf`` in a checkout, with nothing set in the environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.clients import Client
+from tokenbus.clients.system.conf import CONF
+from tokenbus.clients.system.processes import started_by
+from tokenbus.clients.system.run_dir import RunDir
+
+from ..processes import free_port, until
+from .conftest import ROOT
+
+pytestmark = pytest.mark.process
+
+WAIT_S = 120.0
+BIN = Path(sys.executable).parent
+CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
+
+
+@pytest.fixture
+def checkout(folder: Path) -> Path:
+    """What supervisord sees of a checkout, with a port of its own for clients."""
+    tracked = subprocess.check_output(
+        ["git", "ls-files", "supervisord.conf", "run"], cwd=ROOT, text=True
+    )
+    for name in tracked.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "tokenbus.toml").write_text(f'front = "tcp://127.0.0.1:{free_port()}"\nthreads = 1\n')
+    return folder
+
+
+@pytest.fixture
+def supervisord(checkout: Path) -> Iterator[subprocess.Popen[str]]:
+    """supervisord with that file."""
+    with (checkout / "output").open("w") as output:
+        process = subprocess.Popen(
+            [BIN / "supervisord", "-c", "supervisord.conf"],
+            cwd=checkout,
+            env=CLEAN,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    yield process
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    for pid in started_by(RunDir(checkout / "run")):
+        os.kill(pid, signal.SIGKILL)
+
+
+def ctl(checkout: Path, *arguments: str) -> str:
+    """What supervisorctl prints."""
+    done = subprocess.run(
+        [BIN / "supervisorctl", "-c", "supervisord.conf", *arguments],
+        cwd=checkout,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    return done.stdout
+
+
+def test_it_runs_the_whole_system_and_leaves_nothing(
+    checkout: Path, supervisord: subprocess.Popen[str]
+) -> None:
+    front = (checkout / "tokenbus.toml").read_text().split('"')[1]
+    with Client(front, patience_s=WAIT_S) as client:
+        text = client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=WAIT_S).text
+        assert text, (checkout / "output").read_text()
+        steered = client.generate(
+            "import ", controller="choice", controller_arg=["os", "sys"], retry_s=WAIT_S
+        )
+        assert steered.text in ("os", "sys")
+        assert sorted(w.role for w in client.status().workers) == ["controller", "gpu", "state"]
+    names = {line.split()[0].rpartition(":")[2] for line in ctl(checkout, "status").splitlines()}
+    assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0"}
+    run_dir = RunDir(checkout / "run")
+    assert len(started_by(run_dir)) == 4
+    supervisord.send_signal(signal.SIGTERM)
+    assert supervisord.wait(WAIT_S) == 0
+    until(lambda: not started_by(run_dir), WAIT_S, "no process is left")
+    assert sorted(f.name for f in run_dir.path.glob("*.sock")) == []
+    assert not (run_dir.path / "supervisord.pid").exists()
+
+
+def test_tokenbus_down_ends_it_too(checkout: Path, supervisord: subprocess.Popen[str]) -> None:
+    until(lambda: "RUNNING" in ctl(checkout, "status", "broker"), WAIT_S, "the broker runs")
+    subprocess.run(
+        [BIN / "tokenbus", "down", "--run-dir", "run"],
+        cwd=checkout,
+        env=CLEAN,
+        timeout=WAIT_S,
+        check=True,
+        capture_output=True,
+    )
+    assert supervisord.wait(WAIT_S) == 0
+    assert started_by(RunDir(checkout / "run")) == []
+
+
+def test_the_package_has_the_file_of_the_top_level() -> None:
+    assert CONF.resolve() == ROOT / "supervisord.conf"
