@@ -1,8 +1,9 @@
-"""Engines that fill masks, side by side: the guest of a grammar, and the libraries beside it.
+"""Engines that fill masks, with one interface: our grammar engine, and the libraries it is compared
+with.
 
-Each is made of a grammar and walks a text: the mask at its beginning, then for each token the same
-two calls, take it and fill the next mask. What is timed is these calls and nothing between them.
-xgrammar and outlines-core are compared where they are installed.
+Each is constructed from a grammar and walks a text: the mask at its beginning, then for each token
+the same two calls, accept it and fill the next mask. Only these calls are timed. xgrammar and
+outlines-core are compared if they are installed.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ _clock = time.perf_counter
 
 
 class Engine(Protocol):
-    """One grammar at work. Texts come one after another; what was found out for one stays."""
+    """One engine for one grammar. Texts come one after another, and its caches stay."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """Seconds of the mask at the beginning of a text, and of each token with its next mask."""
+        """Seconds for the mask at the beginning of a text, and for each token with its next
+        mask."""
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
-        """These masks, one more than there are tokens."""
+        """The same masks, one more than there are tokens."""
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the engine."""
 
 
 class _Walking:
-    """A walk, given the two calls. ``_begin`` stands at the beginning of a text."""
+    """The walk, given the two calls that ``_begin`` returns at the beginning of a text."""
 
     _mask: bytearray
 
@@ -49,13 +51,13 @@ class _Walking:
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
         """As ``Engine`` says."""
-        take, fill = self._begin()
+        accept, fill = self._begin()
         began = _clock()
         fill()
         seconds = [_clock() - began]
         for token in tokens:
             began = _clock()
-            take(token)
+            accept(token)
             fill()
             seconds.append(_clock() - began)
         self._end()
@@ -63,11 +65,11 @@ class _Walking:
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
         """As ``Engine`` says."""
-        take, fill = self._begin()
+        accept, fill = self._begin()
         fill()
         found = [bytes(self._mask)]
         for token in tokens:
-            take(token)
+            accept(token)
             fill()
             found.append(bytes(self._mask))
         self._end()
@@ -86,7 +88,7 @@ def _address(mask: bytearray) -> int:
 
 
 class Ours(_Walking):
-    """A guest of its own for a grammar."""
+    """A grammar instance of its own."""
 
     name = "tokenbus"
 
@@ -111,7 +113,7 @@ class Ours(_Walking):
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for one."""
+    """A vocabulary with the interface that llguidance needs."""
 
     bos_token_id = None
 
@@ -126,8 +128,8 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance: its lexer's states stay with a matcher that is reset, so one matcher takes all
-    texts; masks go straight into memory whose address is known, through its fastest call."""
+    """llguidance: a matcher that is reset keeps the states of its lexer, so one matcher is used
+    for all texts; masks are written directly to a known address, by its fastest call."""
 
     name = "llguidance"
 
@@ -141,7 +143,7 @@ class LLGuidance(_Walking):
 
     @staticmethod
     def tokenizer(vocabulary: TokenizerVocabulary) -> LLTokenizer:
-        """The vocabulary, with the slices that llguidance takes by itself."""
+        """The vocabulary, with llguidance's default slices."""
         return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
 
     def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
@@ -152,14 +154,15 @@ class LLGuidance(_Walking):
         return matcher.consume_token, lambda: fill_at(address, size)
 
     def walk_rounds(self, rounds: Sequence[Sequence[int]]) -> list[float]:
-        """Seconds of taking the tokens of each round at once, and filling the mask after them."""
+        """Seconds for accepting the tokens of each round at once and filling the mask after
+        them."""
         fill = self._begin()[1]
-        take = self._matcher.consume_tokens
+        accept = self._matcher.consume_tokens
         seconds = []
         for tokens in rounds:
             some = list(tokens)
             began = _clock()
-            take(some)
+            accept(some)
             fill()
             seconds.append(_clock() - began)
         self._end()
@@ -171,7 +174,7 @@ class LLGuidance(_Walking):
 
 
 class XGrammar(_Walking):
-    """xgrammar, which finds most of its masks when it compiles a grammar: on one thread here."""
+    """xgrammar, which computes most of its masks when it compiles a grammar: on one thread here."""
 
     name = "xgrammar"
 
@@ -183,7 +186,8 @@ class XGrammar(_Walking):
 
     @staticmethod
     def compiler(vocabulary: TokenizerVocabulary) -> Any:
-        """What compiles grammars for a vocabulary. Raises ImportError where it is missing."""
+        """The grammar compiler for a vocabulary. Raises ImportError if xgrammar is not
+        installed."""
         xgrammar = importlib.import_module("xgrammar")
         tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
         info = xgrammar.TokenizerInfo(tokens, stop_token_ids=[vocabulary.eos])
@@ -194,26 +198,26 @@ class XGrammar(_Walking):
         matcher.reset()
         fill = matcher.fill_next_token_bitmask
 
-        def take(token: int) -> None:
+        def accept(token: int) -> None:
             if not matcher.accept_token(token):
                 raise ValueError(f"xgrammar: token {token} cannot follow")
 
-        return take, lambda: fill(bits)
+        return accept, lambda: fill(bits)
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
         """As ``Engine`` says."""
-        take, fill = self._begin()
+        accept, fill = self._begin()
         fill()
         found = [self._bits.numpy().tobytes()]
         for token in tokens:
-            take(token)
+            accept(token)
             fill()
             found.append(self._bits.numpy().tobytes())
         return found
 
 
 class OutlinesCore(_Walking):
-    """outlines-core: regular expressions alone, all masks found when the index is made."""
+    """outlines-core: regular expressions only, all masks computed when the index is built."""
 
     name = "outlines-core"
 
@@ -224,7 +228,7 @@ class OutlinesCore(_Walking):
 
     @staticmethod
     def words(vocabulary: TokenizerVocabulary) -> Any:
-        """The vocabulary as it takes it. Raises ImportError where it is missing."""
+        """The vocabulary in its format. Raises ImportError if outlines-core is not installed."""
         outlines_core = importlib.import_module("outlines_core")
         by_text: dict[bytes, list[int]] = {}
         for number in range(vocabulary.size):

@@ -1,4 +1,4 @@
-"""What a guest costs by itself: masks along a C file and in a text, first masks, sequences."""
+"""The cost of our engine alone: masks along a C file and in a text, first masks, sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _clock = time.perf_counter
 
 
 def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
-    """Microseconds of a mask along a C file: mean and 99th of a hundred, medians over passes."""
+    """Microseconds of a mask along a C file: mean and 99th percentile, medians over passes."""
     tokens = world.tokens(C_FILE.read_text())
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
     first, again, appends = [], [], []
@@ -116,14 +116,15 @@ def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _wrapped(pattern: str, times: int) -> str:
-    """The same language in another pattern, which is compiled anew."""
+    """Another pattern of the same language, so that it is compiled again."""
     return "(?:" * times + pattern + ")" * times
 
 
 def _first_mask(
     world: World, constraints: Constraints, name: str, arg: str, after: str = ""
 ) -> float:
-    """Seconds from an argument to a mask. Then a text is followed, untimed, and all is closed."""
+    """Seconds from an argument to a mask. Then a text is processed, not timed, and all is
+    closed."""
     program = constraints.get(name)
     assert program is not None
     mask = world.mask()
@@ -142,15 +143,15 @@ def _first_mask(
 
 
 def _round(controller: Controller, mask: memoryview) -> None:
-    """A sequence's first."""
+    """The first round of a sequence."""
     controller.init_prompt([1, 2, 3])
     controller.pre_process()
     controller.mid_process([0], mask)
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """What one more sequence of a C grammar takes: microseconds to its first mask, which is known,
-    and bytes of the guest while it stands in the middle of a file."""
+    """The cost of one more sequence under the C grammar: microseconds to its first mask, which is
+    cached, and bytes of the guest while the sequence is in the middle of a file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -10,14 +10,14 @@ from _masks_world import TEXTS
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A pattern, and texts that match it whole."""
+    """A pattern, and texts that it matches in full."""
 
     name: str
     pattern: str
     texts: list[str]
-    beside: bool = True
-    """Whether xgrammar and outlines-core are asked."""
+    others: bool = True
+    """Whether xgrammar and outlines-core are measured too."""
 
 
 CASES = [Case(**case) for case in tomllib.loads((TEXTS / "regexes.toml").read_text())["case"]]
-"""What ``regex_vs_llguidance`` is the mean over."""
+"""The cases of which ``regex_vs_llguidance`` is the mean."""

@@ -1,4 +1,5 @@
-"""A JSON schema through our controller, beside llguidance alone: what the controller adds."""
+"""A JSON schema through our controller compared with llguidance alone: the controller's
+overhead."""
 
 from __future__ import annotations
 
@@ -45,19 +46,19 @@ SCHEMA = {
     "required": ["id", "name", "email", "born", "active", "balance", "tags", "address"],
     "additionalProperties": False,
 }
-"""Of a record of ``texts/records.json``."""
+"""The schema of a record of ``texts/records.json``."""
 
 
 class Round(NamedTuple):
-    """What was appended before a mask is asked for: nothing, then a token or what was forced."""
+    """The tokens appended before a mask is requested: none, then a token or the forced ones."""
 
     appended: list[int]
     masked: bool
-    """Whether a mask is the answer; else more is forced, or the text is at its end."""
+    """Whether the answer is a mask; otherwise more is forced, or the text has ended."""
 
 
 class Schemas:
-    """Both, over the same records."""
+    """Both over the same records."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -97,7 +98,7 @@ class Schemas:
         }
 
     def _rounds(self, text: bytes) -> list[Round]:
-        """As a stream with this text would run: tokens that are forced are appended at once."""
+        """The rounds of a stream with this text: forced tokens are appended at once."""
         controller, mask = self._start(), self._world.mask()
         rounds: list[Round] = []
         appended: list[int] = []

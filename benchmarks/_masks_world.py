@@ -1,4 +1,4 @@
-"""What all of ``masks.py`` stands on: Tekken's vocabulary, a Wasm engine, and texts."""
+"""What all parts of ``masks.py`` share: Tekken's vocabulary, a Wasm engine, and texts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "real_tokenizers.py"
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
-"""Of every sequence: more than any text here has, so that none is brought to its end early."""
+"""``max_tokens`` of every sequence: more than any text has, so that none is closed early."""
 MICRO = 1e6
 MILLI = 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Made once."""
+    """The shared objects, created once."""
 
     vocabulary: TokenizerVocabulary
     engine: wasmtime.Engine
@@ -38,7 +38,7 @@ class World:
 
     @classmethod
     def make(cls) -> World:
-        """Reads the tokenizer: some 3 s."""
+        """Reads the tokenizer, in about 3 s."""
         tekken: Callable[[], str] = runpy.run_path(str(TOKENIZERS))["tekken_json"]
         vocabulary = TokenizerVocabulary.from_json(
             tekken(), size=131_072, eos=[EOS], fingerprint="tekken"
@@ -47,26 +47,26 @@ class World:
         return cls(vocabulary, engine, GrammarModule(engine))
 
     def tokens(self, text: str) -> list[int]:
-        """As the tokenizer writes a text."""
+        """The tokens of a text."""
         return self.vocabulary.tokenize(text.encode())
 
     def host(self, arg: str) -> Host:
-        """What a sequence with this argument is given."""
+        """The host of a sequence with this argument."""
         limits = Limits()
         log = Log(limits.log_bytes)
         return Host(1, 0, arg.encode(), self.vocabulary, None, log, limits, MAX_TOKENS)  # type: ignore[arg-type]
 
     def mask(self) -> memoryview:
-        """Room for a mask."""
+        """A buffer for a mask."""
         return memoryview(bytearray(4 * -(-self.vocabulary.size // 32)))
 
 
 def p99(seconds: Sequence[float]) -> float:
-    """What 99 of 100 are not above."""
+    """The 99th percentile."""
     return sorted(seconds)[-(-99 * len(seconds) // 100) - 1]
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """The mean of steps in microseconds, of each step the median over the passes: whatever else
-    runs on the machine meets other steps in each pass."""
+    """The mean over the steps, in microseconds, of each step's median over the passes: other load
+    on the machine affects different steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

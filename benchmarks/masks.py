@@ -1,10 +1,11 @@
-"""What masks cost: ours beside llguidance, xgrammar and outlines-core, on Tekken's 131,072 tokens.
+"""The cost of token masks, compared with llguidance, xgrammar and outlines-core, for Tekken's
+131,072 tokens.
 
-One thread, everything in one process. A step is what an engine does for a token: take it and fill
-the next mask, through the calls that a worker makes, the copy into the mask's buffer included. A
-first pass is in an engine that is new to the grammar, a second in one that has seen the same
-texts; each is the median of several, the engines taking turns. What ours takes is in
-``_masks_guest.py``, what it is compared with in ``_masks_beside.py``.
+One thread, everything in one process. A step is the work of an engine for one token: accept it and
+fill the next mask, through the calls that a worker makes, including the copy into the mask buffer.
+A first pass is with an engine that is new to the grammar, a second pass with one that has processed
+the same texts; each is the median of several, and the engines take turns. ``_masks_guest.py``
+measures our engine alone, ``_masks_comparison.py`` compares it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import gc
 import statistics
 from collections.abc import Sequence
 
-from _masks_beside import Beside, Line
+from _masks_comparison import Comparison, Line
 from _masks_engines import LLGuidance, Ours, OutlinesCore, XGrammar
 from _masks_guest import c_file, first_masks, sequences, substring
 from _masks_schema import Schemas
@@ -24,38 +25,38 @@ ENGINES = (Ours.name, LLGuidance.name, XGrammar.name, OutlinesCore.name)
 
 NOTES = {
     "c_mean_us": "a mask along a C file of 565 lines, second pass (at most 150)",
-    "c_p99_us": "99 of 100 of these (at most 1,500)",
+    "c_p99_us": "the 99th percentile of these (at most 1,500)",
     "c_first_mean_us": "on the first pass (at most 1,000)",
     "c_first_p99_us": "(at most 20,000)",
     "c_append_us": "to append a token of that file",
-    "regex_vs_llguidance": "a step over llguidance's, mean of the regexes (at most 1.0)",
+    "regex_vs_llguidance": "a step over one of llguidance, mean of the regexes (at most 1.0)",
     "regex_first_vs_llguidance": "the same on the first pass",
     "regex_worst_vs_llguidance": "the worst of the regexes, second pass",
     "json_vs_llguidance": "the yacc JSON over a Lark JSON, mean of the texts (at most 1.0)",
     "json_first_vs_llguidance": "the same on the first pass",
     "regex_us": "a step, median of the regexes, second pass",
     "regex_us_llguidance": "llguidance's",
-    "regex_us_xgrammar": "xgrammar's, of the regexes that it takes",
-    "regex_us_outlines_core": "outlines-core's, of the regexes that it takes",
+    "regex_us_xgrammar": "xgrammar's, of the regexes that it supports",
+    "regex_us_outlines_core": "outlines-core's, of the regexes that it supports",
     "json_us": "a step, median of the texts, second pass",
     "json_us_llguidance": "llguidance's",
     "json_us_xgrammar": "xgrammar's",
     "substring_us": "a step in 4 kB of text, first pass (at most 100)",
     "substring_second_us": "the same on a second pass",
     "schema_overhead": "json_schema by our controller over llguidance alone (at most 1.3)",
-    "schema_overhead_forced": "with rounds in which ours finds out what is forced",
+    "schema_overhead_forced": "including the rounds in which ours computes forced tokens",
     "schema_us": "a round of it that ends in a mask",
     "schema_us_llguidance": "llguidance's",
     "first_mask_ms_regex": "from pattern to mask, the slowest regex (at most 50)",
     "first_mask_ms_c_cold": "from the grammar of C to mask (at most 3,000)",
     "first_mask_ms_c_warm": "with its tables and masks on disk (at most 50)",
-    "sequence_start_us": "a sequence with its first round, the mask known (at most 1,000)",
+    "sequence_start_us": "a sequence with its first round, the mask cached (at most 1,000)",
     "sequence_bytes": "one more sequence, in the middle of that C file (at most 262,144)",
 }
 
 
 def key(engine: str) -> str:
-    """The end of an engine's names; ours have none."""
+    """The suffix of an engine's figures; ours have none."""
     return "" if engine == Ours.name else "_" + engine.replace("-", "_")
 
 
@@ -92,7 +93,7 @@ def show(kind: str, lines: Sequence[Line], first_ms: dict[str, float]) -> None:
             facts.append(f"first mask {first_ms[line.case]:.0f} ms")
         facts += [f"{name} prepared {ms:,.0f} ms" for name, ms in line.prepared_ms.items()]
         if line.differing:
-            facts.append(f"{line.differing} masks are not llguidance's")
+            facts.append(f"{line.differing} masks differ from llguidance's")
         print(f"{kind + ' ' + line.case:30}", *cells, " ", "; ".join(facts))
 
 
@@ -108,14 +109,14 @@ def main() -> None:
     results |= c_file(world, fresh, passes)
     results |= substring(world, fresh)
     results |= Schemas(world).overhead(passes)
-    beside = Beside(world, fresh, passes)
-    regexes, texts = list(beside.regexes()), list(beside.json())
+    comparison = Comparison(world, fresh, passes)
+    regexes, texts = list(comparison.regexes()), list(comparison.json())
     results |= compared("regex", regexes) | compared("json", texts)
     report({name: results[name] for name in NOTES if name in results}, NOTES, options.json)
     if not options.json:
         show("regex", regexes, first_ms)
         show("json", texts, {})
-        for name in beside.missing:
+        for name in comparison.missing:
             print(f"{name} is not installed")
 
 

@@ -1,6 +1,6 @@
 """``tokenbus grammar``: grammars checked against inputs, without a system that runs.
 
-What does it is imported when it is used: other commands need neither wasmtime nor tokenizers.
+The implementation is imported on use: other commands need neither wasmtime nor tokenizers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .exits import OK, WRONG_USAGE
 from .module_files import FileFault
 
 NEEDED = ("wasmtime", "tokenizers", "numpy")
-"""Packages that the base install does not bring."""
+"""Packages that are not in the base install."""
 
 
 def add_command(commands: Any) -> None:
-    """Adds ``grammar`` and what it can do."""
+    """Adds ``grammar`` with its subcommands."""
     parser = commands.add_parser(
         "grammar",
         allow_abbrev=False,
@@ -36,7 +36,7 @@ def _add_check(actions: Any) -> None:
     parser = actions.add_parser(
         "check",
         allow_abbrev=False,
-        help="whether a grammar takes an input",
+        help="check whether a grammar accepts an input",
         description="Walks an input, token by token, through the masks of a grammar. Exits with 0 "
         "if it is accepted, with 1 if not, and says where and what was expected.",
     )
@@ -52,10 +52,10 @@ def _add_allowed(actions: Any) -> None:
         "allowed",
         allow_abbrev=False,
         help="which tokens may follow a text",
-        description="A picture of one mask: what a model may say after a text.",
+        description="A picture of one mask: the tokens that a model may generate after a text.",
     )
     _add_grammar(parser)
-    parser.add_argument("text", metavar="TEXT", help="what came before; - is standard input")
+    parser.add_argument("text", metavar="TEXT", help="the text so far; - is standard input")
     _add_tokenizer(parser)
     _finish(parser, _allowed)
 
@@ -66,7 +66,7 @@ def _add_list(actions: Any) -> None:
 
 
 def _add_show(actions: Any) -> None:
-    parser = actions.add_parser("show", allow_abbrev=False, help="the text of one of them")
+    parser = actions.add_parser("show", allow_abbrev=False, help="print the text of one of them")
     parser.add_argument("grammar", metavar="NAME", help="its name, as list prints it")
     parser.set_defaults(run=_reporting(_show))
 
@@ -94,7 +94,7 @@ def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def _reporting(command: Any) -> Any:
-    """``command`` with what is wrong with a file told on stderr, and its exit code."""
+    """``command``, with errors of files reported on stderr, and its exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:

@@ -1,4 +1,4 @@
-"""``tokenbus grammar allowed``: a picture of one mask, what may come after a text."""
+"""``tokenbus grammar allowed``: a picture of one mask, the tokens that may follow a text."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .tokenizer_files import read_vocabulary, tokens_of
 
 TEXT = "<text>"
 NAMED = 16
-"""How many of the expected lexemes are named."""
+"""Number of expected lexemes that are named."""
 CELLS = (80, 100, 140)
-"""Width of the picture: at least, where nobody says how wide the terminal is, and at most."""
+"""Width of the picture: minimum, default if the width of the terminal is unknown, maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Of the room for examples: that of those which may come."""
+"""Share of the space for examples that is for allowed tokens."""
 
 
 class _Found(NamedTuple):
-    """What may come after a text."""
+    """The mask after a text."""
 
     language: Language
     vocabulary: TokenizerVocabulary
@@ -47,8 +47,8 @@ class _Found(NamedTuple):
 
 
 def allowed(args: argparse.Namespace) -> int:
-    """Shows the mask after one text; 0, or 1 where the text itself cannot be. Raises FileFault for
-    what cannot be read."""
+    """Shows the mask after one text; returns 0, or 1 if the text itself is refused. Raises
+    FileFault for a file that cannot be read."""
     language = compiled(read_source(args.grammar))
     text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
@@ -97,7 +97,7 @@ def _print(found: _Found) -> None:
     before = "…" * (len(text) > 60) + text[-60:].decode(errors="replace")
     print(
         f"{language.source.name} after {before!r}: {mask.allowed_count:,} of "
-        f"{vocabulary.size:,} tokens may come ({share})"
+        f"{vocabulary.size:,} tokens are allowed ({share})"
     )
     print(f"the text {'may' if mask.complete else 'cannot'} end here")
     names = language.expected(text)
@@ -105,7 +105,7 @@ def _print(found: _Found) -> None:
     print(f"expected: {', '.join(names[:NAMED])}{more}")
     if forced:
         said = " ".join(token_text(vocabulary, token) for token in forced)
-        print(f"forced, as the tokenizer writes it: {said}")
+        print(f"forced tokens: {said}")
     print()
     _print_groups(vocabulary, _groups(vocabulary, mask))
 
@@ -131,10 +131,10 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Of the tokens that begin as the line before says, but for white space before that."""
+"""Name of the group whose tokens are those of the line before, after some white space."""
 
 _Kind = tuple[str, bool]
-"""What a token begins with, and whether white space is before it."""
+"""How a token begins, and whether there is white space before that."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -175,7 +175,7 @@ def _print_groups(vocabulary: TokenizerVocabulary, groups: dict[_Kind, _Group]) 
     counts = 2 * digits + len(" of ")
     room = cells - names - counts - BAR_CELLS - 8
     yes_cells = int(room * ALLOWED_SHARE)
-    head = f"{'beginning':{names}}  {'may come':<{counts + 2 + BAR_CELLS}}"
+    head = f"{'beginning':{names}}  {'allowed':<{counts + 2 + BAR_CELLS}}"
     print(f"{head}  {'for example':{yes_cells}}  not")
     for (kind, white), group in groups.items():
         name = AFTER_WHITE if white and (kind, False) in groups else kind
@@ -190,7 +190,7 @@ def _print_groups(vocabulary: TokenizerVocabulary, groups: dict[_Kind, _Group]) 
 
 
 def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int) -> str:
-    """As many tokens as fit."""
+    """As many tokens as fit into ``cells``."""
     shown = ""
     for token in _varied(vocabulary, tokens):
         more = f"{shown} {token_text(vocabulary, token)}".lstrip()
@@ -202,8 +202,8 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """Tokens, those first that are text and begin as none before. The order of ids is otherwise
-    kept: most tokenizers give low ones to what is frequent."""
+    """The tokens, first those that are text and begin with a new character. Otherwise the order of
+    ids is kept: in most tokenizers frequent tokens have low ids."""
     seen = set()
     later: list[int] = []
     for token in tokens:

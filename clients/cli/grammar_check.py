@@ -28,7 +28,8 @@ STDIN = "<stdin>"
 
 
 def check(args: argparse.Namespace) -> int:
-    """Walks one input; 0 if it is accepted, else 1. Raises FileFault for what cannot be read."""
+    """Walks one input; returns 0 if it is accepted, else 1. Raises FileFault for a file that
+    cannot be read."""
     language = compiled(read_source(args.grammar))
     name, text = _read_input(args.input)
     vocabulary = read_vocabulary(args.tokenizer)
@@ -78,7 +79,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _read_input(name: str) -> tuple[str, bytes]:
-    """What an input is called, and its bytes; ``-`` is standard input. Raises FileFault."""
+    """The name of an input for messages, and its bytes; ``-`` is standard input. Raises
+    FileFault."""
     if name == "-":
         return STDIN, sys.stdin.buffer.read()
     try:
@@ -115,7 +117,7 @@ def _print_summary(
         print(f"{label:10} " + " ".join(f"{found[name]:>9,.1f}" for name in names))
     print(f"{'guest':10} ready in {start_s * 1e3:,.0f} ms, {size / 1e6:,.1f} MB at the end")
     taken = sum(step.allowed and step.token is not None for step in steps)
-    print(f"{'forced':10} {_forced(steps):,} of {taken:,} tokens left the model no choice")
+    print(f"{'forced':10} {_forced(steps):,} of {taken:,} tokens: the grammar leaves no choice")
     print()
 
 
@@ -146,7 +148,7 @@ def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> di
 
 
 def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
-    """Raises ServiceError where the guest and the reference say different things of an input."""
+    """Raises ServiceError if the grammar backend and the reference treat an input differently."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:
         agree, guest = wrong_at is None, "accepts the text"

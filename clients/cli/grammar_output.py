@@ -14,7 +14,7 @@ from .source_places import Lines
 
 
 def token_text(vocabulary: TokenizerVocabulary, token: int) -> str:
-    """A token as people read it: text in quotes, or bytes where it is no text."""
+    """A token in readable form: text in quotes, or bytes if it is not text."""
     written = vocabulary.token(token)
     try:
         return repr(written.decode())
@@ -52,7 +52,7 @@ def refusal_fields(refused: Refusal | None) -> dict[str, Any] | None:
 
 
 def print_language(language: Language) -> None:
-    """What a grammar is made of, and what its author should know."""
+    """Prints the sizes of a grammar, its conflicts and its warnings."""
     sizes = ", ".join(f"{count:,} {what}" for what, count in language.sizes.items())
     print(f"{'grammar':10} {language.source.name}: {sizes}")
     made = f"{len(language.tables) / 1000:,.0f} kB, compiled in {language.seconds * 1e3:,.0f} ms"
@@ -62,13 +62,13 @@ def print_language(language: Language) -> None:
 
 
 def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) -> None:
-    """Where an input goes wrong, what was expected, and its line."""
+    """Prints where an input is refused, what was expected, and the line."""
     what = str(refused).partition(": ")[2]
     pointed = Lines(text).pointed(refused.line, refused.column)
     print(f"{name}:{refused.line}:{refused.column}: {what}{pointed}")
     ending = text[refused.offset :]
     if ending in (b"\n", b"\r\n") and language.wrong_at(text[: refused.offset]) is None:
-        print("without its last line end it is accepted")
+        print("it is accepted without its last line end")
 
 
 def disagreement(backend_does: str, wrong_at: int | None) -> ServiceError:

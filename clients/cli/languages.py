@@ -1,7 +1,7 @@
-"""Grammars and regular expressions by name or file, compiled: tables, and what refuses a text.
+"""Grammars and regular expressions by name or file, compiled: their tables, and a reference.
 
-The reference is Python's reading of the tables, ``Recognizer`` and ``Dfa``; the guest that makes
-masks is held to it.
+The reference interprets the tables in Python (``Recognizer`` and ``Dfa``); the masks of the grammar
+backend are compared with it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .module_files import FileFault
 from .source_places import Lines
 
 SUFFIXES = (".y", ".rx")
-"""How the names of files end: grammars and regular expressions."""
+"""Suffixes of files: grammars and regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""A set of characters that lacks at most so many of ASCII's is named by those that it lacks."""
+"""A set of characters without at most this many of ASCII is described by those that it lacks."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -46,7 +46,7 @@ class Source:
 
 
 class Language(Protocol):
-    """What a compiled grammar and a compiled regular expression have in common."""
+    """The interface of a compiled grammar and of a compiled regular expression."""
 
     source: Source
     seconds: float
@@ -54,38 +54,38 @@ class Language(Protocol):
 
     @property
     def tables(self) -> bytes:
-        """What the guest runs."""
+        """The tables that the grammar backend runs."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What there is of each thing, by its name."""
+        """Sizes by name, such as the number of parser states."""
 
     @property
     def notes(self) -> list[str]:
-        """What its author should know: conflicts, and lexemes that never match."""
+        """Conflicts and warnings, such as lexemes that never match."""
 
     def wrong_at(self, text: bytes) -> int | None:
-        """The first byte that cannot follow; the text's length where it ends too early; None where
-        it is of the language."""
+        """The index of the first byte that cannot follow; the text's length if it ends too early;
+        None if it is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
-        """Names of what may follow a beginning."""
+        """The names of what may follow a beginning."""
 
 
 def library_sources() -> list[Source]:
-    """All that comes with Tokenbus, as it stands in its files."""
+    """All grammars and regular expressions of the library, as they are in their files."""
     found = [(name, kind) for kind in ("y", "rx") for name in library.names(kind)]
     return [_of_library(name, kind) for name, kind in found]
 
 
 def title(source: Source) -> str:
-    """What a source of the library is, on a line: the heading of its page."""
+    """The one-line description of a source of the library: the heading of its page."""
     page = files(library) / f"{source.name}.md"
     return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
 
 
 def read_source(name: str) -> Source:
-    """The grammar of a name: a file's where it ends with .y or .rx or has a / in it, else one of
+    """The grammar of a name: a file if the name ends with .y or .rx or contains a /, else one of
     the library. Raises FileFault."""
     if "/" not in name and not name.endswith(SUFFIXES):
         for kind in ("y", "rx"):
@@ -110,12 +110,13 @@ def read_source(name: str) -> Source:
 
 
 def compiled(source: Source) -> Language:
-    """Its tables. Raises FileFault for what is wrong with it, with its place and its line."""
+    """The compiled source. Raises FileFault for an error in it, with its place and its line."""
     return _Grammar(source) if source.kind == "y" else _Regex(source)
 
 
 def refusal(language: Language, text: bytes, wrong_at: int) -> Refusal:
-    """What ``Language.wrong_at`` has found, told of the beginning of a character."""
+    """The refusal at ``wrong_at`` (of ``Language.wrong_at``), moved to the start of its
+    character."""
     start = _character(text, wrong_at)
     line, column = Lines(text).place(start)
     found = text[start : start + 4].decode(errors="replace")[:1]
@@ -128,7 +129,7 @@ def _of_library(name: str, kind: str) -> Source:
 
 
 def _character(text: bytes, at: int) -> int:
-    """The start of the character that has the byte ``at``, where that is UTF-8."""
+    """The index of the character that contains the byte ``at``, if that is valid UTF-8."""
     if at == len(text):
         return at
     for start in range(at - 1, max(at - 4, -1), -1):
@@ -170,7 +171,7 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # The end of the text and the whole text are ours, not the author's.
+        # The end of the text and the whole text are not in the grammar's file.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,
@@ -197,7 +198,7 @@ class _Grammar:
 
 
 class _Regex:
-    """A regular expression, its file read as the library's are."""
+    """A regular expression, in a file like those of the library."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -238,7 +239,7 @@ class _Regex:
 
 def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The pattern of a file: its lines joined, without blanks at their ends and without lines that
-    begin with ``#``; and line and column of each of its characters and of its end."""
+    begin with ``#``; with the line and column of each of its characters and of its end."""
     pattern, places = "", [(1, 1)]
     for number, line in enumerate(text.splitlines(), 1):
         kept = line.strip()
@@ -250,7 +251,7 @@ def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _characters(allowed: set[int]) -> Iterable[str]:
-    """Names of the characters that begin with some bytes: ranges, or all but a few."""
+    """Descriptions of the characters that begin with some bytes: ranges, or all but a few."""
     beyond = any(byte >= 0xC2 for byte in allowed)
     printed = [byte for byte in _PRINTED if byte in allowed]
     if len(printed) >= len(_PRINTED) - EXCLUDED:
@@ -271,7 +272,7 @@ def _characters(allowed: set[int]) -> Iterable[str]:
 
 
 def _runs(numbers: list[int]) -> Iterable[tuple[int, int]]:
-    """Numbers in order as ranges, cut where digits, upper and lower case end."""
+    """Sorted numbers as ranges, split where digits, upper case and lower case end."""
     first = 0
     for place, number in enumerate(numbers):
         last = place + 1 == len(numbers)
@@ -286,6 +287,6 @@ def _kind(byte: int) -> int:
 
 
 def _quoted(character: str) -> str:
-    """A character as the names of keywords are written."""
+    """A character in quotes, as in the names of keywords."""
     escaped = character.encode("unicode_escape").decode()
     return "'\"'" if character == '"' else f'"{escaped}"'

@@ -1,4 +1,4 @@
-"""One text under the real grammar guest, mask by mask, in this process."""
+"""Walks a text through the grammar backend, mask by mask, in this process."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ...workers.controller.wasm.sandbox import make_engine
 
 
 class Mask(NamedTuple):
-    """What may come at one place."""
+    """The mask at one place of the text."""
 
     bits: bytes
     """Bit i set: token i is allowed."""
     flags: int
     """``ANY``, ``FORCED`` and ``COMPLETE``."""
     seconds: float
-    """How long the guest took, hand-over included."""
+    """How long the grammar backend took, including the copy."""
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come."""
+        """Whether a token is allowed."""
         return bool(self.bits[token >> 3] >> (token & 7) & 1)
 
     @property
     def allowed_count(self) -> int:
-        """How many tokens may come, the end of the sequence among them where it may."""
+        """Number of allowed tokens, including the end of the sequence if it is allowed."""
         return int.from_bytes(self.bits, "little").bit_count()
 
     @property
@@ -45,23 +45,23 @@ class Mask(NamedTuple):
 
 
 class MaskStep(NamedTuple):
-    """A token of the text, or its end (None), and what the mask before it was like."""
+    """A token of the text, or its end (None), with the mask before it."""
 
     offset: int
     """In bytes."""
     token: int | None
     choices: int
-    """How many tokens the mask allowed."""
+    """Number of tokens that the mask allowed."""
     seconds: float
     """How long the mask took."""
     allowed: bool
-    """Whether the token may come, or the text may end."""
+    """Whether the token is allowed, or the text may end."""
     forced: bool
-    """The grammar left no choice: the token, or the text that it is part of, was all there is."""
+    """Whether the token is forced: the grammar allows no other text here."""
 
 
 class Guest:
-    """A new guest of one grammar, without anything found out before."""
+    """A new instance of one grammar, with an empty cache of masks."""
 
     def __init__(self, tables: bytes, vocabulary: TokenizerVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -69,7 +69,7 @@ class Guest:
         module = GrammarModule(make_engine(Limits()))
         self._guest = GrammarInstance(module, vocabulary, tables)
         self.seconds = time.perf_counter() - started
-        """How long it took to have it: code, vocabulary and tables."""
+        """How long it took to create: code, vocabulary and tables."""
         self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
 
     @property
@@ -79,7 +79,7 @@ class Guest:
 
     def walk(self, tokens: Sequence[int]) -> Iterator[MaskStep]:
         """The text of some tokens, one step for each and one for its end; the last step is the
-        first that is not allowed. Raises ServiceError where mask and guest do not agree."""
+        first that is not allowed. Raises ServiceError if a mask and an append do not agree."""
         guest, place = self._guest, self._guest.start()
         at = forced_to = 0
         try:
@@ -106,8 +106,8 @@ class Guest:
             guest.end(place)
 
     def after(self, tokens: Sequence[int]) -> tuple[Mask, list[int]] | None:
-        """The mask after some tokens, and the tokens that must come then; None where these tokens
-        cannot."""
+        """The mask after some tokens, and the forced tokens there; None if these tokens are not
+        allowed."""
         guest, place = self._guest, self._guest.start()
         try:
             if guest.append(place, tokens) < len(tokens):

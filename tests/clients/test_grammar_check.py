@@ -160,7 +160,7 @@ def test_a_last_line_end_that_a_regex_does_not_take_is_pointed_out(
     code, output, _ = run(shown, "check", "iso_date", "-")
     assert code == 1
     assert "<stdin>:1:11: '\\n' cannot follow; expected \"T\", the end of the text" in output
-    assert output.endswith("without its last line end it is accepted\n")
+    assert output.endswith("it is accepted without its last line end\n")
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_after_int_no_digit_may_come_and_names_may(shown: Shown) -> None:
     assert not any(token.strip()[:1].isdigit() for token in written)
     code, output, _ = run(shown, "allowed", "c", "int ")
     assert code == 0
-    share = f"{len(fields['tokens']):,} of 4,096 tokens may come"
+    share = f"{len(fields['tokens']):,} of 4,096 tokens are allowed"
     lines = output.splitlines()
     assert lines[0].startswith(f"c after 'int ': {share}")
     assert lines[1] == "the text cannot end here"
@@ -411,7 +411,7 @@ def test_text_that_must_come_is_shown_as_tokens(shown: Shown) -> None:
     code, fields = as_json(shown, "allowed", "json", '{"a": t')
     assert (code, fields["forced_text"]) == (0, "rue")
     code, output, _ = run(shown, "allowed", "json", '{"a": t')
-    assert "forced, as the tokenizer writes it: 'rue'" in output
+    assert "forced tokens: 'rue'" in output
 
 
 def test_the_picture_says_where_a_text_may_end(

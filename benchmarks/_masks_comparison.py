@@ -1,4 +1,4 @@
-"""Ours beside llguidance, xgrammar and outlines-core: the same tokens, the same protocol."""
+"""Our engine compared with llguidance, xgrammar and outlines-core: same tokens, same protocol."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 %ignore /[ \t\n\r]+/
 """
-"""JSON as RFC 8259 has it, in llguidance's dialect. It takes no white space after the value."""
-BESIDE_S = 2.0
-"""xgrammar and outlines-core begin no more texts of a case after so many seconds."""
+"""JSON as RFC 8259 has it, in llguidance's dialect. It accepts no white space after the value."""
+OTHERS_S = 2.0
+"""xgrammar and outlines-core begin no new text of a case after this time, in seconds."""
 
 Makers = dict[str, Callable[[], Engine]]
 
@@ -43,25 +43,25 @@ class Line:
     case: str
     tokens: int
     differing: int = 0
-    """Masks that are not llguidance's."""
+    """Number of masks that differ from llguidance's."""
     first: dict[str, float] = field(default_factory=dict)
-    """In an engine that is new to the grammar."""
+    """With an engine that is new to the grammar."""
     again: dict[str, float] = field(default_factory=dict)
-    """In one that has seen the same texts."""
+    """With one that has processed the same texts."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
-    """Of what stands beside: milliseconds to take the grammar in."""
+    """For xgrammar and outlines-core: milliseconds to compile the grammar."""
 
 
-class Beside:
+class Comparison:
     """All engines over one vocabulary."""
 
     def __init__(self, world: World, fresh: int, passes: int) -> None:
-        """``fresh`` engines for each case, ``passes`` over its texts in the last of them."""
+        """``fresh``: engines for each case; ``passes``: over its texts, with the last of them."""
         self._world = world
         self._fresh, self._passes = fresh, passes
         self._ll_tokenizer = LLGuidance.tokenizer(world.vocabulary)
         self.missing: list[str] = []
-        """Of the two that need not be there."""
+        """Those of the optional engines that are not installed."""
         self._xgrammar = self._optional(XGrammar.name, XGrammar.compiler)
         self._outlines = self._optional(OutlinesCore.name, OutlinesCore.words)
 
@@ -69,27 +69,27 @@ class Beside:
         """One line for each of ``CASES``."""
         for case in CASES:
             pattern = case.pattern
-            makers, beside = self._makers(
+            makers, others = self._makers(
                 compile_regex(pattern).to_bytes(), LLMatcher.grammar_from_regex(pattern)
             )
-            if case.beside and self._xgrammar:
-                beside[XGrammar.name] = partial(self._xgrammar_regex, pattern)
-            if case.beside and self._outlines:
-                beside[OutlinesCore.name] = partial(
+            if case.others and self._xgrammar:
+                others[XGrammar.name] = partial(self._xgrammar_regex, pattern)
+            if case.others and self._outlines:
+                others[OutlinesCore.name] = partial(
                     OutlinesCore, self._outlines, self._world.vocabulary, pattern
                 )
-            yield self._line(case.name, case.texts, makers, beside)
+            yield self._line(case.name, case.texts, makers, others)
 
     def json(self) -> Iterator[Line]:
         """One line for each JSON text."""
         tables = compile_grammar(library.grammar("json")).grammar.to_bytes()
-        makers, beside = self._makers(tables, LLMatcher.grammar_from_lark(LARK_JSON))
+        makers, others = self._makers(tables, LLMatcher.grammar_from_lark(LARK_JSON))
         if self._xgrammar:
-            beside[XGrammar.name] = lambda: XGrammar(
+            others[XGrammar.name] = lambda: XGrammar(
                 self._xgrammar.compile_builtin_json_grammar(), self._world.vocabulary
             )
         for path in sorted(TEXTS.glob("*.json")):
-            yield self._line(path.stem, [path.read_text().strip()], makers, beside)
+            yield self._line(path.stem, [path.read_text().strip()], makers, others)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Beside:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Ours and llguidance; and what stands beside, none so far."""
+        """Ours and llguidance; and the other engines, none so far."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),
@@ -112,13 +112,13 @@ class Beside:
         }
         return compared, {}
 
-    def _line(self, case: str, texts: Sequence[str], makers: Makers, beside: Makers) -> Line:
+    def _line(self, case: str, texts: Sequence[str], makers: Makers, others: Makers) -> Line:
         parts = [self._world.tokens(text) for text in texts]
         line = Line(case, sum(map(len, parts)))
         first: dict[str, list[list[float]]] = {name: [] for name in makers}
         again: dict[str, list[list[float]]] = {name: [] for name in makers}
         engines: dict[str, Engine] = {}
-        # In turn, so that a noisy moment hits all of them.
+        # In turn, so that other load on the machine affects all of them.
         for _ in range(self._fresh):
             for name, make in makers.items():
                 if name in engines:
@@ -139,13 +139,13 @@ class Beside:
         )
         for engine in engines.values():
             engine.close()
-        for name, make in beside.items():
-            # Neither takes every pattern, nor every text of those that it takes.
+        for name, make in others.items():
+            # Neither supports every pattern, nor every text of those that it supports.
             with suppress(ValueError, RuntimeError):
-                self._stand_beside(line, name, make, parts)
+                self._measure_other(line, name, make, parts)
         return line
 
-    def _stand_beside(
+    def _measure_other(
         self, line: Line, name: str, make: Callable[[], Engine], parts: list[list[int]]
     ) -> None:
         began = time.perf_counter()
@@ -154,7 +154,7 @@ class Beside:
         walked: list[list[int]] = []
         steps: list[float] = []
         for part in parts:
-            if time.perf_counter() - prepared < BESIDE_S:
+            if time.perf_counter() - prepared < OTHERS_S:
                 steps += engine.walk(part)
                 walked.append(part)
         line.again[name] = steady_us([_steps(engine, walked)])
