@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSED = 64
+"""Paths of files that cannot be mapped, of which as many are remembered."""
+
 
 class MaskRows:
-    """The rows of one shared file, given out to sequences."""
+    """The rows of one shared file, given out to sequences. It is unmapped with the last reference
+    to it and to its views, so that no mask is ever in a file that is not mapped."""
 
     def __init__(self, path: str, rows: int, row_bytes: int) -> None:
         """Maps the file ``NAME#NUMBER``; raises OSError or ValueError where that cannot be done
@@ -28,9 +34,9 @@ class MaskRows:
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self) -> int | None:
-        """A row that nobody has; None where there is none."""
+        """A row that no sequence has; None where all are taken."""
         try:
-            # In one step, as several threads take rows.
+            # One operation, since several threads take rows.
             return self._free.pop()
         except IndexError:
             return None
@@ -45,17 +51,27 @@ class MaskRows:
 
 
 class MaskFiles:
-    """The shared files of this worker, by their paths."""
+    """The shared files that requests of this worker use, by their paths.
+
+    Requests hold the rows, this table does not: a GPU worker opens a new file after each time in
+    which no request used the last one.
+    """
 
     def __init__(self) -> None:
-        self._by_path: dict[str, MaskRows | None] = {}
+        self._by_path: WeakValueDictionary[str, MaskRows] = WeakValueDictionary()
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        """Paths that cannot be mapped, the last one at the end."""
 
     def get(self, path: str, rows: int, row_bytes: int) -> MaskRows | None:
         """The rows of a file; None where it cannot be mapped, so that masks are to be sent."""
-        if path not in self._by_path:
-            try:
-                self._by_path[path] = MaskRows(path, rows, row_bytes)
-            except (OSError, ValueError) as error:
-                log.warning("masks are sent, as %s cannot be shared: %s", path, error)
-                self._by_path[path] = None
-        return self._by_path[path]
+        found = self._by_path.get(path)
+        if found is not None or path in self._refused:
+            return found
+        try:
+            found = self._by_path[path] = MaskRows(path, rows, row_bytes)
+        except (OSError, ValueError) as error:
+            log.warning("masks are sent in messages, as %s cannot be mapped: %s", path, error)
+            self._refused[path] = None
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+        return found

@@ -280,8 +280,12 @@ class SequenceGroup:
         self._unfreed.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:
             self._rows.give_back(sequence.row)
+            # Without this view, nothing of the sequence keeps the file mapped.
+            sequence.row, sequence.mask = None, memoryview(b"")
 
     def _drop_idle(self) -> None:
         for sequence in list(self._sequences.values()):
             if sequence.stage is not Stage.RUNNING:
                 self._drop(sequence)
+        if not self._sequences:
+            self._rows = None

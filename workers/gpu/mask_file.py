@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections import Counter
 
 import numpy as np
 
@@ -46,35 +47,36 @@ class MaskFile:
 class MaskFiles:
     """The files of the controller workers whose requests run here, one for each size of a mask.
 
-    A file lives as long as one of the requests that ``open`` it: a controller worker that registers
-    again has another id, and its requests end, so that no file outlives what it is for.
+    A file is open as long as one of the requests that use it is live: a controller worker that
+    registers again has another id, and its requests end, so that no file outlives its purpose.
     """
 
     def __init__(self) -> None:
-        self._files: dict[tuple[int, int], MaskFile] = {}
-        self._users: dict[tuple[int, int], int] = {}
+        self._files: dict[tuple[int, int], MaskFile | None] = {}
+        """By controller worker and words of a mask; None where the system gave no file."""
+        self._users: Counter[tuple[int, int]] = Counter()
 
-    def open(self, worker: int, words: int) -> MaskFile | None:
-        """The file of a controller worker, for one more request; None where there can be none."""
+    def open(self, worker: int, words: int) -> None:
+        """One more request uses the file of a controller worker."""
         key = (worker, words)
-        file = self._files.get(key)
-        if file is None:
+        self._users[key] += 1
+        if key not in self._files:
             try:
-                file = self._files[key] = MaskFile(words)
+                self._files[key] = MaskFile(words)
             except OSError as error:
                 log.warning("masks are sent in messages, as they cannot be shared: %s", error)
-                return None
-        self._users[key] = self._users.get(key, 0) + 1
-        return file
+                self._files[key] = None
 
     def get(self, worker: int, words: int) -> MaskFile | None:
-        """The file of a controller worker, where one is open."""
+        """The file of a controller worker; None where masks are sent in messages."""
         return self._files.get((worker, words))
 
     def close(self, worker: int, words: int) -> None:
-        """One of the requests that opened a file is over."""
+        """A request that used the file of a controller worker is over."""
         key = (worker, words)
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
-            self._files.pop(key).close()
+            file = self._files.pop(key)
+            if file is not None:
+                file.close()

@@ -19,8 +19,8 @@ class Steered:
     """The tokens that end its sequences, where their controller does not make more of them."""
     worker: int = 0
     """The controller worker that runs its controller; 0 until that has answered."""
-    shares_masks: bool = False
-    """Whether it has opened the mask file of that worker."""
+    same_machine: bool = False
+    """Whether that is on this machine, so that the request uses its mask file."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
     """By sequence: ends that are sent once the controller's last round is over."""
     stopped: set[int] = field(default_factory=set)

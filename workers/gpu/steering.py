@@ -124,7 +124,7 @@ class Steering:
         self._awaited = {key: due for key, due in self._awaited.items() if key[0] != request}
         self._forks = {key: kept for key, kept in self._forks.items() if key[0] != request}
         self._behind = {key: fork for key, fork in self._behind.items() if key[0] != request}
-        if steered.shares_masks:
+        if steered.same_machine:
             self._files.close(steered.worker, steered.engine.mask_words)
 
     # --- the step -------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ class Steering:
             return None
         if not steered.worker:
             steered.worker = worker
-            if host == machine_id():
-                file = self._files.open(worker, steered.engine.mask_words)
-                steered.shares_masks = file is not None
+            steered.same_machine = host == machine_id()
+            if steered.same_machine:
+                self._files.open(worker, steered.engine.mask_words)
         elif steered.worker != worker:
             log.warning("request %d is not worker %d's: its decision is void", request, worker)
             return None
@@ -236,7 +236,7 @@ class Steering:
             steered.note(one)
             return [steered.noted(end)]
         file = None
-        if one.row is not None and steered.shares_masks:
+        if one.row is not None:
             file = self._files.get(steered.worker, steered.engine.mask_words)
         self._take(steered, one, mask_of(one, file, attachments))
         return []

@@ -20,7 +20,7 @@ BAD = [13, 13, 13]
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[InProcess]:
+def shared(processes: None) -> Iterator[InProcess]:
     with in_process() as running:
         yield running
 
@@ -74,6 +74,7 @@ def test_a_score_that_cannot_be_begun_is_answered(
         client.score([5, 6], [7], timeout_s=60)
 
 
+@pytest.mark.process
 def test_a_request_that_cannot_be_begun_after_its_model_was_loaded_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,7 +133,8 @@ def test_a_controller_argument_that_cannot_be_sent_on_is_refused_by_name(
         "controller": "regex",
         "controller_arg": {"number": 2**70},
     }
-    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    with socket:
         socket.linger = 0
         socket.rcvtimeo = 60_000
         socket.connect(running.bus.front)

@@ -99,9 +99,14 @@ def test_an_entry_that_names_no_sequence_is_skipped(bench: Bench, embedded: Load
 
 def test_a_malformed_last_decision_does_not_keep_the_end_back(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(
-        lambda told: freely(told) if told.ended is None else deliver(bench, [1, 0, "jump"]) or []
-    )
+
+    def answers(told: StepSequence) -> list[StepResult]:
+        if told.ended is None:
+            return freely(told)
+        deliver(bench, [1, 0, "jump"])
+        return []
+
+    bench.run(answers)
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
     assert len(bench.tokens(1)) == 30
     bench.check_nothing_is_left()

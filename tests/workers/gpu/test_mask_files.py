@@ -1,0 +1,155 @@
+"""Files of masks: open and mapped while a request uses them, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.protocol.worker_messages import StepResult, StepSequence
+from tokenbus.workers.controller.masks import MaskRows
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+
+from ...processes import Bus, Process, until
+from .steered import Bench, counting, freely, one_thread
+from .test_steering import GREEDY, PROMPT, only
+
+SIZE = 4096
+NAME = "memfd:tokenbus-masks"
+WAIT_S = 60.0
+
+
+def files(pid: int | str = "self") -> tuple[int, int]:
+    """Files of masks that a process has open, and that it maps."""
+    descriptors = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            descriptors += NAME in str(entry.readlink())
+        except FileNotFoundError:
+            continue
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return descriptors, sum(NAME in line for line in maps)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[LoadedModel]:
+    with one_thread():
+        yield load_model("embedded")
+
+
+@pytest.fixture
+def bench(embedded: LoadedModel) -> Bench:
+    return Bench(counting(embedded))
+
+
+def test_a_controller_worker_that_registers_again_and_again_leaves_no_files(bench: Bench) -> None:
+    """Each time it has a new id."""
+    for worker in range(100, 110):
+        bench.worker = worker
+        for request in (1, 2):
+            bench.add(request, PROMPT, GREEDY)
+        bench.run(freely)
+        assert bench.steps[-1].masks
+        bench.check_nothing_is_left()
+        assert files() == (0, 0)
+
+
+def test_requests_of_one_controller_worker_share_a_file_until_the_last_is_over(
+    bench: Bench,
+) -> None:
+    for request in (1, 2):
+        bench.add(request, PROMPT, GREEDY)
+        bench.say(StepResult(request, 0, "sample"))
+    bench.starts.clear()
+    bench.step()
+    for request in (1, 2):
+        assert files()[1] == 1
+        bench.engine.abort(request)
+        bench.steering.forget(request)
+        bench.steering.forget(request)
+    assert files() == (0, 0)
+
+
+def test_a_mask_is_read_from_the_file_of_its_own_controller_worker(bench: Bench) -> None:
+    """Also where the request before it used another file, which the other end still writes."""
+    old: list[MaskRows] = []
+    for request, token in ((1, 10), (2, 20)):
+        bench.worker = 100 + request
+        bench.add(request, PROMPT, GREEDY)
+        bench.say(StepResult(request, 0, "sample"))
+        bench.starts.clear()
+        bench.step()
+        step = bench.steps[-1]
+        rows = MaskRows(step.masks, step.rows, step.row_bytes)
+        row = rows.take()
+        assert row is not None
+        rows.view(row)[:] = only(SIZE, token).tobytes()
+        for stale in old:
+            stale.view(row)[:] = only(SIZE, 99).tobytes()
+        bench.news.clear()
+        bench.say(StepResult(request, 0, "sample", row=row))
+        bench.step()
+        assert bench.tokens(request)[1:] == [token]
+        bench.say(StepResult(request, 0, "stop"))
+        bench.run(freely)
+        old.append(rows)
+    del rows, stale
+    old.clear()
+    assert files() == (0, 0)
+
+
+def test_masks_are_sent_while_the_system_gives_no_files(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(words: int) -> None:
+        raise OSError(24, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tokenbus.workers.gpu.mask_file.MaskFile", refuses)
+        bench.add(1, PROMPT, GREEDY)
+        bench.say(StepResult(1, 0, "sample"))
+        bench.starts.clear()
+        bench.step()
+    bench.add(2, PROMPT, GREEDY)
+    told = StepSequence(1, 0, [])
+    bench.say(*freely(told), StepResult(2, 0, "sample"))
+    bench.starts.clear()
+    bench.news.clear()
+    bench.run(freely)
+    assert {step.masks for step in bench.steps} == {""}
+    bench.add(3, PROMPT, GREEDY)
+    bench.run(freely)
+    assert bench.steps[-1].masks
+    assert files() == (0, 0)
+
+
+@pytest.mark.process
+def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
+    with Bus() as bus:
+        bus.start_worker()
+        bus.start_other("controller")
+        bus.wait_for_models("embedded")
+        bus.wait_for_roles("controller")
+        workers: list[Process] = [*bus.workers, *bus.others]
+        for _ in range(3):
+            with bus.client() as client:
+                stream = client.generate(
+                    [5], controller="regex", controller_arg="[a-z ]{400}", max_tokens=900
+                )
+                entries = iter(stream)
+                next(entries)
+                until(
+                    lambda: all(files(worker.pid)[1] == 1 for worker in workers),
+                    WAIT_S,
+                    "both map the file of the masks",
+                )
+                bus.broker.kill()
+                bus.start_broker()
+                bus.wait_for_models("embedded")
+                bus.wait_for_roles("controller")
+                until(
+                    lambda: all(files(worker.pid) == (0, 0) for worker in workers),
+                    WAIT_S,
+                    "neither has a file of masks",
+                )
+                entries.close()
