@@ -20,6 +20,14 @@ from typing import Self
 import pytest
 from tokenbus.clients import Client, TokenbusError
 
+LASTING: dict[str, object] = {
+    "log_level": "debug",
+    "expiry_s": 60,
+    "session_expiry_s": 60,
+    "hung_step_s": 600,
+}
+"""Settings of a bus whose processes may have to wait for a busy machine."""
+
 
 def clean_environment(**settings: object) -> dict[str, str]:
     """The environment without the user's own settings, and with these ones."""
@@ -81,7 +89,7 @@ class Process:
         """Sends it a signal."""
         self._process.send_signal(number)
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 300.0) -> int:
         """Waits for its end; the exit code."""
         return self._process.wait(seconds)
 
@@ -96,12 +104,16 @@ class Bus:
     """A broker, and any number of workers, in a folder of their own."""
 
     def __init__(self, python: str = sys.executable, **settings: object) -> None:
-        """``python`` is the broker's interpreter; ``settings`` are of all processes."""
+        """``python`` is the broker's interpreter; ``settings`` are of all processes.
+
+        Leases are long, so that a process that gets no CPU time for a while is not given up; a test
+        that kills workers shortens them.
+        """
         self._python = python
         self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
         self.front = f"tcp://127.0.0.1:{free_port()}"
         self.environment = clean_environment(
-            front=self.front, run_dir=self.folder, **{"log_level": "debug", **settings}
+            front=self.front, run_dir=self.folder, **{**LASTING, **settings}
         )
         self.workers: list[Process] = []
         """The GPU workers."""
@@ -131,7 +143,7 @@ class Bus:
         self.others.append(worker)
         return worker
 
-    def wait_for_roles(self, *roles: str, seconds: float = 60.0) -> None:
+    def wait_for_roles(self, *roles: str, seconds: float = 300.0) -> None:
         """Waits until a worker of each of these roles has registered, as often as it is named."""
         with self.client() as client:
 
@@ -139,7 +151,7 @@ class Bus:
                 for worker in (*self.workers, *self.others):
                     assert worker.alive, worker.log
                 try:
-                    status = client.status(timeout_s=5.0)
+                    status = client.status(timeout_s=60.0)
                 except TokenbusError:
                     return False
                 there = Counter(w.role for w in status.workers)
@@ -147,11 +159,11 @@ class Bus:
 
             until(ready, seconds, f"workers of the roles {roles}")
 
-    def client(self, patience_s: float = 20.0) -> Client:
+    def client(self, patience_s: float = 120.0) -> Client:
         """A client of it."""
         return Client(self.front, patience_s=patience_s)
 
-    def wait_for_models(self, *models: str, workers: int = 1, seconds: float = 60.0) -> None:
+    def wait_for_models(self, *models: str, workers: int = 1, seconds: float = 300.0) -> None:
         """Waits until so many workers serve all of these models."""
         with self.client() as client:
 
@@ -159,7 +171,7 @@ class Bus:
                 for worker in self.workers:
                     assert worker.alive, worker.log
                 try:
-                    status = client.status(timeout_s=5.0)
+                    status = client.status(timeout_s=60.0)
                 except TokenbusError:
                     return False
                 serving = [w for w in status.workers if set(models) <= set(w.models)]

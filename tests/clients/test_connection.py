@@ -71,7 +71,7 @@ def output(code: str, bus: Bus) -> list[str]:
         [sys.executable, "-c", code, bus.front],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -371,7 +371,7 @@ def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.Comple
         cwd="/tmp",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -459,7 +459,7 @@ def test_a_run_that_is_told_to_end_takes_its_module_along(
     process = start_long_run(steered, file)
     assert len(client.controllers()) == len(before) + 1
     process.send_signal(wish)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors.strip()) == (130, "")
     assert client.controllers() == before
 
@@ -474,12 +474,12 @@ def test_of_several_runs_of_a_file_the_last_one_drops_its_module(
     [module] = [m for m in client.controllers() if m not in before]
     assert len(module.tags) == 2
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=20)
+    first.communicate(timeout=300)
     [module] = [m for m in client.controllers() if m not in before]
     assert len(module.tags) == 1
     kept = client.tag_controller(module.module, "kept")
     second.send_signal(signal.SIGINT)
-    second.communicate(timeout=20)
+    second.communicate(timeout=300)
     [module] = [m for m in client.controllers() if m not in before]
     assert (module.module, module.tags) == (kept.module, ["kept"])
     client.delete_controller(module.module)
@@ -508,7 +508,7 @@ def test_what_is_taken_back_is_marked_and_nothing_is_printed_twice(
             input=typed,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert (done.stdout.removeprefix(PROMPT), done.stderr) == (shown, "")
@@ -616,7 +616,7 @@ def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 
@@ -666,7 +666,7 @@ def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     first, second = errors.splitlines()
     assert first == (
         f"tokenbus: waiting for a broker at ipc://{tmp_path}/back.sock; is a system running with "
@@ -717,10 +717,10 @@ def test_a_run_that_is_told_to_end_ends_its_system(folder: Path, wish: signal.Si
     def runs() -> bool:
         return any(started_by(RunDir(path)) for path in folder.glob("tokenbus-run-*"))
 
-    until(runs, 20.0, "its system is being started")
+    until(runs, 120.0, "its system is being started")
     [path] = folder.glob("tokenbus-run-*")
     process.send_signal(wish)
-    _, errors = process.communicate(timeout=40)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert started_by(RunDir(path)) == []

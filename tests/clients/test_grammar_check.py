@@ -77,7 +77,7 @@ def test_the_command_accepts_a_program_without_torch_or_transformers(file: Path)
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

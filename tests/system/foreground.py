@@ -20,7 +20,7 @@ TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 
 
 def tokenbus(
-    *arguments: str, cwd: Path, timeout_s: float = 60.0, **variables: str
+    *arguments: str, cwd: Path, timeout_s: float = 300.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs one command to its end."""
     return subprocess.run(
@@ -67,7 +67,7 @@ class Foreground:
         files = sorted(self.run_dir.logs.glob("*"))
         return "".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
 
-    def wait_until_ready(self, seconds: float = 60.0) -> None:
+    def wait_until_ready(self, seconds: float = 300.0) -> None:
         """Waits for its word that clients can connect."""
         until(
             lambda: "ready" in self.output or self.process.poll() is not None,
@@ -80,7 +80,7 @@ class Foreground:
         """Ids of its broker and workers that live."""
         return started_by(self.run_dir)
 
-    def end(self, number: signal.Signals = signal.SIGINT, seconds: float = 20.0) -> int:
+    def end(self, number: signal.Signals = signal.SIGINT, seconds: float = 300.0) -> int:
         """Sends a signal and waits; the exit code."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
@@ -90,7 +90,7 @@ class Foreground:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(20)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

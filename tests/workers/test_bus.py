@@ -106,7 +106,7 @@ def test_a_worker_whose_context_was_terminated_does_not_wait_for_messages() -> N
         [sys.executable, "-c", TERMINATED, "tcp://127.0.0.1:9"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.stdout.startswith("BusEndedError"), done.stdout + done.stderr

@@ -59,7 +59,7 @@ def test_a_generation_that_cannot_be_begun_is_answered(
 ) -> None:
     fails_once(monkeypatch, "add", after=after)
     with running.bus.client() as client:
-        stream = client.generate(BAD, max_tokens=3, timeout_s=60)
+        stream = client.generate(BAD, max_tokens=3, timeout_s=300)
         with pytest.raises(ServiceError, match="by the test") as caught:
             stream.wait()
     assert caught.value.code == "internal"
@@ -71,7 +71,7 @@ def test_a_score_that_cannot_be_begun_is_answered(
 ) -> None:
     fails_once(monkeypatch, "score", after=after)
     with running.bus.client() as client, pytest.raises(ServiceError, match="by the test"):
-        client.score([5, 6], [7], timeout_s=60)
+        client.score([5, 6], [7], timeout_s=300)
 
 
 @pytest.mark.process
@@ -81,7 +81,7 @@ def test_a_request_that_cannot_be_begun_after_its_model_was_loaded_is_answered(
     with in_process(model="auto", allow=["embedded"]) as running, running.bus.client() as client:
         fails_once(monkeypatch, "add")
         with pytest.raises(ServiceError, match="by the test"):
-            client.generate(BAD, model="embedded", max_tokens=3, timeout_s=60).wait()
+            client.generate(BAD, model="embedded", max_tokens=3, timeout_s=300).wait()
         assert running.alive
         stream = client.generate([5, 6], model="embedded", max_tokens=3, ignore_eos=True)
         assert len(stream.tokens) == 3

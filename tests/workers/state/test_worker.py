@@ -95,7 +95,7 @@ class System:
 
     def __init__(self) -> None:
         # The workers by hand send no heartbeats.
-        self.bus = Bus(expiry_s=60)
+        self.bus = Bus(expiry_s=600)
         self.state = self.start_state_worker()
         self.client = Client(self.bus)
         model = ModelInfo(
@@ -118,7 +118,7 @@ class System:
         log = self.bus.folder / "state.log"
         self.state = Process("tokenbus.workers.state", log, self.bus.environment)
         self.bus.workers.append(self.state)
-        until(lambda: self.status.pid == self.state.pid, 20.0, "the state worker is there")
+        until(lambda: self.status.pid == self.state.pid, 120.0, "the state worker is there")
         return self.state
 
     @property
@@ -217,14 +217,14 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     for i in range(10):
         assert system.one(Variable(request, 0, i, "set", f"x{i}", b"a")).written
     assert system.one(Variable(other, 0, 0, "set", "x0", b"b")).written
-    until(lambda: system.status.load.get("variables") == 11, 5.0, "the heartbeat tells")
+    until(lambda: system.status.load.get("variables") == 11, 120.0, "the heartbeat tells")
     assert system.status.load["requests"] == 2
     assert system.status.load["ops"] == 11
     system.client.say(b"CANCEL", {"stream_id": stream})
     system.gpu.hear(b"CANCEL")
     end = encode_token_header([], [request])
     system.gpu.socket.send_multipart([b"TOKEN", end])
-    until(lambda: system.status.load.get("variables") == 1, 5.0, "its variables are gone")
+    until(lambda: system.status.load.get("variables") == 1, 120.0, "its variables are gone")
     assert "is over" in str(system.one(Variable(request, 0, 50, "get", "x0")).error)
     assert system.one(Variable(other, 0, 1, "get", "x0")).value == b"b"
 

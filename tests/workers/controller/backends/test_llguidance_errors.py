@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from tokenbus.protocol.errors import Code, ControllerError, RequestError
-from tokenbus.workers.controller.backends.llguidance import trial
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
     MAX_BYTES,
@@ -172,11 +170,9 @@ def test_what_takes_too_much_to_compile_is_refused_and_the_worker_goes_on(
     matchers: Matchers, name: str
 ) -> None:
     make, arg = HOSTILE[name]
-    began = time.monotonic()
     with pytest.raises(RequestError) as caught:
         make(matchers).start(host(arg(), vocabulary(TOKENS)))
     assert caught.value.path == "$.controller_arg"
-    assert time.monotonic() - began < trial.WALL_S
     stream = Stream(JsonSchemaProgram(matchers), PERSON, vocabulary(TOKENS))
     assert stream.random(random.Random(1))
 

@@ -1260,4 +1260,4 @@ def test_serving_says_what_is_served_and_how_to_try_it(tmp_path: Path) -> None:
         )
     finally:
         worker.send_signal(signal.SIGKILL)
-        worker.communicate(timeout=30)
+        worker.communicate(timeout=300)

@@ -90,7 +90,7 @@ def _rust() -> tuple[str, str]:
     found = dict.fromkeys(filter(None, [shutil.which("rustc"), shutil.which("/usr/bin/rustc")]))
     for rustc in found:
         ask = [rustc, "--print", "sysroot"]
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=300, check=False)
         root = said.stdout.strip()
         for target in RUST_TARGETS:
             if list(Path(root, "lib/rustlib", target, "lib").glob("libstd-*.rlib")):
