@@ -2,11 +2,24 @@
 
 Guests are C of ``benchmarks/guests``, compiled here. The system that is measured is the whole one:
 broker, GPU worker, controller worker and state worker in processes of their own.
+
+Times differ between machines, so each has a ratio to a peer that is measured in the same run:
+
+- ``host_us_per_call`` over a bare call, ``wasmtime_func_call_unchecked`` of an empty function
+  (``host_call_vs_bare_call``); ``aici_us_per_round`` over three of these
+  (``aici_round_vs_bare_calls``);
+- ``clone_us``, ``clone_us_first`` and ``start_us`` over a bare instantiation of the same module, a
+  store and nothing else (``clone_vs_instantiate``, ``clone_first_vs_instantiate``,
+  ``start_vs_instantiate``);
+- ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` over a bare round trip through two
+  ROUTER sockets between as many processes (``var_op_vs_round_trip``, ``wait_10_vs_round_trip``,
+  ``wait_40_vs_round_trip``; ``_round_trip.py``). A wait begins when the forward has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +35,7 @@ from typing import Any
 import wasmtime
 from _models import VOCAB, llama_folder
 from _report import arguments, report
+from _round_trip import round_trip_us
 from tokenbus.clients import Client, TokenbusError
 from tokenbus.protocol.messages import PROTOCOL_VERSION
 from tokenbus.protocol.worker_messages import Register
@@ -36,6 +50,7 @@ from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.instance import SPARES
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
+from wasmtime import _ffi as ffi
 
 GUESTS = Path(__file__).parent / "guests"
 FORWARD_S = 0.025
@@ -89,7 +104,7 @@ class Sandbox:
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
     def costs(self) -> dict[str, float]:
-        """A call, a round of AICI's, a start and a fork."""
+        """A call, a round of AICI's, a start and a fork, each beside its peer."""
         program = self.program("empty")
         controller = program.start(self.host())
         controller.init_prompt([1, 2, 3])
@@ -118,13 +133,66 @@ class Sandbox:
             started.mid_process([0], mask)
             return started
 
+        bare_call = best_us(_bare_call(self._engine), 20_000)
+        per_call, per_round = statistics.mean(calls), best_us(round_of_aici, 2_000)
+        clone = _without_close(fork, together=8)
+        clone_first = _without_close(fork, after=_free_spares)
+        started = _without_close(start)
+        forked = self.bare_instantiation_us("empty")
+        small_one = self.bare_instantiation_us("all_allowed")
         return {
-            "host_us_per_call": statistics.mean(calls),
-            "aici_us_per_round": best_us(round_of_aici, 2_000),
-            "clone_us": _without_close(fork, together=8),
-            "clone_us_first": _without_close(fork, after=_free_spares),
-            "start_us": _without_close(start),
+            "host_us_per_call": per_call,
+            "host_call_vs_bare_call": per_call / bare_call,
+            "aici_us_per_round": per_round,
+            "aici_round_vs_bare_calls": per_round / (3 * bare_call),
+            "clone_us": clone,
+            "clone_vs_instantiate": clone / forked,
+            "clone_us_first": clone_first,
+            "clone_first_vs_instantiate": clone_first / forked,
+            "start_us": started,
+            "start_vs_instantiate": started / small_one,
         }
+
+    def bare_instantiation_us(self, name: str) -> float:
+        """The median time of a store and an instance of a guest, whose imports are linked."""
+        module = self.program(name)._template.made
+        times = []
+        for _ in range(400):
+            began = time.perf_counter()
+            store = wasmtime.Store(self._engine)
+            store.set_epoch_deadline(_NO_DEADLINE)
+            module.instantiate(store)
+            times.append(time.perf_counter() - began)
+            store.close()
+        return statistics.median(times) * MICRO
+
+
+_NO_DEADLINE = 1 << 40
+
+
+def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
+    """A call of a guest's empty function with nothing around it."""
+    store = wasmtime.Store(engine)
+    store.set_epoch_deadline(_NO_DEADLINE)
+    text = '(module (func (export "f") (result i32) (i32.const 1)))'
+    instance = wasmtime.Instance(store, wasmtime.Module(engine, text), [])
+    function = instance.exports(store)["f"]
+    assert isinstance(function, wasmtime.Func)
+    call = ctypes.CDLL(str(ffi.filename)).wasmtime_func_call_unchecked
+    call.restype = ctypes.c_void_p
+    trap = ctypes.POINTER(ffi.wasm_trap_t)()
+    arguments = (
+        store._context(),
+        ctypes.byref(function._func),
+        (ffi.wasmtime_val_raw_t * 1)(),
+        ctypes.c_size_t(1),
+        ctypes.byref(trap),
+    )
+
+    def one(_kept: object = (store, instance, trap)) -> object:
+        return call(*arguments)
+
+    return one
 
 
 def _free_spares() -> None:
@@ -303,13 +371,22 @@ def variable_us(sandbox: Sandbox, model: Path) -> float:
 
 NOTES = {
     "host_us_per_call": "around an empty guest of the native ABI (at most 6)",
+    "host_call_vs_bare_call": "the same over a bare call of wasmtime's",
     "aici_us_per_round": "the same for AICI's, three calls and a mask (at most 150)",
+    "aici_round_vs_bare_calls": "the same over three bare calls",
     "clone_us": "a fork with 1 MiB of memory, eight at a time (at most 150)",
-    "clone_us_first": "the same where no fork before it has ended",
+    "clone_vs_instantiate": "the same over a bare instantiation of the module",
+    "clone_us_first": "a fork where no fork before it has ended",
+    "clone_first_vs_instantiate": "the same over a bare instantiation",
     "start_us": "a sequence of a known module, its first round included (at most 500)",
+    "start_vs_instantiate": "the same over a bare instantiation",
+    "round_trip_us_p50": "a bare round trip through two ROUTERs, for the next ones",
     "var_op_us_p50": "from guest to state worker and back (at most 600)",
+    "var_op_vs_round_trip": "the same over a bare round trip",
     "wait_us_p50_10": "the batch waits for masks, 10 sequences, forward of 25 ms (at most 300)",
+    "wait_10_vs_round_trip": "the same over a bare round trip",
     "wait_us_p50_40": "40 sequences (at most 700)",
+    "wait_40_vs_round_trip": "the same over a bare round trip",
     "constrained_vs_free": f"tokens/s under a mask over none, batch 32, {VOCAB:,} tokens, the same "
     "forward (at least 0.95)",
     "constrained_vs_free_cpu": "with a forward on the CPU, which the controllers then share",
@@ -326,7 +403,11 @@ def main() -> None:
         sandbox = Sandbox(folder)
         results = sandbox.costs()
         results["var_op_us_p50"] = variable_us(sandbox, model)
+        results["round_trip_us_p50"] = trip = round_trip_us(folder)
+        results["var_op_vs_round_trip"] = results["var_op_us_p50"] / trip
         results |= waits(folder, model, 60)
+        for streams in (10, 40):
+            results[f"wait_{streams}_vs_round_trip"] = results[f"wait_us_p50_{streams}"] / trip
         results["constrained_vs_free_cpu"] = constrained(folder, model, new, runs)
     report({name: results[name] for name in NOTES}, NOTES, options.json)
 
