@@ -13,11 +13,12 @@ from typing import Literal, NamedTuple
 from ....protocol.errors import Code, RequestError
 from ..limits import Limits
 from .aici import FUNCTIONS as AICI_FUNCTIONS
-from .instance import HostFunction
+from .host_functions import HostFunction
 from .native import FUNCTIONS as NATIVE_FUNCTIONS
 from .native import START, VERSION
-from .wasm_binary import FUNC, KINDS, MEMORY, Binary, FunctionType, Import, read
+from .wasm_binary import FUNC, KINDS, MEMORY, Binary, Import, read
 from .wasm_code import why_no_copy
+from .wasm_reader import FunctionType
 
 Abi = Literal["native", "aici"]
 

@@ -28,7 +28,8 @@ from .aici_calls import (
     pre_process_answer,
 )
 from .aici_storage import most_bytes, run_command
-from .instance import Guest, HostFunction, Template, make_linker
+from .host_functions import HostFunction, make_linker
+from .instance import Guest, Template
 from .wasi import MAX_PIECES, OK, WASI, start_function
 from .wasi import MODULE as WASI_MODULE
 

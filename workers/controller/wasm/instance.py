@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import wasmtime
 from wasmtime import _ffi as ffi
 
 from ....protocol.errors import Code, ControllerError
 from ..limits import Limits
+from .host_functions import running
 
 Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
@@ -30,8 +31,6 @@ _call = _dll.wasmtime_func_call_unchecked
 _call.restype = ctypes.c_void_p
 _data_size = _held.wasmtime_memory_data_size
 _data_size.restype = ctypes.c_size_t
-_trap_new = _held.wasmtime_trap_new
-_trap_new.restype = ctypes.c_size_t
 _error_new = _held.wasmtime_error_new
 _error_new.restype = ctypes.c_size_t
 
@@ -42,19 +41,9 @@ _OnEpoch = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_uint64),
     ctypes.POINTER(ctypes.c_uint8),
 )
-_OnImport = ctypes.CFUNCTYPE(
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.POINTER(ffi.wasmtime_val_raw_t),
-    ctypes.c_size_t,
-)
 _set_epoch_callback = _held.wasmtime_store_epoch_deadline_callback
 _set_epoch_callback.restype = None
 _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
-_define = _held.wasmtime_linker_define_func_unchecked
-_define.restype = ctypes.c_void_p
-
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
 """Linux 5.14; where it is unknown, nothing happens."""
@@ -72,21 +61,12 @@ _TRAPS = {
 }
 
 
-class _Running(threading.local):
-    """Which guest runs on this thread."""
-
-    guest: Guest
-
-
-_running = _Running()
-
-
 def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     """A tick has come while a guest runs: it goes on while it has CPU time left.
 
     Counted from its first tick, so that a call that is over before one pays nothing.
     """
-    guest = _running.guest
+    guest = running.guest
     now = time.thread_time()
     if guest._ticked_at is None:
         guest._ticked_at = now
@@ -100,86 +80,6 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
 
 
 _epoch_callback = _OnEpoch(_on_epoch)
-
-
-class HostFunction(NamedTuple):
-    """A function of the host: its parameters and results as letters (``i``: i32, ``I``: i64)."""
-
-    params: str
-    results: str
-    call: Callable[..., int | None]
-    """Called with what the guest was made with, then the arguments, unsigned."""
-
-
-_TYPES = {"i": wasmtime.ValType.i32, "I": wasmtime.ValType.i64}
-_MASKS = {"i": 0xFFFF_FFFF, "I": 0xFFFF_FFFF_FFFF_FFFF}
-
-
-def make_linker(
-    engine: wasmtime.Engine, functions: Mapping[tuple[str, str], HostFunction]
-) -> wasmtime.Linker:
-    """A linker with these host functions, by module and name, for any number of guests."""
-    linker = wasmtime.Linker(engine)
-    kept = []
-    for (module, name), function in functions.items():
-        kind = wasmtime.FuncType(
-            [_TYPES[t]() for t in function.params], [_TYPES[t]() for t in function.results]
-        )
-        callback = _OnImport(_entered(function))
-        kept.append(callback)
-        error = _define(
-            linker.ptr(),
-            module.encode(),
-            ctypes.c_size_t(len(module.encode())),
-            name.encode(),
-            ctypes.c_size_t(len(name.encode())),
-            kind.ptr(),
-            callback,
-            None,
-            None,
-        )
-        if error:
-            raise RuntimeError(f"{module}.{name} cannot be linked")
-    linker._tokenbus_kept = kept  # type: ignore[attr-defined]
-    return linker
-
-
-def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
-    """What Wasmtime calls: arguments to Python and back, exceptions into traps."""
-    call, params = function.call, function.params
-    wide = "I" in params or "I" in function.results
-    count = len(params)
-    returns = bool(function.results)
-    fields = ["i64" if t == "I" else "i32" for t in params]
-    masks = [_MASKS[t] for t in params]
-    result_field = "i64" if function.results == "I" else "i32"
-
-    def enter(env: Any, caller: Any, values: Any, size: int) -> int:
-        guest = _running.guest
-        try:
-            if wide:
-                arguments = [
-                    getattr(values[i], f) & m
-                    for i, (f, m) in enumerate(zip(fields, masks, strict=True))
-                ]
-            else:
-                arguments = [values[i].i32 & 0xFFFF_FFFF for i in range(count)]
-            result = call(guest.host, *arguments)
-            if returns:
-                setattr(values[0], result_field, result)
-        except BaseException as error:
-            guest._fault = error if guest.base else _too_early()
-            return int(_trap_new(b"host", ctypes.c_size_t(4)))
-        return 0
-
-    return enter
-
-
-def _too_early() -> ControllerError:
-    return ControllerError(
-        Code.CONTROLLER_FAILED,
-        "the module's start section calls the host before there is an instance; `_initialize` may",
-    )
 
 
 class Spares:
@@ -256,7 +156,7 @@ class Guest:
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
         self._late = False
-        self._fault: BaseException | None = None
+        self.fault: BaseException | None = None
         self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
         self._values: Values = (ffi.wasmtime_val_raw_t * 4)()
@@ -311,7 +211,7 @@ class Guest:
 
         Returns its i32; without one, whatever.
         """
-        _running.guest = self
+        running.guest = self
         self._limit_s = limit_s
         self._ticked_at = None
         values = self._values
@@ -433,7 +333,7 @@ class Guest:
         return ctypes.cast(error, ctypes.c_void_p).value if error else None
 
     def _run(self, name: str, act: Callable[[], int | None]) -> None:
-        _running.guest = self
+        running.guest = self
         error = act()
         if error or self._trap:
             self._fail(name, error)
@@ -453,7 +353,7 @@ class Guest:
     def _fail(self, name: str, error: int | None) -> None:
         """Raises what a call that did not return is to be told as."""
         self._dead = True
-        fault, self._fault = self._fault, None
+        fault, self.fault = self.fault, None
         trap, said = None, ""
         if error:
             raised = wasmtime.WasmtimeError._from_ptr(

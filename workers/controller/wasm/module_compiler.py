@@ -20,7 +20,7 @@ import wasmtime
 from ....protocol.errors import Code, ServiceError
 from ..limits import Limits
 from .sandbox import make_engine
-from .wasm_binary import WasmError
+from .wasm_reader import WasmError
 
 CPU_S = 30
 """Time that compiling may take, in seconds of CPU, all threads together. 16 MB of usual code: 7."""

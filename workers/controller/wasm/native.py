@@ -16,7 +16,8 @@ import wasmtime
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
-from .instance import Guest, HostFunction, Template, make_linker
+from .host_functions import HostFunction, make_linker
+from .instance import Guest, Template
 from .wasi import WASI, start_function
 
 VERSION = 1

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ....protocol.errors import Code, ControllerError
-from .instance import Guest, HostFunction
+from .host_functions import HostFunction
+from .instance import Guest
 
 if TYPE_CHECKING:
     from ..host import Host

@@ -10,15 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ....protocol.errors import Code, RequestError
+from .wasm_reader import (
+    MOST_ENTRIES,
+    FunctionType,
+    GlobalType,
+    Reader,
+    Size,
+    WasmError,
+    encode_u32,
+)
 
 GLOBAL_EXPORT = "tokenbus:global:"
 """What the names begin with under which ``with_exported_globals`` exports globals."""
-PAGE_BYTES = 65_536
-
-MOST_ENTRIES = 100_000
-"""Types, imports, exports and so on of a module at most; its functions, ten times that."""
-
 FUNC, TABLE, MEMORY, GLOBAL, TAG = range(5)
 """Kinds of imports and exports."""
 KINDS = ("function", "table", "memory", "global", "tag")
@@ -28,47 +31,6 @@ _EXPORTS = 7
 _CODE = 10
 _ORDER = {number: i for i, number in enumerate((1, 2, 3, 4, 5, 13, 6, 7, 8, 9, 12, 10, 11))}
 """Sections by number, and where in a module each stands."""
-_VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
-_REFERENCES = {0x70: "funcref", 0x6F: "externref"}
-
-
-class WasmError(RequestError):
-    """These bytes are no module, or none that can be read."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Code.INVALID_FIELD, message, path="$.data")
-
-
-class FunctionType(NamedTuple):
-    """Parameters and results of a function: ``i32``, ``i64``, ``f32``, ``f64``, ``v128``, …"""
-
-    params: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"({', '.join(self.params)}) -> ({', '.join(self.results)})"
-
-
-class GlobalType(NamedTuple):
-    """The type of a global; ``ref`` stands for all typed references."""
-
-    type: str
-    mutable: bool
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether it holds a reference, which no other instance can be given."""
-        return self.type.endswith("ref")
-
-
-class Size(NamedTuple):
-    """The size of a table, in elements, or of a memory, in pages."""
-
-    minimum: int
-    maximum: int | None = None
-    shared: bool = False
-    is_64: bool = False
-    page_bytes: int = PAGE_BYTES
 
 
 class Import(NamedTuple):
@@ -208,158 +170,9 @@ def with_exported_globals(wasm: bytes) -> bytes:
     return wasm[:start] + section + wasm[end:]
 
 
-def encode_u32(value: int) -> bytes:
-    """A number as unsigned LEB128."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
 def _encoded_name(name: str) -> bytes:
     encoded = name.encode()
     return encode_u32(len(encoded)) + encoded
-
-
-class Reader:
-    """Reads ``data[at:end]``; whatever would go beyond ``end`` is a WasmError."""
-
-    __slots__ = ("at", "data", "end")
-
-    def __init__(self, data: bytes, at: int, end: int) -> None:
-        self.data = data
-        self.at = at
-        self.end = end
-
-    def byte(self) -> int:
-        """The next byte."""
-        if self.at >= self.end:
-            raise WasmError(f"the module is cut off at byte {self.at}")
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def u32(self) -> int:
-        """An unsigned number of 32 bits, as LEB128."""
-        return self.unsigned(32)
-
-    def unsigned(self, bits: int) -> int:
-        """An unsigned number of at most so many bits, as LEB128."""
-        value = shift = 0
-        while True:
-            byte = self.byte()
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-            if shift >= bits:
-                raise WasmError(f"the number at byte {self.at} is longer than {bits} bits")
-        if value >> bits:
-            raise WasmError(f"the number at byte {self.at} is larger than {bits} bits")
-        return value
-
-    def skip(self, size: int, what: str) -> None:
-        """Goes past so many bytes."""
-        if size > self.end - self.at:
-            raise WasmError(
-                f"{what} at byte {self.at} has {size} bytes; {self.end - self.at} are there"
-            )
-        self.at += size
-
-    def skip_number(self) -> None:
-        """Goes past an LEB128 of any kind."""
-        for _ in range(10):
-            if self.byte() < 0x80:
-                return
-        raise WasmError(f"the number at byte {self.at} is too long")
-
-    def name(self) -> str:
-        """A name: its size, and UTF-8."""
-        size = self.u32()
-        start = self.at
-        self.skip(size, "a name")
-        try:
-            return self.data[start : self.at].decode()
-        except UnicodeDecodeError:
-            raise WasmError(f"the name at byte {start} is not UTF-8") from None
-
-    def count(self, what: str, most: int = MOST_ENTRIES) -> int:
-        """How many entries follow, each of at least one byte."""
-        number = self.u32()
-        if number > most:
-            raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
-        if number > self.end - self.at:
-            raise WasmError(f"{number} {what} are announced, but the section ends before")
-        return number
-
-    def value_type(self) -> str:
-        """A value's type; typed references of later proposals are all ``ref``."""
-        byte = self.byte()
-        known = _VALUE_TYPES.get(byte) or _REFERENCES.get(byte)
-        if known is not None:
-            return known
-        if byte in (0x63, 0x64):
-            self.skip_number()
-        elif not 0x68 <= byte <= 0x74:
-            raise WasmError(f"the type 0x{byte:02x} at byte {self.at - 1} is unknown")
-        return "ref"
-
-    def global_type(self) -> GlobalType:
-        """The type of a global."""
-        kind, mutable = self.value_type(), self.byte()
-        if mutable > 1:
-            raise WasmError(f"the mutability {mutable} at byte {self.at - 1} is unknown")
-        return GlobalType(kind, mutable == 1)
-
-    def limits(self) -> Size:
-        """The size of a table or a memory."""
-        flags = self.byte()
-        if flags & ~0xF:
-            raise WasmError(f"the flags 0x{flags:02x} at byte {self.at - 1} are unknown")
-        bits = 64 if flags & 4 else 32
-        minimum = self.unsigned(bits)
-        maximum = self.unsigned(bits) if flags & 1 else None
-        page = PAGE_BYTES
-        if flags & 8:
-            power = self.u32()
-            if power > 16:
-                raise WasmError(f"the page size 2**{power} at byte {self.at - 1} is unknown")
-            page = 1 << power
-        return Size(minimum, maximum, bool(flags & 2), bool(flags & 4), page)
-
-    def table(self) -> Size:
-        """A table, with the value of its elements where one is given."""
-        given = self.at < self.end and self.data[self.at] == 0x40
-        if given:
-            self.skip(2, "a table")
-        self.value_type()
-        size = self.limits()
-        if given:
-            self.skip_constant()
-        return size
-
-    def skip_constant(self) -> None:
-        """Goes past a constant expression, its end included."""
-        while (op := self.byte()) != 0x0B:
-            if op in _CONSTANT_NUMBERS:
-                self.skip_number()
-            elif op in _CONSTANT_BYTES:
-                self.skip(_CONSTANT_BYTES[op], "a constant")
-            elif op == 0xFD:
-                if self.u32() != 0x0C:
-                    raise WasmError(f"no constant can stand at byte {self.at - 1}")
-                self.skip(16, "a constant")
-            elif op not in _CONSTANT_ARITHMETIC:
-                raise WasmError(
-                    f"the instruction 0x{op:02x} at byte {self.at - 1} is unknown in a constant"
-                )
-
-
-_CONSTANT_NUMBERS = frozenset({0x41, 0x42, 0x23, 0xD0, 0xD2})
-"""i32.const, i64.const, global.get, ref.null, ref.func."""
-_CONSTANT_BYTES = {0x43: 4, 0x44: 8}
-_CONSTANT_ARITHMETIC = frozenset({0x6A, 0x6B, 0x6C, 0x7C, 0x7D, 0x7E})
 
 
 def _read_section(binary: Binary, section: Section) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .wasm_binary import Binary, Reader, WasmError, read
+from .wasm_binary import Binary, read
+from .wasm_reader import Reader, WasmError
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:

@@ -18,7 +18,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm import compiled_modules, store
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
-from tokenbus.workers.controller.wasm.wasm_binary import encode_u32
+from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
 
 pytestmark = pytest.mark.process
 

@@ -17,15 +17,12 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm.abis import EXPORTS, IMPORTS, examine
 from tokenbus.workers.controller.wasm.wasm_binary import (
     FUNC,
-    GlobalType,
-    Reader,
-    WasmError,
-    encode_u32,
     mutable_global_exports,
     read,
     with_exported_globals,
 )
 from tokenbus.workers.controller.wasm.wasm_code import bodies, first_change, why_no_copy
+from tokenbus.workers.controller.wasm.wasm_reader import GlobalType, Reader, WasmError, encode_u32
 
 LIMITS = Limits()
 

@@ -18,7 +18,8 @@ from .....grammars.guest import wasm
 from .....protocol.errors import Code, ControllerError
 from ...host import Vocabulary
 from ...limits import Limits
-from ...wasm.instance import Guest, HostFunction, Template, make_linker
+from ...wasm.host_functions import HostFunction, make_linker
+from ...wasm.instance import Guest, Template
 
 MEMORY_BYTES = 128 * 1024 * 1024
 """Of one guest: the vocabulary takes 8 MB of it at 131,072 tokens, the rest is for masks. When it
