@@ -78,10 +78,10 @@ class Broker:
             self._guarded(self._back.on_gone, peer)
         return self._taken()
 
-    def on_full(self, side: Side, peer: bytes) -> list[Outgoing]:
-        """The messages that wait for a connection have reached their bound."""
-        if side is Side.FRONT:
-            self._guarded(self._front.on_slow, peer)
+    def on_full(self, message: Outgoing) -> list[Outgoing]:
+        """A message was dropped: those that wait for its peer have reached their bound."""
+        if message.side is Side.FRONT:
+            self._guarded(self._front.on_slow, message)
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:

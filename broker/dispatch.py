@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, encode_header
 from ..protocol.messages import Cancel, System
@@ -12,10 +10,13 @@ from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
-from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
+from .tables import RETRY_AFTER_S, CancelReason, Request, Worker, WorkerState
 
 EMBEDDED = "embedded"
 """The default model where several are served."""
+
+CANCEL_GRACE_S = 10.0
+"""How long a worker has to end a request that was cancelled, in seconds."""
 
 
 class Dispatcher:
@@ -55,14 +56,19 @@ class Dispatcher:
         queue.push(request)
         self._notify_queued(request, len(queue))
 
-    def cancel(
-        self, request: Request, reason: Literal["cancelled", "timeout"] = "cancelled"
-    ) -> None:
-        """Ends a request at its client's request; its last TOKEN entry has the reason."""
+    def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
+        """Ends a request at its client's request; its last TOKEN entry has the reason.
+
+        That entry comes from the request's worker, where it has one, or from the broker where the
+        worker sends none in time, as one whose step hangs.
+        """
         if request.worker is None:
             self._out.finish(request, reason)
             self.forget(request)
-        else:
+        elif request.cancelled is None:
+            request.cancelled = reason
+            request.deadline = now + CANCEL_GRACE_S
+            self.deadlines.add(request)
             self._send_cancel(request, reason)
 
     def abandon(self, request: Request, error: TokenbusError | None = None) -> None:
@@ -104,8 +110,15 @@ class Dispatcher:
         """Ends the requests whose deadline has passed."""
         for number in self.deadlines.due(now):
             request = self.requests.get(number)
-            if request is not None and request.open:
-                self.cancel(request, "timeout")
+            if request is None or not request.open or request.deadline is None:
+                continue
+            if request.deadline > now:
+                self.deadlines.add(request)
+            elif request.cancelled is None:
+                self.cancel(request, now, "timeout")
+            else:
+                self._out.finish(request, request.cancelled)
+                self.abandon(request)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -253,7 +266,7 @@ class Dispatcher:
         if queue is not None and queue.remove(request) and not queue:
             del self.queues[key]
 
-    def _send_cancel(self, request: Request, reason: Literal["cancelled", "timeout"]) -> None:
+    def _send_cancel(self, request: Request, reason: CancelReason) -> None:
         if request.worker is not None:
             body = Cancel(stream_id=request.stream_id, reason=reason)
             self._out.to_worker(request.worker, b"CANCEL", body, request.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -21,11 +22,12 @@ from ..protocol.messages import (
     Msg,
     StatusRequest,
     StreamId,
+    Token,
 )
 from .admission import ROLES, Admission
 from .buffers import Buffers
 from .dispatch import Dispatcher
-from .outgoing import Outgoings
+from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters, status_of
@@ -101,10 +103,17 @@ class Front:
         stream_id = _stream_id(body) if len(body) <= MAX_BODY_BYTES else None
         self._out.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)
 
-    def on_slow(self, peer: bytes) -> None:
-        """A client does not read: its streams end, with errors that it sees when it reads again."""
-        session = self._table.by_peer.get(peer)
-        if session is None or not session.streams:
+    def on_slow(self, dropped: Outgoing) -> None:
+        """A client does not read, and a message to it was dropped.
+
+        Its streams end with errors that it receives when it reads again; so do those that have
+        ended already, but with tokens in the dropped message.
+        """
+        session = self._table.by_peer.get(dropped.peer)
+        if session is None:
+            return
+        ended = _ended_streams(dropped.frames) - session.streams.keys()
+        if not session.streams and not ended:
             return
         self._counters.slow_clients += 1
         error = TokenbusError(
@@ -112,6 +121,8 @@ class Front:
             f"this client left more than {self._settings.max_pending_bytes} bytes unread, so its "
             "streams were ended; read faster, or open fewer streams",
         )
+        for stream_id in ended:
+            self._out.to_session(session, b"ERROR", error_body(error, stream_id))
         for request in list(session.streams.values()):
             self._dispatcher.abandon(request, error)
 
@@ -134,7 +145,7 @@ class Front:
             case Cancel():
                 request = session.streams.get(message.stream_id)
                 if request is not None:
-                    self._dispatcher.cancel(request, message.reason)
+                    self._dispatcher.cancel(request, now, message.reason)
             case Attach():
                 self._attach(session, message)
             case Buffer():
@@ -199,6 +210,16 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
             f"the attachments of this message have {attached} bytes together; "
             f"{MAX_ATTACHMENT_BYTES} are allowed",
         )
+
+
+def _ended_streams(frames: Sequence[bytes]) -> set[int]:
+    """The streams that end with a TOKEN message, but for those that were cancelled."""
+    if frames[0] != b"TOKEN":
+        return set()
+    entries: list[Token] = decode_as(list[Token], frames[1])
+    return {
+        e.stream_id for e in entries if e.live == 0 and e.finish_reason not in (None, "cancelled")
+    }
 
 
 class _StreamIdOnly(Struct):

@@ -204,7 +204,7 @@ class BrokerServer:
             if sent is Sent.GONE:
                 self._gone(message.side, message.peer)
             else:
-                self._post(self.core.on_full(message.side, message.peer))
+                self._post(self.core.on_full(message))
         if (to_front.waiting or to_back.waiting) and not self._flush_due and self._loop:
             self._flush_due = True
             self._loop.call_later(RETRY_S[0], self._flush)

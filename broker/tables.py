@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from ..protocol.bodies import Encoding
 from ..protocol.messages import ModelInfo
 
 RETRY_AFTER_S = 1.0
 """When to try again what found no worker, in seconds."""
+
+
+CancelReason = Literal["cancelled", "timeout"]
 
 
 class WorkerState(Enum):
@@ -155,6 +159,8 @@ class Request:
     """The worker that runs its controller, or has a place reserved for it."""
     controller_started: bool = False
     """Whether its controller has begun: START went to a controller worker."""
+    cancelled: CancelReason | None = None
+    """Why its worker was asked to end it; ``deadline`` is then when the broker ends it itself."""
     place: int = 0
     """The place in its queue that was last reported to its client."""
     open: bool = True

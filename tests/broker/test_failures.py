@@ -232,3 +232,17 @@ def test_a_connection_that_closes_while_the_broker_fails_is_forgotten(bench: Ben
     bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
     assert len(bench.broker.session_table) == 0
     assert bench.broker.counters.internal_errors == 1
+
+
+def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(bench: Bench) -> None:
+    bench.worker("a")
+    for stream in (1, 2):
+        bench.client("c", "GENERATE", generate(stream))
+    (_, header), _ = bench.to_worker("a")
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    [out] = bench.tokens("a", header, end, final=True)
+    bench.sent.clear()
+    # The socket had no room for them any more, when the request was forgotten already.
+    bench.sent += bench.broker.on_full(out)
+    errors = {e["stream_id"]: e["code"] for kind, e in bench.to_client("c")}
+    assert errors == {1: "slow_client", 2: "slow_client"}

@@ -137,3 +137,36 @@ def test_a_timeout_beyond_the_maximum_is_refused_by_its_name(bench: Bench, kind:
     [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
     assert msgspec.json.decode(out.frames[1])["path"] == "$.timeout_s"
     assert bench.client("c", kind, generate(1, timeout_s=MAX_TIMEOUT_S)) == []
+
+
+def finish_reasons(bench: Bench) -> dict[int, str]:
+    """How the streams of the client ``c`` ended, by their TOKEN entries."""
+    entries = [entry for kind, body in bench.to_client("c") if kind == "TOKEN" for entry in body]
+    return {e["stream_id"]: e["finish_reason"] for e in entries}
+
+
+def test_a_worker_that_does_not_act_on_a_cancel_does_not_keep_the_client_waiting() -> None:
+    bench = Bench(expiry_s=1000.0)
+    bench.worker("a", capacity=8)
+    bench.client("c", "GENERATE", generate(1, timeout_s=2.0))
+    bench.client("c", "GENERATE", generate(2, timeout_s=900.0))
+    bench.client("c", "GENERATE", generate(3))
+    beat(bench, "a", step_age_s=100.0)
+    bench.client("c", "CANCEL", {"stream_id": 2})
+    bench.pass_time(9.0)
+    assert finish_reasons(bench) == {}
+    bench.pass_time(4.0)
+    assert finish_reasons(bench) == {1: "timeout", 2: "cancelled"}
+    # They count towards the worker's load until it reports their ends.
+    [worker] = bench.broker.dispatcher.workers.values()
+    assert len(worker.requests) == 3
+
+
+def test_a_cancel_that_a_worker_answers_is_answered_once(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1, timeout_s=900.0))
+    bench.client("c", "CANCEL", {"stream_id": 1})
+    end(bench, "a", 1)
+    assert finish_reasons(bench) == {1: "stop"}
+    bench.pass_time(20.0)
+    assert bench.to_client("c") == []
