@@ -165,7 +165,7 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """Pages of 8 forks of a 512-token prompt after a step, and the time of a fork."""
+    """Blocks of 8 forks of a 512-token prompt after a step, and the time of a fork."""
     rng = random.Random(3)
     engine = ours.engine
     times = []

@@ -55,7 +55,7 @@ def bandwidth() -> float:
 def step_seconds(loaded: LoadedModel, batch: int, graphs: bool) -> float:
     """Seconds of a decode step."""
     rng = random.Random(1)
-    engine = Engine(loaded, EngineConfig(max_running=512, kv_cache_bytes=16 * 2**30))
+    engine = Engine(loaded, EngineConfig(max_num_seqs=512, kv_cache_bytes=16 * 2**30))
     if not graphs:
         engine._runner._graphs = None
     for number in range(batch):
@@ -81,7 +81,7 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
     """Tokens per second of ours, and of transformers' continuous batching."""
     rng = random.Random(2)
     prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
-    engine = Engine(loaded, EngineConfig(max_running=512, kv_cache_bytes=16 * 2**30))
+    engine = Engine(loaded, EngineConfig(max_num_seqs=512, kv_cache_bytes=16 * 2**30))
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add(number, prompt, Sampling(max_tokens=NEW, ignore_eos=True))

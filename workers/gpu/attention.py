@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache, for any model of transformers that lets it be chosen.
+"""Attention over the paged KV cache, for models that use transformers' attention interface.
 
 A step's tokens, of all sequences, are packed into one row. Transformers calls ``paged_attention``
 in each layer, registered under the name ``tokenbus``; the ``PackedBatch`` reaches it as an extra
-keyword argument of the model's call. It writes the new keys and values into their slots, and lets
-each group of sequences attend over the slots of their pages (SDPA over gathered pages).
+keyword argument of the model's call. It writes the new keys and values to the slots of
+``slot_mapping``; each group of sequences then attends over its blocks (SDPA over gathered blocks).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Group:
     start: int
     end: int
     width: int
-    pages: torch.Tensor
-    """``[batch * pages]``: the pages of each sequence's keys; padding points to page 0."""
+    blocks: torch.Tensor
+    """``[batch * blocks]``: the blocks of each sequence's keys; padding points to block 0."""
     length: int
-    """Tokens that the longest of them reaches."""
+    """The greatest end position among them, in tokens."""
     positions: torch.Tensor
     """``[batch, width]``: the position of each token in its sequence."""
     rows: torch.Tensor | None
@@ -46,14 +46,14 @@ class Group:
     fresh: bool = False
     """All of them begin at position 0: plain causal attention among the new tokens."""
     mirror: Mirror | None = None
-    """Of decodes: where their keys and values are kept side by side."""
+    """Of decodes: the contiguous copy of their keys and values."""
     added: torch.Tensor | None = None
-    """``[batch]``: the mirror's places of the new tokens; None: it is to be filled from pages."""
+    """``[batch]``: the new tokens' places in the mirror; None: fill it from blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores: 0 where a token may look, -inf elsewhere."""
+        """What is added to the scores: 0 where a token attends, -inf elsewhere."""
         found = self.masks.get(window)
         if found is None:
             keys = torch.arange(self.length, device=self.positions.device)
@@ -74,17 +74,17 @@ class Group:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values of these sequences, each ``[batch, kv_heads, length, dim]``.
 
-        ``cache``: the paged ones, with the new tokens' ``k`` and ``v`` in them already. Whole pages
-        are copied, as they lie in memory.
+        ``cache``: the paged keys and values, which contain the new tokens' ``k`` and ``v`` already.
+        Whole blocks are copied, as they lie in memory.
         """
         batch = self.positions.shape[0]
         if self.mirror is None:
             found = tuple(
-                paged.flatten(1).index_select(0, self.pages).view(batch, -1, *paged.shape[2:])
+                paged.flatten(1).index_select(0, self.blocks).view(batch, -1, *paged.shape[2:])
                 for paged in cache
             )
         elif self.added is None:
-            found = self.mirror.fill(layer, cache, self.pages.view(batch, -1))
+            found = self.mirror.fill(layer, cache, self.blocks.view(batch, -1))
         else:
             new = slice(self.start, self.end)
             found = self.mirror.add(layer, k[new], v[new], self.added)
@@ -97,11 +97,11 @@ class Group:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """What the attention function needs to know of a step."""
+    """The metadata of a step for the attention function."""
 
     cache: KVCache
-    slots: torch.Tensor
-    """``[num_tokens]``: where the new keys and values go."""
+    slot_mapping: torch.Tensor
+    """``[num_tokens]``: the slots to which the new keys and values are written."""
     groups: list[Group]
 
 
@@ -119,13 +119,13 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention: ``query`` ``[1, heads, num_tokens, dim]`` to ``[1, num_tokens,
-    heads, dim]``. ``attention_mask`` is None: sequences are told apart by their slots.
+    heads, dim]``. ``attention_mask`` is None: each sequence attends over its own blocks.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = packed_batch.cache.layers[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
+    keys.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, k.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, v.to(values.dtype))
     found = []
     for group in packed_batch.groups:
         seen = group.keys_values(layer, (keys, values), k, v)
@@ -179,7 +179,7 @@ def dot_product(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    # Gemma 2 bends its scores before the softmax, which SDPA cannot.
+    # Gemma 2 caps its scores before the softmax, which SDPA cannot do.
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -200,5 +200,5 @@ def register(name: str, function: Callable[..., Any]) -> None:
 
 
 register(NAME, paged_attention)
-# What torch.compile makes of a model leaves the attention as it is: its metadata is never the same.
+# torch.compile leaves this function as it is: its metadata differs in every step.
 register(NAME_COMPILED, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The pages of the KV cache: who holds which, which are shared, and which can be found again.
+"""The blocks of the KV cache: reference counts, sharing between forks, and prefix reuse.
 
-A page holds the keys and values of ``page_size`` consecutive tokens. Pages are counted by their
-holders; forks share them until one of the holders writes (copy-on-write). A full page is kept under
-its content, so that a later request with the same beginning finds it; pages that nobody holds stay
-findable until they are needed, the least recently used first. The idea of paging is vLLM's
-(Kwon et al. 2023); keys here are exact (the page's tokens, and which page precedes), so that two
-contents can never be taken for one another.
+A block stores the keys and values of ``block_size`` consecutive tokens. Each block counts the
+sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
+registered under its content, so that a later request with the same prefix reuses it. Blocks whose
+count is 0 stay registered until they are needed, the least recently used first. The idea of paging
+is vLLM's (Kwon et al. 2023); the keys of the prefix cache are exact (the block's tokens and the
+content before them), not hashes, so that two contents are never confused.
 """
 
 from __future__ import annotations
@@ -14,172 +14,174 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-PADDING_PAGE = 0
-"""Never given out: what padded block tables point to, so that they read zeros."""
+PADDING_BLOCK = 0
+"""Never allocated: padded entries of block tables point to it, and read zeros."""
 
 _ROOT = 0
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The pages of one sequence, in order."""
+    """The blocks of one sequence, in order."""
 
-    pages: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """For each leading page whose content is registered: the id of the content up to its end."""
+    """For each leading block whose content is registered: the id of the content up to its end."""
 
 
 class BlockManager:
-    """Gives out ``num_pages - 1`` pages of ``page_size`` tokens; page 0 is for padding."""
+    """Allocates ``num_blocks - 1`` blocks of ``block_size`` tokens; block 0 is for padding."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 2:
-            raise ValueError(f"a KV cache has at least 2 pages, not {num_pages}")
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self._holders = [0] * num_pages
-        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        """Pages that nobody holds and that can be found again, the oldest first."""
-        self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """(id of what precedes, the page's tokens) to (page, id of the content up to its end)."""
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; a KV cache needs at least 2 blocks")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Registered blocks with a reference count of 0, the least recently used first."""
+        self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        """(id of what precedes, the block's tokens) to (block, id of the content up to its end)."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._next_key = _ROOT
 
     @property
     def num_available(self) -> int:
-        """Pages that could be given out now."""
-        return len(self._free) + len(self._kept)
+        """Blocks that could be allocated now."""
+        return len(self._free) + len(self._cached)
 
     @property
-    def num_held(self) -> int:
-        """Pages that some sequence holds."""
-        return self.num_pages - 1 - self.num_available
+    def num_used(self) -> int:
+        """Blocks that are in use by some sequence."""
+        return self.num_blocks - 1 - self.num_available
 
     @property
     def capacity(self) -> int:
         """Tokens that a single sequence could have, with nothing else in the cache."""
-        return (self.num_pages - 1) * self.page_size
+        return (self.num_blocks - 1) * self.block_size
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens take."""
-        return -(-num_tokens // self.page_size)
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.block_size)
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
-        """Takes into an empty ``table`` the known pages with which ``tokens`` begin.
+        """Fills an empty ``table`` with the registered blocks of a prefix of ``tokens``.
 
-        Returns how many tokens they hold: at most ``limit``, a multiple of the page size.
+        Returns the number of tokens in them: at most ``limit``, a multiple of the block size.
         """
-        size = self.page_size
+        size = self.block_size
         before = _ROOT
         for start in range(0, limit - size + 1, size):
-            found = self._found.get((before, tuple(tokens[start : start + size])))
+            found = self._registered.get((before, tuple(tokens[start : start + size])))
             if found is None:
                 break
-            page, before = found
-            self._hold(page)
-            table.pages.append(page)
+            block, before = found
+            self._use(block)
+            table.blocks.append(block)
             table.keys.append(before)
-        return len(table.pages) * size
+        return len(table.blocks) * size
 
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Makes room to write the tokens ``[start, end)`` of a sequence.
+        """Allocates what is needed to write the tokens ``[start, end)`` of a sequence.
 
-        Returns the pages to copy first, as (from, to): those that others hold too. None, with
-        nothing changed, where too few pages are available.
+        Returns the blocks to copy first, as (from, to): those that are shared. None, with
+        nothing changed, where too few blocks are available.
         """
-        size = self.page_size
+        size = self.block_size
         first = start // size
-        pages = table.pages
-        if end <= len(pages) * size and first == len(pages) - 1 >= len(table.keys):
-            # What a decode asks for almost always: room in a last page that is its own.
-            last = pages[first]
-            if self._holders[last] == 1 and last not in self._key_of:
+        blocks = table.blocks
+        if end <= len(blocks) * size and first == len(blocks) - 1 >= len(table.keys):
+            # The usual case of a decode: there is room in its last block, which is not shared.
+            last = blocks[first]
+            if self._ref_counts[last] == 1 and last not in self._key_of:
                 return []
-        shared = [i for i in range(first, len(table.pages)) if self._holders[table.pages[i]] > 1]
-        wanted = self.pages_for(end) - len(table.pages)
+        shared = [
+            i for i in range(first, len(table.blocks)) if self._ref_counts[table.blocks[i]] > 1
+        ]
+        wanted = self.blocks_for(end) - len(table.blocks)
         if max(wanted, 0) + len(shared) > self.num_available:
             return None
         copies = []
         for i in shared:
-            old = table.pages[i]
-            table.pages[i] = self._take()
-            copies.append((old, table.pages[i]))
-            self._holders[old] -= 1
-        for page in table.pages[first:]:
-            self._forget(page)
+            old = table.blocks[i]
+            table.blocks[i] = self._take()
+            copies.append((old, table.blocks[i]))
+            self._ref_counts[old] -= 1
+        for block in table.blocks[first:]:
+            self._forget(block)
         del table.keys[first:]
-        table.pages.extend(self._take() for _ in range(wanted))
+        table.blocks.extend(self._take() for _ in range(wanted))
         return copies
 
-    def commit(self, table: BlockTable, tokens: Tokens[int], computed: int) -> None:
-        """Registers the full pages among the first ``computed`` tokens, to be found again."""
-        size = self.page_size
-        for i in range(len(table.keys), computed // size):
+    def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
+        """Registers the full blocks among the first ``num_computed_tokens`` tokens for reuse."""
+        size = self.block_size
+        for i in range(len(table.keys), num_computed_tokens // size):
             before = table.keys[i - 1] if i else _ROOT
             content = (before, tuple(tokens[i * size : (i + 1) * size]))
-            known = self._found.get(content)
+            known = self._registered.get(content)
             if known is None:
                 self._next_key += 1
-                known = (table.pages[i], self._next_key)
-                self._found[content] = known
-                self._key_of[table.pages[i]] = content
-            # Where another page has the same content already, this one stays unregistered.
+                known = (table.blocks[i], self._next_key)
+                self._registered[content] = known
+                self._key_of[table.blocks[i]] = content
+            # If another block is registered with the same content, this one is not registered.
             table.keys.append(known[1])
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
-        """A second table over the pages of the first ``num_tokens`` tokens, shared."""
-        pages = table.pages[: self.pages_for(num_tokens)]
-        for page in pages:
-            self._holders[page] += 1
-        return BlockTable(pages, table.keys[: num_tokens // self.page_size])
+        """A second table that shares the blocks of the first ``num_tokens`` tokens."""
+        blocks = table.blocks[: self.blocks_for(num_tokens)]
+        for block in blocks:
+            self._ref_counts[block] += 1
+        return BlockTable(blocks, table.keys[: num_tokens // self.block_size])
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Gives back the pages past the first ``num_tokens`` tokens."""
-        keep = self.pages_for(num_tokens)
-        for page in reversed(table.pages[keep:]):
-            self._let_go(page)
-        del table.pages[keep:]
-        del table.keys[num_tokens // self.page_size :]
+        """Frees the blocks past the first ``num_tokens`` tokens."""
+        keep = self.blocks_for(num_tokens)
+        for block in reversed(table.blocks[keep:]):
+            self._release(block)
+        del table.blocks[keep:]
+        del table.keys[num_tokens // self.block_size :]
 
     def free(self, table: BlockTable) -> None:
-        """Gives all pages back; registered ones stay findable while there is room."""
+        """Frees all blocks; registered ones can be reused until they are needed."""
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Gives all pages back as unusable content; returns those to clear: no one else's."""
-        own = [page for page in table.pages if self._holders[page] == 1]
-        for page in own:
-            self._forget(page)
+        """Frees all blocks, whose content is unusable; returns those to clear: the unshared."""
+        own = [block for block in table.blocks if self._ref_counts[block] == 1]
+        for block in own:
+            self._forget(block)
         self.free(table)
         return own
 
-    def _hold(self, page: int) -> None:
-        self._kept.pop(page, None)
-        self._holders[page] += 1
+    def _use(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._ref_counts[block] += 1
 
-    def _let_go(self, page: int) -> None:
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            if page in self._key_of:
-                self._kept[page] = None
+    def _release(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if block in self._key_of:
+                self._cached[block] = None
             else:
-                self._free.append(page)
+                self._free.append(block)
 
     def _take(self) -> int:
         if self._free:
-            page = self._free.pop()
+            block = self._free.pop()
         else:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
-        self._holders[page] = 1
-        return page
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._ref_counts[block] = 1
+        return block
 
-    def _forget(self, page: int) -> None:
-        """Ends the registration of a page whose content is about to change.
+    def _forget(self, block: int) -> None:
+        """Ends the registration of a block whose content is about to change.
 
-        What was registered behind it can no longer be reached, and ages out.
+        Blocks registered after it can no longer be matched, and age out.
         """
-        content = self._key_of.pop(page, None)
+        content = self._key_of.pop(block, None)
         if content is not None:
-            del self._found[content]
+            del self._registered[content]

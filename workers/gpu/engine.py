@@ -6,10 +6,9 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves, so that a program can decide between them while it knows that a token is due:
-``begin`` runs the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``hold`` and
-``set_mask`` may be called between the two, for the sequences in ``PendingStep.ready``, and at any
-other time.
+A step has two halves, so that a program can decide how each sequence goes on: ``begin`` runs the
+forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask`` may be
+called between the two, for the sequences in ``PendingStep.ready``, and at any other time.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ log = logging.getLogger(__name__)
 class EngineConfig:
     """Sizes of an engine."""
 
-    max_running: int = 256
+    max_num_seqs: int = 256
     """Sequences in one batch."""
-    max_step_tokens: int = 2048
+    max_num_batched_tokens: int = 2048
     """Tokens of one forward: decodes and chunks of prompts together."""
     max_forks: int = 128
-    """Sequences that one request may come to have, those that ended included."""
+    """Sequences that one request may have in all, those that ended included."""
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache, in bytes; None: by what the device has."""
+    """Memory of the KV cache, in bytes; None: a part of the memory that is free."""
     compiled: bool = False
     """Run the model through torch.compile."""
 
@@ -73,10 +72,12 @@ class Engine:
         size = config.kv_cache_bytes or default_bytes(loaded.device)
         layout = choose_layout(loaded)
         per_token = token_bytes(loaded.layers, loaded.dtype)
-        num_pages = max(2, size // (layout.page_size * per_token))
-        self._blocks = BlockManager(num_pages, layout.page_size)
-        self._scheduler = Scheduler(self._blocks, config.max_running, config.max_step_tokens)
-        self._runner = Runner(loaded, num_pages, layout, config.compiled)
+        num_blocks = max(2, size // (layout.block_size * per_token))
+        self._blocks = BlockManager(num_blocks, layout.block_size)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        self._runner = Runner(loaded, num_blocks, layout, config.compiled)
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         self._live = LiveSequences(
@@ -84,11 +85,11 @@ class Engine:
         )
         self._stepper = Stepper(self._live, self._scheduler, self._blocks, self._runner)
         log.info(
-            "%s: a KV cache of %d pages of %d tokens, %.0f MiB; attention: %s",
+            "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; attention: %s",
             loaded.name,
-            num_pages,
-            layout.page_size,
-            num_pages * layout.page_size * per_token / 2**20,
+            num_blocks,
+            layout.block_size,
+            num_blocks * layout.block_size * per_token / 2**20,
             layout.why,
         )
 
@@ -137,13 +138,13 @@ class Engine:
         )
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
-        """Ends a request now; the last output of each of its sequences says ``reason``."""
+        """Ends a request now; the last output of each of its sequences has ``reason``."""
         return self._live.abort(request, reason)
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Suspended and deferred sequences are no work, nor
-        are waiting ones that find no blocks beside them."""
+        """Whether ``step`` would do anything. Suspended and deferred sequences are no work,
+        nor are waiting ones for which there are too few blocks until one of these goes on."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
@@ -152,8 +153,8 @@ class Engine:
         return bool(self._live.requests)
 
     @property
-    def runs_beside(self) -> bool:
-        """Whether a forward goes on, on its device, after ``begin`` has returned."""
+    def is_asynchronous(self) -> bool:
+        """Whether the forward runs asynchronously on its device after ``begin`` has returned."""
         return self.loaded.device.type == "cuda"
 
     @property
@@ -162,13 +163,13 @@ class Engine:
         return -(-self.loaded.vocab_size // 32)
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters, for heartbeats and for people."""
+        """Gauges and counters, for heartbeats."""
         return {
             "running": float(len(self._scheduler.running) + len(self._scheduler.deferred)),
             "waiting": float(len(self._scheduler.waiting)),
             "suspended": float(len(self._scheduler.suspended)),
-            "kv_pages_used": float(self._blocks.num_held),
-            "kv_pages": float(self._blocks.num_pages - 1),
+            "kv_pages_used": float(self._blocks.num_used),
+            "kv_pages": float(self._blocks.num_blocks - 1),
             "preemptions": float(self._scheduler.preemptions),
             "prefix_hit_tokens": float(self._scheduler.prefix_hit_tokens),
         }
@@ -176,7 +177,7 @@ class Engine:
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
-        """Computes one batch and returns what it gave, in order within each sequence."""
+        """Computes one batch and returns its outputs, in order within each sequence."""
         return self.finish(self.begin())
 
     def begin(self) -> PendingStep:
@@ -185,7 +186,7 @@ class Engine:
 
     def wait_for_forward(self) -> None:
         """Returns when the forward that ``begin`` has started is over on its device."""
-        if self.runs_beside:
+        if self.is_asynchronous:
             torch.cuda.current_stream(self.loaded.device).synchronize()
 
     def finish(self, step: PendingStep) -> list[TokenOutput]:
@@ -205,15 +206,18 @@ class Engine:
         """
         parent = self._live.named(request, seq)
         if n < 1:
-            raise RequestError(Code.INVALID_FIELD, f"a fork makes at least one more, not {n}")
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"this fork makes {n} more sequences; a fork makes at least one more",
+            )
         return self._live.fork(parent, n, numbers)
 
     def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
         """Takes the last ``drop`` generated tokens back and appends ``tokens``, without sampling.
 
-        They are computed as one chunk beside the decodes. Where the sequence was ready, it is not
-        sampled in this step. A splice past the first generated token ends the sequence with an
-        error; tokens beyond its ``max_tokens`` are left out.
+        They are computed as one chunk, in a batch with the decodes. Where the sequence was ready,
+        it is not sampled in this step. A splice past the first generated token ends the sequence
+        with an error; tokens beyond its ``max_tokens`` are left out.
         """
         sequence = self._live.named(request, seq)
         if not drop and not tokens:
@@ -246,15 +250,15 @@ class Engine:
         sequence, step = self._live.named(request, seq), self._live.step
         return sequence.row is not None or (step is not None and sequence in step.rows)
 
-    def hold(self, request: int, seq: int) -> None:
-        """Lets a sequence that is ready sit out until ``release``; its logits are kept."""
+    def defer(self, request: int, seq: int) -> None:
+        """Defers a ready sequence until ``reschedule``: it keeps its logits, but no slot."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and step.logits is not None and sequence in step.rows:
             sequence.row = step.logits[step.rows.pop(sequence)].clone()
             self._scheduler.defer(sequence)
 
-    def release(self, request: int, seq: int) -> None:
-        """Lets a sequence that is held be sampled in the next step."""
+    def reschedule(self, request: int, seq: int) -> None:
+        """Lets a deferred sequence be sampled in the next step."""
         self._scheduler.reschedule(self._live.named(request, seq))
 
     def set_mask(self, request: int, seq: int, mask: np.ndarray | None) -> None:
@@ -270,9 +274,10 @@ class Engine:
             )
         self._live.named(request, seq).mask = mask
 
-    def go_on(self, request: int, seq: int, mask: np.ndarray | None) -> bool:
-        """``set_mask`` and ``release`` at once, for the usual case: a sequence that is alive and
-        not suspended, and a mask of the right size. False, and nothing done, in any other."""
+    def sample_under(self, request: int, seq: int, mask: np.ndarray | None) -> bool:
+        """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
+        and not suspended, and a mask of the right size. Otherwise it does nothing and returns
+        False."""
         sequence = self._live.find(request, seq)
         if sequence is None or (mask is not None and len(mask) != self.mask_words):
             return False

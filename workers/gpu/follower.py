@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Does what it is told, in order."""
+    """Carries out the orders of rank 0, in order."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, LoadedModel] = {}
@@ -33,14 +33,14 @@ class Follower:
                 try:
                     self._loaded[name] = load_model(name, **options)
                 except ModelLoadError as error:
-                    log.error("%s", error)  # Rank 0 meets the same error, and tells of it.
-            case Open(name, num_pages, layout, compiled):
+                    log.error("%s", error)  # Rank 0 raises the same error, and reports it.
+            case Open(name, num_blocks, layout, compiled):
                 loaded = self._loaded.pop(name)
-                self._runners[name] = Runner(loaded, num_pages, layout, compiled)
+                self._runners[name] = Runner(loaded, num_blocks, layout, compiled)
             case Forward(name, packed):
                 self._runners[name].forward(packed)
-            case Clear(name, pages):
-                self._runners[name].clear_pages(pages)
+            case Clear(name, blocks):
+                self._runners[name].clear_blocks(blocks)
             case Drop(name):
                 self._runners.pop(name, None)
 

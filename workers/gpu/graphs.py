@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes for which a graph is recorded."""
 TOLERANCE = 5e-2
-"""How far a replay's logits may be from the plain ones, relative to their spread."""
+"""How far a replay's logits may be from those of the step without a graph, relative to their
+standard deviation."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch], torch.Tensor]
 
@@ -41,16 +42,16 @@ class _Recorded:
 class DecodeGraphs:
     """The graphs of one model.
 
-    ``spare_page``: where rows that are padding write; ``width``: pages of the longest sequence.
+    ``spare_block``: where rows that are padding write; ``width``: blocks of the longest sequence.
     """
 
-    def __init__(self, forward: Forward, cache: KVCache, spare_page: int, width: int) -> None:
+    def __init__(self, forward: Forward, cache: KVCache, spare_block: int, width: int) -> None:
         self._forward = forward
         self._cache = cache
         keys, _ = next(iter(cache.layers.values()))
         self._device = keys.device
-        self._page_size = keys.shape[1]
-        self._spare = spare_page
+        self._block_size = keys.shape[1]
+        self._spare = spare_block
         self._width = width
         self._recorded: dict[int, _Recorded] = {}
         self._off = False
@@ -87,14 +88,16 @@ class DecodeGraphs:
         ids, positions, rows = ints(size), ints(size), torch.arange(size, device=device)
         batch = VarlenBatch(
             cache=self._cache,
-            slots=torch.full((size,), self._spare * self._page_size, device=device),
+            slot_mapping=torch.full((size,), self._spare * self._block_size, device=device),
             starts=torch.arange(size + 1, dtype=torch.int32, device=device),
             lengths=torch.ones(size, dtype=torch.int32, device=device),
-            table=torch.full((size, self._width), self._spare, dtype=torch.int32, device=device),
+            block_table=torch.full(
+                (size, self._width), self._spare, dtype=torch.int32, device=device
+            ),
             longest_chunk=1,
-            longest=self._width * self._page_size,
+            longest=self._width * self._block_size,
         )
-        # What a kernel sets up in its first runs must not be recorded.
+        # What kernels set up in their first runs must not be recorded.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -107,19 +110,21 @@ class DecodeGraphs:
         return _Recorded(graph, ids, positions, batch, logits)
 
     def _fill(self, recorded: _Recorded, packed: Packed) -> None:
-        """Writes a step into the buffers; what is beyond it writes to the spare page."""
+        """Writes a step into the buffers; what is beyond it writes to the spare block."""
         spans, count = packed.spans, len(packed.ids)
         assert spans is not None
         padding = len(recorded.ids) - count
-        spare = self._spare * self._page_size
+        spare = self._spare * self._block_size
         batch = recorded.batch
         recorded.ids.copy_(_tensor([*packed.ids, *[0] * padding]), non_blocking=True)
         recorded.positions.copy_(_tensor([*packed.positions, *[0] * padding]), non_blocking=True)
-        batch.slots.copy_(_tensor([*packed.slots, *[spare] * padding]), non_blocking=True)
+        batch.slot_mapping.copy_(
+            _tensor([*packed.slot_mapping, *[spare] * padding]), non_blocking=True
+        )
         batch.lengths.copy_(_tensor([*spans.keys, *[1] * padding]), non_blocking=True)
-        table = _tensor(spans.pages).view(count, spans.width)
-        batch.table[:count, : spans.width].copy_(table, non_blocking=True)
-        batch.table[count:] = self._spare
+        table = _tensor(spans.blocks).view(count, spans.width)
+        batch.block_table[:count, : spans.width].copy_(table, non_blocking=True)
+        batch.block_table[count:] = self._spare
 
     def _check(self, recorded: _Recorded, count: int) -> None:
         """Replays once and runs the same step without the graph; raises where they differ."""
@@ -129,7 +134,9 @@ class DecodeGraphs:
         found = recorded.logits[:count]
         away = (found.float() - wanted.float()).abs().max().item()
         if not away <= TOLERANCE * wanted.float().std().item() + 1e-6:
-            raise ValueError(f"a replayed step's logits are off by {away:.3g}")
+            raise ValueError(
+                f"the logits of a replayed step differ by {away:.3g} from those of the step itself"
+            )
 
 
 def _tensor(values: list[int]) -> torch.Tensor:

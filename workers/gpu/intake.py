@@ -67,8 +67,8 @@ class Intake:
             client=client,
             arrival=next(self._arrivals),
             stop_ids=ids,
-            says_text=text,
-            pending=sampling.n - 1,
+            with_text=text,
+            pending_forks=sampling.n - 1,
         )
         if text or strings:
             sequence.text = self.text_of(sequence)

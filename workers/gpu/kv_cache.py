@@ -8,10 +8,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-PAGE_SIZE = 16
-"""Tokens of a page that is gathered."""
-FLASH_PAGE_SIZE = 256
-"""Tokens of a page that FlashAttention reads in place: its second version takes no smaller one."""
+BLOCK_SIZE = 16
+"""Tokens of a block that is gathered."""
+FLASH_BLOCK_SIZE = 256
+"""Tokens of a block that FlashAttention reads in place: its second version takes no smaller one."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
@@ -20,18 +20,18 @@ CUDA_PART = 0.9
 
 
 class Layout(NamedTuple):
-    """How keys and values lie, and who reads them."""
+    """How keys and values lie in memory, and which attention reads them."""
 
-    page_size: int
-    """Tokens of a page."""
+    block_size: int
+    """Tokens of a block."""
     in_place: bool
-    """FlashAttention reads the pages; else they are gathered for SDPA."""
+    """FlashAttention reads the blocks; else they are gathered for SDPA."""
     why: str
-    """For people: which attention it is, and why not the other."""
+    """For the log: which attention it is, and why not the other."""
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of one token: ``[kv_heads, head_dim]`` keys and values."""
+    """What a layer stores for one token: ``[kv_heads, head_dim]`` keys and values."""
 
     kv_heads: int
     key_dim: int
@@ -39,36 +39,36 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values by page; slot ``page * page_size + offset`` holds one token.
+    """Keys and values by block; slot ``block * block_size + offset`` is one token's.
 
-    ``layers`` maps a layer's index to (keys ``[num_pages, page_size, kv_heads, key_dim]``, values
+    ``layers`` maps a layer's index to (keys ``[num_blocks, block_size, kv_heads, key_dim]``, values
     alike).
     """
 
     def __init__(
         self,
         shapes: Mapping[int, LayerShape],
-        num_pages: int,
-        page_size: int,
+        num_blocks: int,
+        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_pages = num_pages
+        self.num_blocks = num_blocks
         # Zeros, not garbage: a masked position still meets 0 * value, and 0 * NaN is NaN.
         self.layers = {
             index: (
                 torch.zeros(
-                    num_pages, page_size, s.kv_heads, s.key_dim, dtype=dtype, device=device
+                    num_blocks, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device
                 ),
                 torch.zeros(
-                    num_pages, page_size, s.kv_heads, s.value_dim, dtype=dtype, device=device
+                    num_blocks, block_size, s.kv_heads, s.value_dim, dtype=dtype, device=device
                 ),
             )
             for index, s in shapes.items()
         }
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, given as (from, to)."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, given as (from, to)."""
         if not copies:
             return
         device = next(iter(self.layers.values()))[0].device
@@ -77,17 +77,17 @@ class KVCache:
             for tensor in pair:
                 tensor[target] = tensor[source]
 
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Sets pages to zeros: they held numbers that are none (NaN)."""
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Sets blocks to zeros, since they contain NaN."""
         for pair in self.layers.values():
             for tensor in pair:
-                tensor[list(pages)] = 0
+                tensor[list(blocks)] = 0
 
 
 class Mirror:
-    """The keys and values of a group of decodes, side by side, kept from step to step.
+    """A contiguous copy of the keys and values of a group of decodes, kept from step to step.
 
-    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` whole pages.
+    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` whole blocks.
     """
 
     def __init__(self, batch: int, room: int) -> None:
@@ -96,9 +96,9 @@ class Mirror:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fill(
-        self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], pages: torch.Tensor
+        self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers the pages ``[batch, count]`` of a layer's cache; gives keys and values."""
+        """Gathers the blocks ``[batch, count]`` of a layer's cache; returns keys and values."""
         made = self._layers.get(layer)
         if made is None:
             made = tuple(  # type: ignore[assignment]
@@ -109,8 +109,8 @@ class Mirror:
             self._layers[layer] = made
         for paged, mirror in zip(cache, made, strict=True):
             whole = mirror.view(self._batch, -1, *paged.shape[1:])
-            whole[:, : pages.shape[1]] = paged.index_select(0, pages.flatten()).view(
-                *pages.shape, *paged.shape[1:]
+            whole[:, : blocks.shape[1]] = paged.index_select(0, blocks.flatten()).view(
+                *blocks.shape, *paged.shape[1:]
             )
         return made
 

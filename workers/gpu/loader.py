@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and finding out whether this engine can run it."""
+"""Loading a model and its tokenizer, and checking that this engine can run it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LoadedModel:
     layers: dict[int, LayerShape]
     """Of this rank."""
     soft_caps: bool = False
-    """Its attention bends scores before the softmax (Gemma 2)."""
+    """Its attention caps scores before the softmax (Gemma 2)."""
     ranks: Ranks | None = None
     """The other ranks, where the model is spread over several."""
 
@@ -170,7 +170,9 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
     finally:
         model.set_attn_implementation(before)
     if not layers:
-        raise ModelLoadError(f"the engine cannot run {name!r}: {kind} brings its own attention")
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}: {kind} does not use transformers' attention interface"
+        )
     away = (found - expected).abs().max().item()
     spread = expected.std().item()
     if not away <= PROBE_TOLERANCE * spread + 1e-6:
@@ -214,7 +216,9 @@ def _dtype(name: str, device: torch.device) -> Any:
         return torch.float32 if device.type == "cpu" else "auto"
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ModelLoadError(f"dtype {name!r} is none; use auto, float32, bfloat16 or float16")
+        raise ModelLoadError(
+            f"{name!r} is not a floating-point dtype; use auto, float32, bfloat16 or float16"
+        )
     return found
 
 
@@ -236,7 +240,7 @@ def _weights_progress(progress: OnProgress) -> Iterator[None]:
             self._items = iterable
             self._total = total or (len(iterable) if hasattr(iterable, "__len__") else 0)
             self._done = 0
-            self._told = 0.0
+            self._reported = 0.0
 
         def __iter__(self) -> Iterator[Any]:
             for item in self._items:
@@ -246,8 +250,8 @@ def _weights_progress(progress: OnProgress) -> Iterator[None]:
         def update(self, n: int = 1) -> None:
             self._done += n
             part = self._done / self._total if self._total else 0.0
-            if part - self._told >= 0.02:
-                self._told = part
+            if part - self._reported >= 0.02:
+                self._reported = part
                 progress(0.1 + 0.8 * part, "loading the weights")
 
         def __enter__(self) -> Bar:

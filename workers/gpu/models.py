@@ -147,7 +147,7 @@ class Models:
                 loaded = load_model(name, **options, progress=progress)
             loaded.ranks = self._ranks
             config = EngineConfig(
-                max_running=settings.max_running,
+                max_num_seqs=settings.max_running,
                 kv_cache_bytes=settings.kv_cache_bytes or None,
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,

@@ -1,7 +1,7 @@
-"""From a step's chunks to the numbers that its forward needs. Pure: no torch.
+"""From a step's chunks to the inputs of its forward. Pure: no torch.
 
 The tokens of all chunks lie side by side in one row. For the attention, chunks of similar size are
-padded to rectangles, so that a few calls serve all of them. What comes out can be sent to other
+padded to rectangles, so that a few calls serve all of them. The result can be sent to other
 ranks as it is.
 """
 
@@ -13,13 +13,13 @@ from itertools import count
 import numpy as np
 from msgspec import Struct
 
-from .block_manager import PADDING_PAGE
+from .block_manager import PADDING_BLOCK
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
-"""Pages of padding at which decodes of different lengths are worth a call of their own."""
+"""Blocks of padding above which decodes of different lengths are split into two calls."""
 MIRROR_BYTES = 512 * 2**20
-"""A group of decodes whose keys and values take more is gathered in each step."""
+"""A group of decodes whose keys and values take more is gathered in each step, without a mirror."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -30,9 +30,9 @@ class PackedGroup(Struct, array_like=True):
     batch: int
     width: int
     length: int
-    """Tokens that the longest of them reaches."""
-    pages: list[int]
-    """``[batch * pages]``: the pages of each one's keys; padding points to page 0."""
+    """The greatest end position among them, in tokens."""
+    blocks: list[int]
+    """``[batch * blocks]``: the blocks of each one's keys; padding points to block 0."""
     positions: list[int]
     """``[batch * width]``: the position of each token in its sequence."""
     rows: list[int] | None
@@ -42,22 +42,22 @@ class PackedGroup(Struct, array_like=True):
     fresh: bool
     """All of them begin at position 0 and have the same length."""
     mirror: int = 0
-    """Of decodes: the number of the mirror that holds their keys and values; 0: none."""
-    goes_on: bool = False
-    """The mirror holds all but the new tokens already."""
+    """Of decodes: the number of the mirror with their keys and values; 0: they have none."""
+    continues: bool = False
+    """The mirror contains all but the new tokens already."""
     room: int = 0
-    """Tokens that each sequence has in the mirror."""
+    """Capacity of the mirror for each sequence, in tokens."""
 
 
 class PackedSpans(Struct, array_like=True):
-    """What FlashAttention needs to know of the chunks, in their order: it wants no rectangles."""
+    """The metadata of the chunks, in their order, for FlashAttention, which needs no rectangles."""
 
     queries: list[int]
     """Tokens of each chunk."""
     keys: list[int]
-    """Tokens that each may look at: up to its end."""
-    pages: list[int]
-    """``[chunks * width]``: the pages of each one's keys, padded with page 0."""
+    """Tokens that each attends to: up to its end."""
+    blocks: list[int]
+    """``[chunks * width]``: the blocks of each one's keys, padded with block 0."""
     width: int
 
 
@@ -66,77 +66,79 @@ class Packed(Struct, array_like=True):
 
     ids: list[int]
     positions: list[int]
-    slots: list[int]
-    """Where each token's key and value go."""
+    slot_mapping: list[int]
+    """The slot of the KV cache to which each token's key and value are written."""
     rows: list[int]
     """The packed tokens whose logits are wanted."""
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
-    """Pages to copy first, as (from, to)."""
+    """Blocks to copy first, as (from, to)."""
     spans: PackedSpans | None = None
     """Instead of ``groups``, for FlashAttention."""
 
 
 def pack(
-    batch: Batch, page_size: int, *, spans: bool = False, mirrors: Mirrors | None = None
+    batch: Batch, block_size: int, *, spans: bool = False, mirrors: Mirrors | None = None
 ) -> tuple[list[Chunk], Packed]:
     """The chunks in the order of their rows, and the forward that computes them.
 
-    ``spans``: for FlashAttention, which reads pages in place. ``mirrors``: for decodes on a CPU.
+    ``spans``: for FlashAttention, which reads blocks in place. ``mirrors``: for decodes on a CPU.
     """
     packed = Packed([], [], [], [], [], batch.copies)
     if spans:
         chunks = list(batch.chunks)
-        packed.spans = _spans(chunks, page_size)
+        packed.spans = _spans(chunks, block_size)
     else:
-        chunks, parts = _arrange(batch.chunks, page_size)
-        packed.groups = [_group(part, page_size) for part in parts]
+        chunks, parts = _arrange(batch.chunks, block_size)
+        packed.groups = [_group(part, block_size) for part in parts]
         if mirrors is not None:
             mirrors.assign(parts, packed.groups)
     for chunk in chunks:
         sequence, start, end = chunk
         at = len(packed.ids)
         if end - start == 1:
-            page = sequence.table.pages[start // page_size]
+            block = sequence.block_table.blocks[start // block_size]
             packed.ids.append(sequence.tokens[start])
             packed.positions.append(start)
-            packed.slots.append(page * page_size + start % page_size)
+            packed.slot_mapping.append(block * block_size + start % block_size)
         else:
             packed.ids += sequence.tokens[start:end]
             packed.positions += range(start, end)
-            packed.slots += _slots(sequence.table.pages, page_size, start, end)
+            packed.slot_mapping += _slot_mapping(
+                sequence.block_table.blocks, block_size, start, end
+            )
         packed.rows += range(at + chunk.first_row - start, at + end - start)
     return chunks, packed
 
 
 class Mirrors:
-    """Which groups of decodes find their keys and values side by side from the step before.
+    """Which groups of decodes find a contiguous copy of their keys and values from the step before.
 
-    Gathering pages costs as much as attending over them. So where the same sequences decode step
-    after step, what was gathered is kept, and only the new tokens are added. It is valid while
-    every sequence goes on exactly where the step before ended: whatever else happens to one
-    (splice, preemption, sitting out) makes it begin elsewhere.
+    Gathering blocks costs as much as attending over them. So where the same sequences decode step
+    after step, the gathered copy (a mirror) is kept, and only the new tokens are added. It is
+    valid while every sequence continues exactly where the step before ended; after a splice, a
+    preemption or a step without it, a sequence starts elsewhere.
     """
 
-    def __init__(self, bytes_per_token: int, page_size: int) -> None:
+    def __init__(self, bytes_per_token: int, block_size: int) -> None:
         self._bytes_per_token = bytes_per_token
-        self._page_size = page_size
+        self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """By the sequences' identities: their last chunks, the mirror, and its room."""
+        """By the sequences' identities: their last chunks, the mirror, and its capacity."""
         self._numbers = count(1)
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
-        """Gives each group of decodes its mirror, one that goes on where there is one."""
+        """Assigns each group of decodes its mirror: that of the step before, where it is valid."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
             if group.width > 1:
                 continue
             key = tuple(id(c.sequence) for c in part.chunks)
             before, number, room = last.get(key, ([], 0, 0))
-            group.goes_on = group.length <= room and all(
+            group.continues = group.length <= room and all(
                 old.end == new.start for old, new in zip(before, part.chunks, strict=False)
             )
-            if not group.goes_on:
+            if not group.continues:
                 number, room = next(self._numbers), self._room(group.length)
                 if group.batch * room * self._bytes_per_token > MIRROR_BYTES:
                     continue
@@ -144,17 +146,17 @@ class Mirrors:
             self._last[key] = (part.chunks, number, room)
 
     def _room(self, length: int) -> int:
-        """Tokens for which a mirror is made: an eighth more, so that it is seldom made anew."""
-        page = self._page_size
-        return -(-(length + max(4 * page, length // 8)) // page) * page
+        """Capacity of a new mirror, in tokens: an eighth more, so that it is seldom replaced."""
+        block = self._block_size
+        return -(-(length + max(4 * block, length // 8)) // block) * block
 
 
 class _Part:
-    """Chunks that make a group, and the packed token at which they begin."""
+    """Chunks that form a group, and the packed token at which they begin."""
 
-    def __init__(self, start: int, page_size: int) -> None:
+    def __init__(self, start: int, block_size: int) -> None:
         self.start = start
-        self._page_size = page_size
+        self._block_size = block_size
         self.chunks: list[Chunk] = []
 
     def takes(self, chunk: Chunk) -> bool:
@@ -164,14 +166,14 @@ class _Part:
         first, last = self.chunks[0], self.chunks[-1]
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
-            # In tokens, not pages: then groups stay the same while their members go on.
-            return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * self._page_size
+            # In tokens, not blocks, so that groups stay the same from step to step.
+            return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * self._block_size
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
         return 4 * width <= 5 * first_width + 32 and 2 * chunk.end <= 3 * first.end + 64
 
 
-def _arrange(chunks: Sequence[Chunk], page_size: int) -> tuple[list[Chunk], list[_Part]]:
+def _arrange(chunks: Sequence[Chunk], block_size: int) -> tuple[list[Chunk], list[_Part]]:
     """Chunks ordered so that those of similar size lie side by side, and these groups."""
     ordered = sorted(
         chunks, key=lambda c: (c.end - c.start > 1, c.start != 0, c.end - c.start, c.end)
@@ -180,20 +182,20 @@ def _arrange(chunks: Sequence[Chunk], page_size: int) -> tuple[list[Chunk], list
     at = 0
     for chunk in ordered:
         if not parts or not parts[-1].takes(chunk):
-            parts.append(_Part(at, page_size))
+            parts.append(_Part(at, block_size))
         parts[-1].chunks.append(chunk)
         at += chunk.end - chunk.start
     return ordered, parts
 
 
-def _group(part: _Part, page_size: int) -> PackedGroup:
+def _group(part: _Part, block_size: int) -> PackedGroup:
     """The attention's metadata of some chunks of similar size."""
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # No further than the longest reaches: the last page is rarely full.
+    # Not to the end of the last block, which is rarely full.
     length = max([c.end for c in chunks])
-    pages, _ = _table(chunks, page_size)
+    blocks, _ = _table(chunks, block_size)
     positions = [c.start for c in chunks]
     rows = places = None
     if width > 1:
@@ -210,7 +212,7 @@ def _group(part: _Part, page_size: int) -> PackedGroup:
         batch=len(chunks),
         width=width,
         length=length,
-        pages=pages,
+        blocks=blocks,
         positions=positions,
         rows=rows,
         places=places,
@@ -218,25 +220,25 @@ def _group(part: _Part, page_size: int) -> PackedGroup:
     )
 
 
-def _spans(chunks: Sequence[Chunk], page_size: int) -> PackedSpans:
-    pages, width = _table(chunks, page_size)
-    return PackedSpans([c.end - c.start for c in chunks], [c.end for c in chunks], pages, width)
+def _spans(chunks: Sequence[Chunk], block_size: int) -> PackedSpans:
+    blocks, width = _table(chunks, block_size)
+    return PackedSpans([c.end - c.start for c in chunks], [c.end for c in chunks], blocks, width)
 
 
-def _table(chunks: Sequence[Chunk], page_size: int) -> tuple[list[int], int]:
-    """The pages that each chunk may look at, padded to the same number, and this number."""
-    width = -(-max([c.end for c in chunks]) // page_size)
-    pages: list[int] = []
+def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[list[int], int]:
+    """The blocks that each chunk attends to, padded to the same number, and this number."""
+    width = -(-max([c.end for c in chunks]) // block_size)
+    blocks: list[int] = []
     for c in chunks:
-        held = c.sequence.table.pages[: -(-c.end // page_size)]
-        pages += held
-        pages += [PADDING_PAGE] * (width - len(held))
-    return pages, width
+        own = c.sequence.block_table.blocks[: -(-c.end // block_size)]
+        blocks += own
+        blocks += [PADDING_BLOCK] * (width - len(own))
+    return blocks, width
 
 
-def _slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
+def _slot_mapping(blocks: Sequence[int], block_size: int, start: int, end: int) -> list[int]:
     """The slots of the tokens ``[start, end)``."""
     positions = np.arange(start, end)
-    found = np.array(pages)[positions // page_size] * page_size + positions % page_size
-    slots: list[int] = found.tolist()
-    return slots
+    found = np.array(blocks)[positions // block_size] * block_size + positions % block_size
+    slot_mapping: list[int] = found.tolist()
+    return slot_mapping

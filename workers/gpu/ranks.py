@@ -48,7 +48,7 @@ class Open(msgspec.Struct, tag=True):
     """Make a KV cache for a model."""
 
     name: str
-    num_pages: int
+    num_blocks: int
     layout: Layout
     compiled: bool
 
@@ -61,14 +61,14 @@ class Forward(msgspec.Struct, tag=True):
 
 
 class Clear(msgspec.Struct, tag=True):
-    """Set pages to zeros."""
+    """Set blocks to zeros."""
 
     name: str
-    pages: list[int]
+    blocks: list[int]
 
 
 class Drop(msgspec.Struct, tag=True):
-    """Let a model go."""
+    """Drop a model."""
 
     name: str
 
@@ -110,10 +110,10 @@ class Ranks:
             self._send(Load(name, options))
             yield
 
-    def open(self, name: str, num_pages: int, layout: Layout, compiled: bool) -> None:
+    def open(self, name: str, num_blocks: int, layout: Layout, compiled: bool) -> None:
         """The others make their KV caches."""
         with self._together:
-            self._send(Open(name, num_pages, layout, compiled))
+            self._send(Open(name, num_blocks, layout, compiled))
 
     @contextmanager
     def forward(self, name: str, packed: Packed) -> Iterator[None]:
@@ -122,13 +122,13 @@ class Ranks:
             self._send(Forward(name, packed))
             yield
 
-    def clear(self, name: str, pages: Sequence[int]) -> None:
-        """The others clear these pages."""
+    def clear(self, name: str, blocks: Sequence[int]) -> None:
+        """The others clear these blocks."""
         with self._together:
-            self._send(Clear(name, list(pages)))
+            self._send(Clear(name, list(blocks)))
 
     def drop(self, name: str) -> None:
-        """The others let a model go."""
+        """The others drop a model."""
         with self._together:
             self._send(Drop(name))
 

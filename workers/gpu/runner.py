@@ -19,13 +19,13 @@ from .scheduler import Batch, Chunk
 
 
 class Runner:
-    """Owns the model and its KV cache of ``num_pages`` pages, on every rank.
+    """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``compiled``: through torch.compile, which takes its time with the first steps.
+    ``compiled``: through torch.compile, which makes the first steps slow.
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_pages: int, layout: Layout, compiled: bool = False
+        self, loaded: LoadedModel, num_blocks: int, layout: Layout, compiled: bool = False
     ) -> None:
         self._device = loaded.device
         self._ranks = loaded.ranks
@@ -38,22 +38,22 @@ class Runner:
         plain = self._ranks is None and self._keeps_logits and not compiled
         self._head = packed_head(model) if plain else None
         self._model = torch.compile(model, dynamic=True) if compiled else model
-        # One page more than is given out: what graphs write for rows that are padding.
+        # One block more than is allocated: graphs write to it for rows that are padding.
         self._cache = KVCache(
-            loaded.layers, num_pages + 1, layout.page_size, loaded.dtype, loaded.device
+            loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
         self._graphs: DecodeGraphs | None = None
         if layout.in_place and plain:
-            width = -(-loaded.context_length // layout.page_size)
-            self._graphs = DecodeGraphs(self._forward, self._cache, num_pages, width)
-        # A GPU reads pages as fast as anything else: there a mirror would only take memory.
+            width = -(-loaded.context_length // layout.block_size)
+            self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
+        # A GPU reads scattered blocks at full speed: a mirror would only take memory.
         self._mirrors: Mirrors | None = None
         if self._device.type == "cpu":
             per_token = token_bytes(loaded.layers, loaded.dtype)
-            self._mirrors = Mirrors(per_token, layout.page_size)
+            self._mirrors = Mirrors(per_token, layout.block_size)
         self._mirror: dict[int, Mirror] = {}
         if self._ranks is not None:
-            self._ranks.open(self._name, num_pages, layout, compiled)
+            self._ranks.open(self._name, num_blocks, layout, compiled)
 
     def run(self, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
         """The forward of a step: the chunks in the order of their rows, and the logits
@@ -65,16 +65,16 @@ class Runner:
         with self._ranks.forward(self._name, packed):
             return chunks, self.forward(packed)
 
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Sets pages to zeros: they held numbers that are none (NaN)."""
-        self._cache.clear_pages(pages)
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Sets blocks to zeros, since they contain NaN."""
+        self._cache.clear_blocks(blocks)
         if self._ranks is not None:
-            self._ranks.clear(self._name, pages)
+            self._ranks.clear(self._name, blocks)
 
     @torch.inference_mode()
     def forward(self, packed: Packed) -> torch.Tensor:
-        """This rank's part of a forward: the logits of the rows that are wanted."""
-        self._cache.copy_pages(packed.copies)
+        """This rank's part of a forward: the logits of ``packed.rows``."""
+        self._cache.copy_blocks(packed.copies)
         if self._graphs is not None:
             logits = self._graphs.run(packed)
             if logits is not None:
@@ -102,27 +102,27 @@ class Runner:
         return logits if self._keeps_logits else logits[rows]
 
     def _context(self, packed: Packed) -> PackedBatch | varlen.VarlenBatch:
-        """What the attention is told of a forward."""
-        slots = self._tensor(packed.slots)
+        """The metadata of a forward for the attention function."""
+        slot_mapping = self._tensor(packed.slot_mapping)
         if packed.spans is not None:
-            return varlen.batch_of(packed.spans, self._cache, slots)
+            return varlen.batch_of(packed.spans, self._cache, slot_mapping)
         kept = {g.mirror for g in packed.groups}
         self._mirror = {n: mirror for n, mirror in self._mirror.items() if n in kept}
-        return PackedBatch(self._cache, slots, [self._group(g) for g in packed.groups])
+        return PackedBatch(self._cache, slot_mapping, [self._group(g) for g in packed.groups])
 
     def _group(self, group: PackedGroup) -> Group:
         shape = (group.batch, group.width)
         mirror = added = None
         if group.mirror:
             mirror = self._mirror.setdefault(group.mirror, Mirror(group.batch, group.room))
-            if group.goes_on:
+            if group.continues:
                 places = [i * group.room + at for i, at in enumerate(group.positions)]
                 added = self._tensor(places)
         return Group(
             start=group.start,
             end=group.end,
             width=group.width,
-            pages=self._tensor(group.pages),
+            blocks=self._tensor(group.blocks),
             length=group.length,
             positions=self._tensor(group.positions).view(shape),
             rows=None if group.rows is None else self._tensor(group.rows).view(shape),

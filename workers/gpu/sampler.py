@@ -16,7 +16,7 @@ import torch
 
 from ...protocol.sampling import Sampling
 
-NAN = "the model gave logits that are no numbers (NaN)"
+NAN = "the model's logits contain NaN"
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
 
 
@@ -44,14 +44,14 @@ class Sampled:
     """Under the model's own distribution."""
     top: list[dict[int, float]]
     errors: dict[int, str] = field(default_factory=dict)
-    """Rows from which nothing could be chosen."""
+    """Rows from which no token could be chosen."""
 
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> Sampled:
-    """Chooses a token for each of ``rows``; row i looks at ``logits[which[i]]``.
+    """Chooses a token for each of ``rows``; row i is sampled from ``logits[which[i]]``.
 
-    Several rows may look at the same logits: the sequences that are forked from one prompt.
+    Several rows may use the same logits: the sequences that are forked from one prompt.
     """
     own = logits if list(which) == list(range(len(logits))) else logits[list(which)]
     # On a CPU, max is two and a half times as fast as argmax, and its result serves logsumexp too.
@@ -59,8 +59,10 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     log_total = (own - best.values.unsqueeze(-1)).exp_().sum(-1).log_() + best.values
     chosen, allowed = _choose(own, best.indices, rows)
     logprobs = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - log_total
-    told = torch.stack([chosen.double(), logprobs.double(), allowed.double(), log_total.double()])
-    tokens, values, fine, totals = told.tolist()
+    results = torch.stack(
+        [chosen.double(), logprobs.double(), allowed.double(), log_total.double()]
+    )
+    tokens, values, fine, totals = results.tolist()
     result = Sampled([int(t) for t in tokens], values, [])
     for i, total in enumerate(totals):
         if total != total or total in (float("inf"), float("-inf")):
@@ -102,7 +104,7 @@ def _choose(
     """The token of each row, and whether the row allows any token at all."""
     chosen = best.clone()
     allowed = torch.ones(len(rows), dtype=torch.bool, device=own.device)
-    bending = _bending(rows, best)
+    bending = _changed_rows(rows, best)
     places = {i: place for place, i in enumerate(bending)}
     at = _ints(bending, own)
     bent = _bend(own[at], [rows[i] for i in bending]) if bending else own
@@ -126,11 +128,11 @@ def _choose(
 # --- what changes the logits ----------------------------------------------------------------------
 
 
-def _bending(rows: Sequence[Row], best: torch.Tensor) -> list[int]:
-    """The rows whose choice needs other logits than the model's own.
+def _changed_rows(rows: Sequence[Row], best: torch.Tensor) -> list[int]:
+    """The rows whose logits must be changed before a token is chosen.
 
-    A greedy row with a mask and nothing else is none of them where the mask allows the best token:
-    no other token would be chosen.
+    A greedy row with a mask and nothing else is not among them where the mask allows the best
+    token: no other token would be chosen.
     """
     found = []
     tokens: list[int] | None = None
@@ -212,7 +214,7 @@ def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 def _draw(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """A token for each row, at its temperature, from the tokens that its cuts leave.
 
-    Rows with cuts are sorted, the others are not: a row must not depend on what is beside it.
+    Rows with cuts are sorted, the others are not: a row must not depend on the others in its batch.
     """
     device = bent.device
     temperature = torch.tensor([r.sampling.temperature for r in rows], device=device)

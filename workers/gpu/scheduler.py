@@ -1,8 +1,8 @@
 """What the next step computes: continuous batching with chunked prefill. Pure: no clock, no torch.
 
-A step has room for ``max_step_tokens``. Sequences that need one token go first, so that a long
-prompt never delays those that are being generated; prompts fill what is left, in chunks; then
-waiting sequences are admitted. Where blocks run out, the last in order is preempted: it gives its
+A step has room for ``max_num_batched_tokens``. Decodes, which need one token each, go first, so
+that a long prompt never delays them; prompts fill what is left, in chunks; then waiting sequences
+are admitted. Where blocks run out, the last in order is preempted: it gives its
 blocks back, waits, and is computed again later.
 """
 
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
     @property
     def first_row(self) -> int:
-        """The first of its tokens whose logits are wanted; ``end`` where none are."""
+        """The first of its tokens whose logits are needed; ``end`` where none are."""
         if self.sequence.scored:
             return min(max(self.start, self.sequence.num_prompt - 1), self.end)
         return self.end - 1 if self.completes else self.end
@@ -47,7 +47,7 @@ class Batch:
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Pages to copy before the forward, as (from, to)."""
+    """Blocks to copy before the forward, as (from, to)."""
     rescheduled: list[Sequence] = field(default_factory=list)
     """Sequences that are sampled from the logits that they kept while they were deferred."""
 
@@ -63,21 +63,23 @@ class Scheduler:
     Every live sequence is in exactly one table: ``waiting`` (for a slot and for blocks),
     ``running`` (in a slot, with blocks), ``deferred`` (it has blocks and logits, and its decision
     has not arrived), ``suspended`` (until it is resumed). A deferred sequence gives its slot up;
-    when it is rescheduled it runs again at once, so that more than ``max_running`` may run for a
+    when it is rescheduled it runs again at once, so that more than ``max_num_seqs`` may run for a
     while. A step then skips the last in order, and none is admitted.
     """
 
-    def __init__(self, blocks: BlockManager, max_running: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
         self._blocks = blocks
-        self._max_running = max_running
-        self._max_step_tokens = max_step_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
         self.deferred: dict[Sequence, bool] = {}
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
         self._stalled = False
-        """Nothing runs, and the first waiting sequence finds no blocks beside the deferred ones:
+        """No sequence runs, and the deferred ones leave too few blocks for the first waiting one:
         no step does anything until one of the tables changes."""
         self.preemptions = 0
         self.prefix_hit_tokens = 0
@@ -95,7 +97,7 @@ class Scheduler:
     def forked(self, children: Iterable[Sequence]) -> None:
         """Takes sequences that share another one's blocks."""
         for child in children:
-            if len(self.running) < self._max_running:
+            if len(self.running) < self._max_num_seqs:
                 self._run(child)
             else:
                 self.waiting.put_back(child)
@@ -136,18 +138,18 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out for good; its blocks are given back."""
         self._take_out(sequence)
-        self._blocks.free(sequence.table)
+        self._blocks.free(sequence.block_table)
 
     def schedule(self) -> Batch:
         """The next step's work."""
         batch = Batch()
-        room = self._max_step_tokens
+        room = self._max_num_batched_tokens
         active: Iterable[Sequence] = self.running
-        if len(self.running) > self._max_running:
-            active = nlargest(self._max_running, self.running, key=_rank)
+        if len(self.running) > self._max_num_seqs:
+            active = nlargest(self._max_num_seqs, self.running, key=_rank)
         # Those that are rescheduled have their logits already: they need no forward.
-        decodes = [s for s in active if s.target - s.computed == 1]
-        prefills = [s for s in active if s.target - s.computed > 1]
+        decodes = [s for s in active if s.target - s.num_computed_tokens == 1]
+        prefills = [s for s in active if s.target - s.num_computed_tokens > 1]
         scheduled: set[int] = set()
         for sequence in [*decodes, *prefills]:
             if room == 0:
@@ -157,14 +159,14 @@ class Scheduler:
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         while room > 0 and self.waiting:
-            slots = len(self.running) + sum(s.pending for s in self.running)
-            if self.running and slots >= self._max_running:
+            slots = len(self.running) + sum(s.pending_forks for s in self.running)
+            if self.running and slots >= self._max_num_seqs:
                 break
             sequence = self.waiting.first()
-            if self.running and slots + 1 + sequence.pending > self._max_running:
+            if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
                 break
             if sequence.row is not None:
-                # A fork that found no slot and was deferred: it has its logits.
+                # A fork that found no slot and has its logits: it needs no forward.
                 self._admit(sequence)
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
@@ -183,10 +185,10 @@ class Scheduler:
         return Chunk(sequence, start, end)
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
-        """Adds a running sequence's next chunk, sending others back to wait for its pages."""
-        chunk = self._chunk(sequence, sequence.computed, room)
+        """Adds a running sequence's next chunk, and preempts others where blocks run out."""
+        chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
         while True:
-            copies = self._blocks.reserve(sequence.table, chunk.start, chunk.end)
+            copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
             if copies is not None:
                 batch.chunks.append(chunk)
                 batch.copies += copies
@@ -198,25 +200,25 @@ class Scheduler:
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Admits a waiting sequence, where blocks for all of its known tokens are available."""
-        # The last token is computed in any case: its logits are what is wanted.
-        kept = bool(sequence.table.pages)
+        # The last token is computed in any case, for its logits.
+        kept = bool(sequence.block_table.blocks)
         if kept:
-            hit = sequence.computed
+            hit = sequence.num_computed_tokens
         else:
             limit = sequence.num_prompt - 1 if sequence.scored else sequence.target - 1
-            hit = self._blocks.match(sequence.table, sequence.tokens, limit)
-        needed = self._blocks.pages_for(sequence.target + 1) - len(sequence.table.pages)
+            hit = self._blocks.match(sequence.block_table, sequence.tokens, limit)
+        needed = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
         copies = None
         # A little stays free, so that the admitted can grow before one of them is preempted.
         if spare >= 0 and (not self.running or spare >= len(self.running) + len(self.deferred)):
-            copies = self._blocks.reserve(sequence.table, chunk.start, chunk.end)
+            copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
         if copies is None:
             if not kept:
-                self._blocks.free(sequence.table)
+                self._blocks.free(sequence.block_table)
             return False
-        sequence.computed = hit
+        sequence.num_computed_tokens = hit
         self.prefix_hit_tokens += 0 if kept else hit
         self._admit(sequence)
         batch.chunks.append(chunk)
@@ -232,13 +234,13 @@ class Scheduler:
         self.waiting.count_running(sequence.client, 1)
 
     def _evict_for(self, sequence: Sequence) -> bool:
-        """Frees blocks for a waiting sequence while nothing runs: first those of sequences that
+        """Frees blocks for a waiting sequence while none runs: first those of sequences that
         cannot be scheduled, then those of deferred ones that come after it in order."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if _rank(s) < _rank(sequence)]
         if idle or after:
             self._preempt(min(idle or after, key=_rank))
-        elif sequence.table.pages and not self.deferred:
+        elif sequence.block_table.blocks and not self.deferred:
             self._preempt(sequence)
         else:
             return False
@@ -246,7 +248,7 @@ class Scheduler:
 
     def _idle(self) -> list[Sequence]:
         """The sequences that have blocks and are not admitted."""
-        return [s for s in (*self.suspended, *self.waiting.returned) if s.table.pages]
+        return [s for s in (*self.suspended, *self.waiting.returned) if s.block_table.blocks]
 
     def _victim(self, scheduled: set[int]) -> Sequence:
         """The sequence that loses its blocks to one that runs: one that is not admitted, where such
@@ -257,8 +259,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks and logits; if it was admitted, it waits again."""
-        self._blocks.free(sequence.table)
-        sequence.computed = 0
+        self._blocks.free(sequence.block_table)
+        sequence.num_computed_tokens = 0
         sequence.row = None
         self.preemptions += 1
         if sequence in self.running or sequence in self.deferred:

@@ -1,5 +1,4 @@
-"""A sequence: tokens, how far they are computed, and how the next one is chosen; its outputs; and
-the logits from which the sequences of a step are sampled."""
+"""A sequence and its outputs; the logits from which the sequences of a step are sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from .text import TextStream
 
 
 class TokenOutput(NamedTuple):
-    """What a step gave for one sequence: a token, its end, or both."""
+    """What a step produced for one sequence: a token, its end, or both."""
 
     request: int
     seq: int
@@ -30,14 +29,14 @@ class TokenOutput(NamedTuple):
     top_logprobs: Mapping[int, float] | None = None
     """None for a scored token."""
     text: str | None = None
-    """Text mode: what became certain."""
+    """Text mode: the text that became certain."""
     error: str | None = None
     backtrack: int = 0
     """Tokens of the sequence that were taken back before this one."""
     parent: int | None = None
     """In a fork's first output: the sequence that it was forked from."""
     code: str | None = None
-    """The code that belongs to ``error``."""
+    """The error code of ``error``."""
     logs: str = ""
     """What its controller has printed."""
     storage: Tokens[Any] = ()
@@ -59,29 +58,29 @@ class Sequence:
     """Tokens at which it ends, the prompt included."""
     seed: int = 0
     scored: bool = False
-    """It is a SCORE: all its tokens are there, and their log-probabilities are wanted."""
+    """It is a SCORE: all its tokens are known, and their log-probabilities are computed."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
-    says_text: bool = False
-    table: BlockTable = field(default_factory=BlockTable)
-    computed: int = 0
+    with_text: bool = False
+    block_table: BlockTable = field(default_factory=BlockTable)
+    num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
-    pending: int = 0
-    """Sequences that will be forked from it once its prompt is computed."""
+    pending_forks: int = 0
+    """Sequences that will be forked from it when its prompt is computed."""
     overtaken: int = 0
     """Later arrivals that were admitted before it."""
     mask: np.ndarray | None = None
-    """What the next token may be: bit i of u32 words, little-endian; None allows all."""
+    """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
     row: torch.Tensor | None = None
     """The logits ``[vocab]`` that it is sampled from when it has been deferred."""
 
     @property
     def target(self) -> int:
         """Tokens that must be in the cache before it has a result: for a score, all but the last,
-        whose own distribution nobody asked for."""
+        whose own distribution is not needed."""
         return len(self.tokens) - self.scored
 
     @property

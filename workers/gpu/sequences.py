@@ -49,7 +49,7 @@ class LiveSequences:
     def begin(self, sequence: Sequence) -> None:
         """Takes in the first sequence of a request."""
         self.requests[sequence.request] = {sequence.seq: sequence}
-        self._next_fork[sequence.request] = 1 + sequence.pending
+        self._next_fork[sequence.request] = 1 + sequence.pending_forks
         self._scheduler.add(sequence)
 
     def find(self, request: int, seq: int) -> Sequence | None:
@@ -114,8 +114,10 @@ class LiveSequences:
     def fork_pending(self, sequence: Sequence) -> list[Sequence]:
         """The other sequences of a request with ``n``: they share the prompt's blocks and
         logits."""
-        children = [self._forked(sequence, number) for number in range(1, sequence.pending + 1)]
-        sequence.pending = 0
+        children = [
+            self._forked(sequence, number) for number in range(1, sequence.pending_forks + 1)
+        ]
+        sequence.pending_forks = 0
         self._scheduler.forked(children)
         return children
 
@@ -133,9 +135,9 @@ class LiveSequences:
             arrival=parent.arrival,
             stop_ids=parent.stop_ids,
             text=parent.text.fork() if parent.text is not None else None,
-            says_text=parent.says_text,
-            table=self._blocks.fork(parent.table, parent.computed),
-            computed=parent.computed,
+            with_text=parent.with_text,
+            block_table=self._blocks.fork(parent.block_table, parent.num_computed_tokens),
+            num_computed_tokens=parent.num_computed_tokens,
         )
         self.requests[parent.request][number] = child
         return child
@@ -173,13 +175,13 @@ class LiveSequences:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = None
         self._scheduler.reschedule(sequence)
-        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:
         del sequence.tokens[len(sequence.tokens) - drop :]
         # The last token is computed again, for its logits.
-        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
-        self._blocks.truncate(sequence.table, sequence.computed)
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
+        self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
         if sequence.text is not None:
             sequence.text = self._intake.text_of(sequence)
 
@@ -204,9 +206,9 @@ class LiveSequences:
         text = None
         if sequence.text is not None:
             try:
-                said = sequence.text.push(token)
-                text = said.certain
-                if said.stopped:
+                pushed = sequence.text.push(token)
+                text = pushed.certain
+                if pushed.stopped:
                     reason = "stop"
                 elif reason is not None:
                     rest = sequence.text.finish()
@@ -218,7 +220,7 @@ class LiveSequences:
         sequence.tokens.append(token)
         if reason is not None:
             self.remove(sequence)
-        text = text if sequence.says_text else None
+        text = text if sequence.with_text else None
         request, seq = sequence.request, sequence.seq
         self.outputs.append(
             TokenOutput(request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack)
@@ -228,7 +230,7 @@ class LiveSequences:
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
         """Ends a sequence without a further token."""
         text = None
-        if sequence.says_text and sequence.text is not None:
+        if sequence.with_text and sequence.text is not None:
             try:
                 text = sequence.text.finish().certain
             except Exception:
@@ -246,14 +248,14 @@ class LiveSequences:
         )
 
     def fail(self, sequence: Sequence, error: str) -> None:
-        """Ends a sequence with an error, and the forks that were to be made of it; its blocks are
+        """Ends a sequence with an error, and its forks that were not made yet; its blocks are
         cleared and given back."""
-        self._runner.clear_pages(self._blocks.discard(sequence.table))
-        sequence.table = BlockTable()
+        self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
+        sequence.block_table = BlockTable()
         self.outputs.append(self.end(sequence, "error", error))
         self.outputs += [
             TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)
-            for i in range(sequence.pending)
+            for i in range(sequence.pending_forks)
         ]
 
     def fail_text(self, sequence: Sequence, error: Exception) -> None:
@@ -276,6 +278,6 @@ class LiveSequences:
             ended.append(self.end(sequence, reason))
             ended += [
                 TokenOutput(request, sequence.seq + 1 + i, None, None, 0, reason)
-                for i in range(sequence.pending)
+                for i in range(sequence.pending_forks)
             ]
         return ended

@@ -146,7 +146,7 @@ class Steering:
                 receive(left)
                 undecided = self._undecided(step)
         for request, seq in undecided:
-            engine.hold(request, seq)
+            engine.defer(request, seq)
 
     def sampled(self, engine: Engine, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """After sampling: sends the controller workers their STEPs; the outputs for clients."""
@@ -270,7 +270,7 @@ class Steering:
             self._behind.update(((one.request, child), before) for child in one.children)
         elif key not in self._awaited:
             self._void(steered, key, one.then)
-        elif just_samples(one) and engine.go_on(*key, mask):
+        elif just_samples(one) and engine.sample_under(*key, mask):
             del self._awaited[key]
         elif not engine.alive(*key):
             self._void(steered, key, one.then)
@@ -310,7 +310,7 @@ class Steering:
         match one.then:
             case "sample":
                 engine.set_mask(*key, mask)
-                engine.release(*key)
+                engine.reschedule(*key)
                 del self._awaited[key]
             case "fork":
                 self._check_children(engine, one)

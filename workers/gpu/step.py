@@ -100,7 +100,7 @@ class Stepper:
         row = step.add(logits)
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
-            sequence.computed = chunk.end
+            sequence.num_computed_tokens = chunk.end
             if sequence.scored and rows:
                 assert step.logits is not None
                 self._take_scores(chunk, step.logits[row : row + rows])
@@ -108,7 +108,9 @@ class Stepper:
                 for ready in (sequence, *self._live.fork_pending(sequence)):
                     step.rows[ready] = row
             if sequence.request in self._live.requests:
-                self._blocks.commit(sequence.table, sequence.tokens, sequence.computed)
+                self._blocks.commit(
+                    sequence.block_table, sequence.tokens, sequence.num_computed_tokens
+                )
             row += rows
 
     def _take_scores(self, chunk: Chunk, logits: torch.Tensor) -> None:

@@ -20,24 +20,24 @@ class Detokenizer(Protocol):
         """The text that became certain with this token."""
 
     def finish(self) -> str:
-        """What was held back, the sequence being over."""
+        """The text that was held back, at the end of the sequence."""
 
     def fork(self) -> Detokenizer:
         """A second one in the same state."""
 
 
 class Text(NamedTuple):
-    """What a token brought."""
+    """The text of one token."""
 
     certain: str
     stopped: bool = False
-    """A stop string came up; ``certain`` ends before it."""
+    """A stop string was found; ``certain`` ends before it."""
 
 
 class TextStream:
     """The text of one sequence, cut before the first of its stop strings.
 
-    What could be the beginning of a stop string is held back until it is certain that it is none.
+    Text that may be the beginning of a stop string is held back until it can no longer become one.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
@@ -50,7 +50,7 @@ class TextStream:
         return self._take(self._detokenizer.push(token))
 
     def finish(self) -> Text:
-        """The sequence is over: all that was held back."""
+        """All that was held back, at the end of the sequence."""
         text = self._take(self._detokenizer.finish())
         rest, self._held = self._held, ""
         return text if text.stopped else Text(text.certain + rest)
@@ -83,7 +83,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
-    """What makes a detokenizer for a sequence, from its prompt; chosen by the tokenizer's kind."""
+    """A function that makes a sequence's detokenizer from its prompt, by the kind of tokenizer."""
     table = _byte_table(tokenizer)
     if table is not None:
         known = table
@@ -121,33 +121,33 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._from = 0
-        self._told = len(self._tokens)
+        self._sent = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text beyond what was told, unless it ends in the middle of a character."""
+        """The text after what was returned before, unless it ends in the middle of a character."""
         self._tokens.append(token)
         before, now = self._texts()
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
             return ""
-        self._from, self._told = self._told, len(self._tokens)
+        self._from, self._sent = self._sent, len(self._tokens)
         return now[len(before) :]
 
     def finish(self) -> str:
         """What is left, complete or not."""
         before, now = self._texts()
-        self._from, self._told = self._told, len(self._tokens)
+        self._from, self._sent = self._sent, len(self._tokens)
         return now[len(before) :]
 
     def fork(self) -> WindowDetokenizer:
         """A second one in the same state."""
         copy = WindowDetokenizer(self._tokenizer, ())
-        copy._tokens, copy._from, copy._told = list(self._tokens), self._from, self._told
+        copy._tokens, copy._from, copy._sent = list(self._tokens), self._from, self._sent
         return copy
 
     def _texts(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
         return (
-            decode(self._tokens[self._from : self._told], skip_special_tokens=True),
+            decode(self._tokens[self._from : self._sent], skip_special_tokens=True),
             decode(self._tokens[self._from :], skip_special_tokens=True),
         )
 
@@ -174,7 +174,7 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
             try:
                 table[index] = bytes(byte_of[c] for c in text)
             except KeyError:
-                # A piece that is not written in that alphabet stands for itself.
+                # A token that is not written in that alphabet is plain text.
                 table[index] = text.encode()
     return table
 

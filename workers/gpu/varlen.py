@@ -1,8 +1,8 @@
-"""Attention on CUDA: PyTorch's FlashAttention over the pages themselves, nothing gathered.
+"""Attention on CUDA: PyTorch's FlashAttention reads the blocks in place.
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a sequence's
-numbers independent of what else is in the batch. Where it cannot be used, pages are gathered for
-SDPA as on a CPU; ``choose_layout`` tries it on the device before it relies on it.
+results independent of what else is in the batch. Where it cannot be used, blocks are gathered for
+SDPA as on a CPU; ``choose_layout`` tests it on the device before it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from .attention import register
-from .kv_cache import FLASH_PAGE_SIZE, PAGE_SIZE, KVCache, Layout
+from .kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache, Layout
 from .loader import LoadedModel
 from .packing import PackedSpans
 
@@ -25,39 +25,39 @@ log = logging.getLogger(__name__)
 
 NAME = "tokenbus_varlen"
 TOLERANCE = 2e-2
-"""How far its result may be from plain attention's, in bfloat16, for unit normal inputs."""
+"""How far its result may be from that of plain attention, in bfloat16, for unit normal inputs."""
 
 
 @dataclass(slots=True)
 class VarlenBatch:
-    """What the attention function needs to know of a step: N chunks, T tokens."""
+    """The metadata of a step for the attention function: N chunks, T tokens."""
 
     cache: KVCache
-    slots: torch.Tensor
-    """``[T]``: where the new keys and values go."""
+    slot_mapping: torch.Tensor
+    """``[T]``: the slots to which the new keys and values are written."""
     starts: torch.Tensor
     """``[N + 1]``, int32: where each chunk's tokens begin."""
     lengths: torch.Tensor
-    """``[N]``, int32: tokens that each chunk may look at."""
-    table: torch.Tensor
-    """``[N, pages]``, int32."""
+    """``[N]``, int32: tokens that each chunk attends to."""
+    block_table: torch.Tensor
+    """``[N, blocks]``, int32."""
     longest_chunk: int
     longest: int
 
 
-def batch_of(spans: PackedSpans, cache: KVCache, slots: torch.Tensor) -> VarlenBatch:
+def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
     """The chunks of a forward, on the device."""
     starts = [0, *accumulate(spans.queries)]
 
     def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(slots.device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int32).to(slot_mapping.device, non_blocking=True)
 
     return VarlenBatch(
         cache=cache,
-        slots=slots,
+        slot_mapping=slot_mapping,
         starts=ints(starts),
         lengths=ints(spans.keys),
-        table=ints(spans.pages).view(-1, spans.width),
+        block_table=ints(spans.blocks).view(-1, spans.width),
         longest_chunk=max(spans.queries),
         longest=max(spans.keys),
     )
@@ -79,8 +79,8 @@ def varlen_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = packed_batch.cache.layers[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys.flatten(0, 1).index_copy_(0, packed_batch.slots, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, packed_batch.slots, v.to(values.dtype))
+    keys.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, k.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, v.to(values.dtype))
     found = varlen_attn(
         q.contiguous(),
         keys,
@@ -93,7 +93,7 @@ def varlen_attention(
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
         enable_gqa=q.shape[1] != keys.shape[2],
         seqused_k=packed_batch.lengths,
-        block_table=packed_batch.table,
+        block_table=packed_batch.block_table,
         num_splits=1,
     )
     return found.unsqueeze(0), None  # type: ignore[union-attr]
@@ -103,17 +103,17 @@ register(NAME, varlen_attention)
 
 
 def choose_layout(loaded: LoadedModel) -> Layout:
-    """How this model's keys and values are to lie on its device."""
+    """The layout of this model's keys and values on its device."""
     reason = _why_not(loaded)
     if reason is None:
-        return Layout(FLASH_PAGE_SIZE, True, "FlashAttention over pages")
+        return Layout(FLASH_BLOCK_SIZE, True, "FlashAttention over blocks")
     if loaded.device.type == "cuda":
-        log.warning("%s: pages are gathered for SDPA: %s", loaded.name, reason)
-    return Layout(PAGE_SIZE, False, f"SDPA over gathered pages ({reason})")
+        log.warning("%s: blocks are gathered for SDPA: %s", loaded.name, reason)
+    return Layout(BLOCK_SIZE, False, f"SDPA over gathered blocks ({reason})")
 
 
 def _why_not(loaded: LoadedModel) -> str | None:
-    """Why FlashAttention cannot read the pages of this model; None where it can."""
+    """Why FlashAttention cannot read the blocks of this model; None where it can."""
     if loaded.device.type != "cuda":
         return f"the device is {loaded.device.type}"
     if loaded.dtype not in (torch.bfloat16, torch.float16):
@@ -134,14 +134,14 @@ def _why_not(loaded: LoadedModel) -> str | None:
 
 
 def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Two chunks over scattered pages, against plain attention; raises where they differ."""
+    """Two chunks over scattered blocks, against plain attention; raises where they differ."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     heads = 2 * kv_heads
-    keys, values = (normal(5, FLASH_PAGE_SIZE, kv_heads, dim) for _ in range(2))
+    keys, values = (normal(5, FLASH_BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     q = normal(4, heads, dim)
     tables, queries, lengths = [[3, 1], [4, 2]], [3, 1], [300, 257]
     found = varlen_attn(
@@ -169,5 +169,5 @@ def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -
         wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
         away = (found[at : at + count].transpose(0, 1).float() - wanted).abs().max().item()  # type: ignore[union-attr]
         if not away <= TOLERANCE:
-            raise ValueError(f"its result is off by {away:.3g}")
+            raise ValueError(f"its result differs by {away:.3g} from plain attention")
         at += count

@@ -4,8 +4,8 @@ The highest priority goes first; then the client with the fewest running sequenc
 to arrive. A sequence before which ``MAX_OVERTAKEN`` later arrivals were admitted goes before all
 that were overtaken less often: the bound on its wait.
 
-Ten thousand may wait, so nothing here looks at all of them: each operation is a few binary searches
-(``bisect``) in sorted lists.
+Thousands may wait, so no operation visits all of them: each is a few binary searches (``bisect``)
+in sorted lists.
 """
 
 from __future__ import annotations

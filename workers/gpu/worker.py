@@ -141,7 +141,7 @@ class GpuWorker:
                 continue
             try:
                 outputs = self._computed(engine)
-                if engine.runs_beside and engine.has_work:
+                if engine.is_asynchronous and engine.has_work:
                     self._streams.defer(outputs)
                 else:
                     self._streams.send(outputs)
@@ -158,7 +158,7 @@ class GpuWorker:
         with self._bus.stepping():
             began = time.monotonic()
             step = engine.begin()
-            if engine.runs_beside:
+            if engine.is_asynchronous:
                 self._streams.send([])
                 self._receive()
             if self._steering.active:

@@ -79,7 +79,7 @@ def tiny_model() -> Any:
 
 
 def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of 1 to ``longest`` tokens: the lengths around pages among them."""
+    """Prompts of 1 to ``longest`` tokens: the lengths around blocks among them."""
     rng = random.Random(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, longest]
     lengths += [rng.randrange(1, longest) for _ in range(count - len(lengths))]

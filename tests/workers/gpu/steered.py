@@ -167,19 +167,19 @@ class Bench:
         raise AssertionError(f"not over after {steps} steps: {self.live}")
 
     @property
-    def pages(self) -> float:
-        """Pages that somebody holds."""
+    def blocks(self) -> float:
+        """Blocks that somebody holds."""
         return self.engine.stats()["kv_pages_used"]
 
     def check_nothing_is_left(self) -> None:
-        """Every request is over: nobody is waited for, and no page is held."""
+        """Every request is over: nobody is waited for, and no block is held."""
         steering = self.steering
         assert not steering.active
         assert not steering._awaited
         assert not steering._forks
         assert not steering._behind
         assert not self.engine.has_requests
-        assert self.pages == 0
+        assert self.blocks == 0
 
     def _receive(self, wait_s: float) -> None:
         self.waited += wait_s > 0

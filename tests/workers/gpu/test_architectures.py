@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     prompts = shapes.prompts(14, 200)
     wanted = [shapes.greedy(model, p, NEW) for p in prompts]
     engine = Engine(
-        wrap_model(name, model), EngineConfig(max_step_tokens=100, kv_cache_bytes=32 * 2**20)
+        wrap_model(name, model), EngineConfig(max_num_batched_tokens=100, kv_cache_bytes=32 * 2**20)
     )
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, Sampling(max_tokens=NEW, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Pages against a naive model: every sequence keeps its own list of tokens."""
+"""Blocks against a naive model: every sequence keeps its own list of tokens."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from tokenbus.workers.gpu.block_manager import PADDING_PAGE, BlockManager, BlockTable
+from tokenbus.workers.gpu.block_manager import PADDING_BLOCK, BlockManager, BlockTable
 
 from ...counts import examples
 
-PAGE = 4
-PAGES = 12
+BLOCK = 4
+BLOCKS = 12
 
 
 class Held:
-    """A sequence, its pages, and what it believes to be in them."""
+    """A sequence, its blocks, and what it believes to be in them."""
 
     def __init__(self) -> None:
-        self.table = BlockTable()
+        self.block_table = BlockTable()
         self.tokens: list[int] = []
 
 
-class Pages(RuleBasedStateMachine):
-    """Random sequences write into pages; ``memory`` is what a device would hold."""
+class Blocks(RuleBasedStateMachine):
+    """Random sequences write into blocks; ``memory`` is what a device would hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(PAGES, PAGE)
-        self.memory = [[-1] * PAGE for _ in range(PAGES)]
+        self.blocks = BlockManager(BLOCKS, BLOCK)
+        self.memory = [[-1] * BLOCK for _ in range(BLOCKS)]
         self.live: list[Held] = []
 
     sequences: Bundle[Held] = Bundle("sequences")
 
     @rule(
         target=sequences,
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * BLOCK),
     )
     def begin(self, tokens: list[int]) -> Held:
         held = Held()
-        hit = self.blocks.match(held.table, tokens, len(tokens) - 1)
-        assert hit % PAGE == 0
+        hit = self.blocks.match(held.block_table, tokens, len(tokens) - 1)
+        assert hit % BLOCK == 0
         held.tokens = tokens[:hit]
         self.live.append(held)
         self._write(held, tokens[hit:])
         return held
 
-    @rule(held=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=PAGE + 1))
+    @rule(held=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK + 1))
     def append(self, held: Held, tokens: list[int]) -> None:
         self._write(held, tokens)
 
@@ -54,7 +54,7 @@ class Pages(RuleBasedStateMachine):
     def fork(self, held: Held, part: float) -> Held:
         at = int(part * len(held.tokens))
         child = Held()
-        child.table = self.blocks.fork(held.table, at)
+        child.block_table = self.blocks.fork(held.block_table, at)
         child.tokens = held.tokens[:at]
         self.live.append(child)
         return child
@@ -62,50 +62,50 @@ class Pages(RuleBasedStateMachine):
     @rule(held=sequences, part=st.floats(0, 1))
     def truncate(self, held: Held, part: float) -> None:
         at = int(part * len(held.tokens))
-        self.blocks.truncate(held.table, at)
+        self.blocks.truncate(held.block_table, at)
         del held.tokens[at:]
 
     @rule(held=consumes(sequences))
     def free(self, held: Held) -> None:
-        self.blocks.free(held.table)
+        self.blocks.free(held.block_table)
         self.live.remove(held)
 
     @rule(held=consumes(sequences))
     def discard(self, held: Held) -> None:
-        for page in self.blocks.discard(held.table):
-            self.memory[page] = [-1] * PAGE
+        for block in self.blocks.discard(held.block_table):
+            self.memory[block] = [-1] * BLOCK
         self.live.remove(held)
 
     def _write(self, held: Held, tokens: list[int]) -> None:
         start, end = len(held.tokens), len(held.tokens) + len(tokens)
-        before = (list(held.table.pages), self.blocks.num_available)
-        copies = self.blocks.reserve(held.table, start, end)
+        before = (list(held.block_table.blocks), self.blocks.num_available)
+        copies = self.blocks.reserve(held.block_table, start, end)
         if copies is None:
-            assert (held.table.pages, self.blocks.num_available) == before
+            assert (held.block_table.blocks, self.blocks.num_available) == before
             return
         for source, to in copies:
             self.memory[to] = list(self.memory[source])
         held.tokens += tokens
         for i in range(start, end):
-            self.memory[held.table.pages[i // PAGE]][i % PAGE] = held.tokens[i]
-        self.blocks.commit(held.table, held.tokens, end)
+            self.memory[held.block_table.blocks[i // BLOCK]][i % BLOCK] = held.tokens[i]
+        self.blocks.commit(held.block_table, held.tokens, end)
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for held in self.live:
-            read = [self.memory[p][k] for p in held.table.pages for k in range(PAGE)]
+            read = [self.memory[p][k] for p in held.block_table.blocks for k in range(BLOCK)]
             assert read[: len(held.tokens)] == held.tokens
 
     @invariant()
-    def no_page_is_lost_or_given_twice(self) -> None:
-        used = {page for held in self.live for page in held.table.pages}
-        assert PADDING_PAGE not in used
-        assert self.blocks.num_held == len(used)
-        assert self.blocks.num_available == PAGES - 1 - len(used)
+    def no_block_is_lost_or_given_twice(self) -> None:
+        used = {block for held in self.live for block in held.block_table.blocks}
+        assert PADDING_BLOCK not in used
+        assert self.blocks.num_used == len(used)
+        assert self.blocks.num_available == BLOCKS - 1 - len(used)
 
 
-Pages.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40)
-TestPages = Pages.TestCase
+Blocks.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40)
+TestBlocks = Blocks.TestCase
 
 
 def _filled(blocks: BlockManager, tokens: list[int]) -> BlockTable:
@@ -116,7 +116,7 @@ def _filled(blocks: BlockManager, tokens: list[int]) -> BlockTable:
 
 
 def test_a_beginning_that_was_seen_is_found_again() -> None:
-    blocks = BlockManager(PAGES, PAGE)
+    blocks = BlockManager(BLOCKS, BLOCK)
     first = _filled(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     blocks.free(first)
     again = BlockTable()
@@ -125,27 +125,27 @@ def test_a_beginning_that_was_seen_is_found_again() -> None:
     assert blocks.match(other, [1, 2, 3, 0, 5, 6, 7, 8], 7) == 0
 
 
-def test_the_least_recently_used_pages_go_first() -> None:
-    blocks = BlockManager(4, PAGE)
-    old, new = _filled(blocks, [1] * PAGE), _filled(blocks, [2] * PAGE)
+def test_the_least_recently_used_blocks_go_first() -> None:
+    blocks = BlockManager(4, BLOCK)
+    old, new = _filled(blocks, [1] * BLOCK), _filled(blocks, [2] * BLOCK)
     blocks.free(old)
     blocks.free(new)
     taker = BlockTable()
-    assert blocks.reserve(taker, 0, 2 * PAGE) == []
-    assert blocks.match(BlockTable(), [1] * PAGE + [0], PAGE) == 0
-    assert blocks.match(BlockTable(), [2] * PAGE + [0], PAGE) == PAGE
+    assert blocks.reserve(taker, 0, 2 * BLOCK) == []
+    assert blocks.match(BlockTable(), [1] * BLOCK + [0], BLOCK) == 0
+    assert blocks.match(BlockTable(), [2] * BLOCK + [0], BLOCK) == BLOCK
 
 
-def test_forks_share_pages_until_one_of_them_writes() -> None:
-    blocks = BlockManager(PAGES, PAGE)
+def test_forks_share_blocks_until_one_of_them_writes() -> None:
+    blocks = BlockManager(BLOCKS, BLOCK)
     parent = _filled(blocks, [1, 2, 3, 4, 5])
     forks = [blocks.fork(parent, 5) for _ in range(3)]
-    assert blocks.num_held == 2
+    assert blocks.num_used == 2
     copies = blocks.reserve(forks[0], 5, 6)
-    assert copies == [(parent.pages[1], forks[0].pages[1])]
-    assert blocks.num_held == 3
+    assert copies == [(parent.blocks[1], forks[0].blocks[1])]
+    assert blocks.num_used == 3
 
 
-def test_a_cache_without_a_page_to_give_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 pages, not 1"):
-        BlockManager(1, PAGE)
+def test_a_cache_without_a_block_to_give_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks is 1; a KV cache needs at least 2"):
+        BlockManager(1, BLOCK)

@@ -448,7 +448,7 @@ def test_a_late_controller_delays_its_own_sequence_only(
     assert bench.tokens(3) == alone(embedded, PROMPT[:17], SEEDED)
 
 
-def test_a_sequence_that_is_held_may_lose_its_pages_and_has_its_tokens_all_the_same(
+def test_a_sequence_that_is_held_may_lose_its_blocks_and_has_its_tokens_all_the_same(
     embedded: LoadedModel,
 ) -> None:
     whole = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20)).stats()["kv_pages"] + 1

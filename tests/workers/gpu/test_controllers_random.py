@@ -54,11 +54,11 @@ class Play:
     """Some requests, steered at random."""
 
     def __init__(self, rng: random.Random) -> None:
-        page = 16 * 2 * 8 * 4
+        block = 16 * 2 * 8 * 4
         config = EngineConfig(
-            kv_cache_bytes=rng.choice([30, 400]) * page,
-            max_running=rng.choice([3, 64]),
-            max_step_tokens=48,
+            kv_cache_bytes=rng.choice([30, 400]) * block,
+            max_num_seqs=rng.choice([3, 64]),
+            max_num_batched_tokens=48,
             max_forks=MAX_FORKS,
         )
         self.rng = rng

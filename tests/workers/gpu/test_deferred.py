@@ -25,7 +25,7 @@ def small(embedded: LoadedModel, blocks: int, running: int = 8) -> Engine:
     roomy = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
     block_bytes = 32 * 2**20 // int(roomy.stats()["kv_pages"] + 1)
     return Engine(
-        embedded, EngineConfig(kv_cache_bytes=(blocks + 1) * block_bytes, max_running=running)
+        embedded, EngineConfig(kv_cache_bytes=(blocks + 1) * block_bytes, max_num_seqs=running)
     )
 
 
@@ -34,7 +34,7 @@ def step(engine: Engine, *defer: int) -> list[TokenOutput]:
     pending = engine.begin()
     for request, seq in pending.ready:
         if request in defer:
-            engine.hold(request, seq)
+            engine.defer(request, seq)
     return engine.finish(pending)
 
 
@@ -51,7 +51,7 @@ def test_a_deferred_sequence_leaves_its_slot_to_the_next(embedded: LoadedModel) 
         outputs += step(engine)
     assert len(tokens(outputs, 2)) == 5
     assert tokens(outputs, 1) == []
-    engine.release(1, 0)
+    engine.reschedule(1, 0)
     while engine.has_work:
         outputs += step(engine)
     assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
@@ -64,14 +64,14 @@ def test_without_a_slot_the_rescheduled_and_the_earlier_go_first(embedded: Loade
         engine.add(request, PROMPT[: 5 + request], SEEDED)
     assert step(engine, 1, 2) == []
     assert Counter(o.request for o in step(engine)) == {3: 1, 4: 1}
-    engine.release(1, 0)
+    engine.reschedule(1, 0)
     assert Counter(o.request for o in step(engine)) == {1: 1, 3: 1}
-    engine.release(2, 0)
+    engine.reschedule(2, 0)
     assert Counter(o.request for o in step(engine)) == {1: 1, 2: 1}
     outputs = step(engine, 1)
     outputs += step(engine)
     assert Counter(o.request for o in outputs) == {2: 2, 3: 1}
-    engine.release(1, 0)
+    engine.reschedule(1, 0)
     while engine.has_work:
         outputs += step(engine)
     assert not engine.has_requests
@@ -86,7 +86,7 @@ def test_there_is_no_work_while_only_a_decision_can_change_anything(embedded: Lo
     engine.add(2, PROMPT[::-1], SEEDED)
     outputs += step(engine)
     assert not engine.has_work, "request 2 finds no blocks before request 1 has gone on"
-    engine.release(1, 0)
+    engine.reschedule(1, 0)
     assert engine.has_work
     while engine.has_work:
         outputs += step(engine)
@@ -120,7 +120,7 @@ def test_whatever_frees_the_way_wakes_what_waits(embedded: LoadedModel, way: str
     assert sorted({o.request for o in outputs if o.finish_reason == "length"}) == wanted
     if way == "smaller":
         assert not engine.has_work
-        engine.release(1, 0)
+        engine.reschedule(1, 0)
         while engine.has_work:
             outputs += step(engine)
         assert tokens(outputs, 2) == alone(embedded, PROMPT[::-1], SEEDED)
@@ -138,7 +138,7 @@ def test_a_deferred_sequence_that_loses_its_blocks_goes_on_with_the_same_tokens(
     while engine.alive(1, 0):
         outputs += step(engine, 2)
     assert tokens(outputs, 2) == []
-    engine.release(2, 0)
+    engine.reschedule(2, 0)
     while engine.has_work:
         outputs += step(engine)
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:30:2], SEEDED)

@@ -60,9 +60,11 @@ def test_the_same_tokens_with_preemption_and_small_chunks(embedded: LoadedModel)
         return [tokens(outputs, i) for i in range(len(prompts))], engine.stats()
 
     roomy, calm = all_of(EngineConfig(kv_cache_bytes=64 * 2**20))
-    page_bytes = 64 * 2**20 // (calm["kv_pages"] + 1)
+    block_bytes = 64 * 2**20 // (calm["kv_pages"] + 1)
     tight, stats = all_of(
-        EngineConfig(kv_cache_bytes=int(17 * page_bytes), max_step_tokens=48, max_running=12)
+        EngineConfig(
+            kv_cache_bytes=int(17 * block_bytes), max_num_batched_tokens=48, max_num_seqs=12
+        )
     )
     assert calm["preemptions"] == 0
     assert stats["preemptions"] > 0
@@ -120,7 +122,7 @@ def test_a_stop_string_is_found_across_token_borders(engine: Engine) -> None:
         assert outputs[-1].finish_reason == "stop"
 
 
-def test_an_aborted_request_gives_its_pages_back(engine: Engine) -> None:
+def test_an_aborted_request_gives_its_blocks_back(engine: Engine) -> None:
     engine.add(1, [5] * 100, Sampling(max_tokens=500, n=3, temperature=1.0, ignore_eos=True))
     engine.add(2, [6] * 50, Sampling(max_tokens=5, ignore_eos=True))
     for _ in range(3):
@@ -164,7 +166,7 @@ def test_a_sequence_whose_logits_are_nan_ends_alone() -> None:
     assert end.finish_reason == "error"
     assert "NaN" in (end.error or "")
     assert engine.stats()["kv_pages_used"] == 0
-    # The page that held the numbers is clean again.
+    # The block that held the numbers is clean again.
     for number in range(3, 40):
         engine.add(number, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
     again = run(engine)

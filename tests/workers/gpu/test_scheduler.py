@@ -11,7 +11,7 @@ from tokenbus.workers.gpu.sequence import Sequence
 
 from ...counts import examples
 
-PAGE = 4
+BLOCK = 4
 
 
 def sequence(number: int, prompt: int, priority: int = 0, client: int = 0) -> Sequence:
@@ -29,14 +29,14 @@ def sequence(number: int, prompt: int, priority: int = 0, client: int = 0) -> Se
     )
 
 
-def scheduler(pages: int = 100, running: int = 8, room: int = 16) -> Scheduler:
-    return Scheduler(BlockManager(pages, PAGE), running, room)
+def scheduler(blocks: int = 100, running: int = 8, room: int = 16) -> Scheduler:
+    return Scheduler(BlockManager(blocks, BLOCK), running, room)
 
 
 def compute(batch: Batch) -> None:
     """What a forward does to the sequences: each that is complete gets one more token."""
     for chunk in batch.chunks:
-        chunk.sequence.computed = chunk.end
+        chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:
             chunk.sequence.tokens.append(-chunk.end)
 
@@ -83,8 +83,8 @@ def test_no_more_run_than_there_are_slots() -> None:
     assert len(s.waiting) == 1
 
 
-def test_where_pages_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
-    s = scheduler(pages=7)
+def test_where_blocks_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
+    s = scheduler(blocks=7)
     first, second = sequence(1, 8), sequence(2, 8)
     s.add(first)
     s.add(second)
@@ -94,7 +94,7 @@ def test_where_pages_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
         assert batch.chunks
         compute(batch)
     assert second in s.waiting
-    assert second.computed == 0
+    assert second.num_computed_tokens == 0
     s.remove(first)
     assert shape(s.schedule())[0][0] == 2
 
@@ -102,13 +102,13 @@ def test_where_pages_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
 @settings(max_examples=examples(40))
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
-    pages=st.integers(14, 40),
+    blocks=st.integers(14, 40),
     room=st.integers(1, 32),
 )
 def test_every_sequence_gets_all_its_tokens(
-    prompts: list[tuple[int, int]], pages: int, room: int
+    prompts: list[tuple[int, int]], blocks: int, room: int
 ) -> None:
-    blocks = BlockManager(pages, PAGE)
+    blocks = BlockManager(blocks, BLOCK)
     s = Scheduler(blocks, 4, room)
     every = [sequence(i, n, priority=p) for i, (n, p) in enumerate(prompts)]
     for one in every:
@@ -125,4 +125,4 @@ def test_every_sequence_gets_all_its_tokens(
                 s.remove(chunk.sequence)
     assert not s.has_work
     assert all(len(one.tokens) == one.max_length for one in every)
-    assert blocks.num_held == 0
+    assert blocks.num_used == 0

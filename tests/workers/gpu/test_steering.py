@@ -1,4 +1,4 @@
-"""Forks, splices, suspensions and masks: the same tokens as without them, and no page lost."""
+"""Forks, splices, suspensions and masks: the same tokens as without them, and no block lost."""
 
 from __future__ import annotations
 
@@ -210,7 +210,9 @@ def test_splices_of_every_kind(
 
 def test_a_seeded_splice_is_the_same_alone_and_beside_others(embedded: LoadedModel) -> None:
     def spliced(others: int) -> list[int]:
-        config = EngineConfig(kv_cache_bytes=32 * 2**20, max_step_tokens=40 if others else 2048)
+        config = EngineConfig(
+            kv_cache_bytes=32 * 2**20, max_num_batched_tokens=40 if others else 2048
+        )
         engine = Engine(embedded, config)
         engine.add(0, PROMPT, SEEDED, priority=1)
         for number in range(1, others + 1):
@@ -372,13 +374,13 @@ def test_a_late_controller_delays_its_own_sequence_only(
         step = engine.begin()
         if (1, 0) in step.ready:
             if held_at < 0:
-                engine.hold(1, 0)
+                engine.defer(1, 0)
             held_at = number if held_at < 0 else -1
         outputs += engine.finish(step)
         if not engine.has_requests:
             break
         if held_at >= 0 and number - held_at == 2:
-            engine.release(1, 0)
+            engine.reschedule(1, 0)
     mine = [o.token for o in outputs if o.request == 1]
     assert mine == alone(embedded, PROMPT, SEEDED)
     order = [o.request for o in outputs]
@@ -387,18 +389,18 @@ def test_a_late_controller_delays_its_own_sequence_only(
 
 
 def test_forks_that_find_no_slot_can_be_held_too(embedded: LoadedModel) -> None:
-    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_running=2)
+    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_num_seqs=2)
     engine = Engine(embedded, config)
     engine.add(1, PROMPT, GREEDY)
     told = Told()
     step = engine.begin()
     engine.fork(1, 0, 4)
     for seq in range(1, 5):
-        engine.hold(1, seq)
+        engine.defer(1, seq)
     told.take(engine.finish(step))
     told.take(engine.step())
     for seq in range(1, 5):
-        engine.release(1, seq)
+        engine.reschedule(1, seq)
     run(engine, told)
     assert told.tokens == {seq: alone(embedded, PROMPT, GREEDY) for seq in range(5)}
 
@@ -431,10 +433,12 @@ def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
 
 def _tiny() -> Engine:
     loaded = wrap_model("tiny", tiny_model())
-    page = 16 * 2 * 8 * 4
+    block = 16 * 2 * 8 * 4
     return Engine(
         loaded,
-        EngineConfig(kv_cache_bytes=40 * page, max_running=8, max_step_tokens=48, max_forks=20),
+        EngineConfig(
+            kv_cache_bytes=40 * block, max_num_seqs=8, max_num_batched_tokens=48, max_forks=20
+        ),
     )
 
 
@@ -455,7 +459,7 @@ def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, 
     elif kind == 5:
         engine.end(request, seq)
     elif kind == 6:
-        engine.hold(request, seq)
+        engine.defer(request, seq)
     else:
         engine.resume(request, seq)
 
@@ -510,4 +514,4 @@ def _resume_all(engine: Engine) -> None:
         engine.resume(sequence.request, sequence.seq)
     for request, held in engine._live.requests.items():
         for seq in held:
-            engine.release(request, seq)
+            engine.reschedule(request, seq)

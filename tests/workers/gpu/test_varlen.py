@@ -1,7 +1,7 @@
 """What FlashAttention is told on a GPU, checked on the CPU with its documented meaning.
 
 ``varlen_attn`` runs on CUDA only. Here a plain function with its signature and its documented
-semantics stands in for it, so that all that leads to the call is tested: pages, tables, lengths,
+semantics stands in for it, so that all that leads to the call is tested: blocks, tables, lengths,
 windows. That the kernel does what it documents is tried when a model is loaded.
 """
 
@@ -15,7 +15,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import engine as engine_module
 from tokenbus.workers.gpu import varlen
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.kv_cache import FLASH_PAGE_SIZE, Layout
+from tokenbus.workers.gpu.kv_cache import FLASH_BLOCK_SIZE, Layout
 from tokenbus.workers.gpu.loader import load_model, wrap_model
 
 from . import shapes
@@ -42,7 +42,7 @@ def documented(
     assert cu_seq_k is None
     assert num_splits == 1
     assert {t.dtype for t in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
-    assert key.shape[1] == FLASH_PAGE_SIZE
+    assert key.shape[1] == FLASH_BLOCK_SIZE
     starts, lengths = cu_seq_q.tolist(), seqused_k.tolist()
     assert starts[-1] == len(query)
     assert max(lengths) <= max_k
@@ -52,8 +52,8 @@ def documented(
     for i, length in enumerate(lengths):
         first, last = starts[i], starts[i + 1]
         assert last - first <= max_q
-        pages = block_table[i, : -(-length // key.shape[1])].long()
-        k, v = (t[pages].flatten(0, 1)[:length].transpose(0, 1) for t in (key, value))
+        blocks = block_table[i, : -(-length // key.shape[1])].long()
+        k, v = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (key, value))
         k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
         at = torch.arange(length - (last - first), length).unsqueeze(-1)
         keys = torch.arange(length)
@@ -69,8 +69,8 @@ def documented(
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines read pages in place, as on a GPU."""
-    layout = Layout(FLASH_PAGE_SIZE, True, "for a test")
+    """Engines read blocks in place, as on a GPU."""
+    layout = Layout(FLASH_BLOCK_SIZE, True, "for a test")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr(varlen, "varlen_attn", documented)
 
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_generate(name: str, in_place: None) -> None:
     prompts = shapes.prompts(11, 300)
     wanted = [shapes.greedy(model, p, 8) for p in prompts]
     loaded = wrap_model(name, model)
-    engine = Engine(loaded, EngineConfig(max_step_tokens=200, kv_cache_bytes=32 * 2**20))
+    engine = Engine(loaded, EngineConfig(max_num_batched_tokens=200, kv_cache_bytes=32 * 2**20))
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, Sampling(max_tokens=8, ignore_eos=True))
     got: dict[int, list[int]] = {}
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_generate(name: str, in_place: None) -> None:
         assert shapes.same_tokens(model, prompt, wanted[i], got[i])
 
 
-def test_forks_and_splices_work_on_its_pages_too(in_place: None) -> None:
+def test_forks_and_splices_work_on_its_blocks_too(in_place: None) -> None:
     loaded = load_model("embedded")
     engine = Engine(loaded, EngineConfig(kv_cache_bytes=32 * 2**20))
     prompt = shapes.prompts(12, 500, 4096)[9]
@@ -111,7 +111,7 @@ def test_forks_and_splices_work_on_its_pages_too(in_place: None) -> None:
     assert got[1] == head + shapes.greedy(loaded.model, prompt + head, 14)
 
 
-def test_on_a_cpu_pages_are_gathered() -> None:
+def test_on_a_cpu_blocks_are_gathered() -> None:
     layout = varlen.choose_layout(load_model("embedded"))
     assert not layout.in_place
     assert "cpu" in layout.why

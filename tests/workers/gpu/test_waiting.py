@@ -130,7 +130,7 @@ def test_the_order_is_by_overtaking_priority_share_and_arrival(rng: random.Rando
 def _step(s: Scheduler) -> None:
     """A step whose forward gives each complete sequence one more token."""
     for chunk in s.schedule().chunks:
-        chunk.sequence.computed = chunk.end
+        chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:
             chunk.sequence.tokens.append(1)
 
