@@ -19,7 +19,7 @@ from tokenbus.workers.controller.wasm.sandbox import make_engine
 ROOT = Path(__file__).parents[1]
 TEXTS = Path(__file__).parent / "texts"
 C_FILE = ROOT / "tests" / "grammars" / "samples" / "json.c"
-TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "real_tokenizers.py"
+TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "tokens" / "real_tokenizers.py"
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
