@@ -1,4 +1,4 @@
-"""A real broker and worker against clients that misbehave: each hears of it, nobody else does."""
+"""A real broker and worker against misbehaving clients: only the culprit receives an error."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Raw:
             self.socket.setsockopt(getattr(zmq, name.upper()), value)
         self.socket.connect(front)
 
-    def say(self, word: bytes, body: Any) -> None:
+    def send(self, message_type: bytes, body: Any) -> None:
         """Sends a message."""
         encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        self.socket.send_multipart([word, encoded])
+        self.socket.send_multipart([message_type, encoded])
 
-    def hear(self, word: bytes) -> Any:
+    def receive(self, message_type: bytes) -> Any:
         """The body of the next message of that type."""
         while True:
             frames = self.socket.recv_multipart()
-            if frames[0] == word:
+            if frames[0] == message_type:
                 return msgspec.json.decode(frames[1])
 
     def close(self) -> None:
@@ -55,15 +55,15 @@ class Raw:
 @pytest.fixture
 def raw(bus: Bus) -> Iterator[Raw]:
     raw = Raw(bus.front)
-    raw.say(b"HELLO", b"{}")
-    raw.hear(b"WELCOME")
+    raw.send(b"HELLO", b"{}")
+    raw.receive(b"WELCOME")
     yield raw
     raw.close()
 
 
 @pytest.fixture
 def neighbour(client: Client) -> Iterator[None]:
-    """A stream of somebody else, which must not notice anything."""
+    """A stream of another client, which must not be affected."""
     wanted = client.generate("import os", max_tokens=100, ignore_eos=True).tokens
     stream = client.generate("import os", max_tokens=100, ignore_eos=True)
     yield
@@ -71,7 +71,7 @@ def neighbour(client: Client) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("word", "body", "code", "path"),
+    ("message_type", "body", "code", "path"),
     [
         (b"FLY", b"{}", "unknown_type", None),
         (b"GENERATE", b'{"stream_id": 1, ', "bad_message", None),
@@ -99,29 +99,29 @@ def neighbour(client: Client) -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(
-    raw: Raw, neighbour: None, word: bytes, body: Any, code: str, path: str | None
+    raw: Raw, neighbour: None, message_type: bytes, body: Any, code: str, path: str | None
 ) -> None:
-    raw.say(word, body)
-    error = raw.hear(b"ERROR")
+    raw.send(message_type, body)
+    error = raw.receive(b"ERROR")
     assert (error["code"], error.get("path")) == (code, path)
     assert len(error["message"]) > 10
     # The stream is over, and the connection goes on: its id is free again.
-    raw.say(b"GENERATE", {"stream_id": 1, "prompt": [5, 6], "max_tokens": 1})
-    assert raw.hear(b"TOKEN")[-1]["finish_reason"] in ("length", "stop")
+    raw.send(b"GENERATE", {"stream_id": 1, "prompt": [5, 6], "max_tokens": 1})
+    assert raw.receive(b"TOKEN")[-1]["finish_reason"] in ("length", "stop")
 
 
 def test_a_duplicate_stream_id_is_refused(raw: Raw, neighbour: None) -> None:
     request = {"stream_id": 1, "prompt": [5], "max_tokens": 400, "ignore_eos": True}
-    raw.say(b"GENERATE", request)
-    raw.say(b"GENERATE", request)
-    assert raw.hear(b"ERROR")["code"] == "duplicate_stream"
-    while raw.hear(b"TOKEN")[-1]["finish_reason"] is None:
+    raw.send(b"GENERATE", request)
+    raw.send(b"GENERATE", request)
+    assert raw.receive(b"ERROR")["code"] == "duplicate_stream"
+    while raw.receive(b"TOKEN")[-1]["finish_reason"] is None:
         pass
 
 
 def test_a_body_of_100_megabytes_is_refused(raw: Raw, neighbour: None) -> None:
-    raw.say(b"GENERATE", b'{"stream_id": 1, "prompt": "' + b"a" * 100 * MB + b'"}')
-    error = raw.hear(b"ERROR")
+    raw.send(b"GENERATE", b'{"stream_id": 1, "prompt": "' + b"a" * 100 * MB + b'"}')
+    error = raw.receive(b"ERROR")
     assert error["code"] == "too_large"
     assert str(16 * MB) in error["message"]
 
@@ -129,18 +129,18 @@ def test_a_body_of_100_megabytes_is_refused(raw: Raw, neighbour: None) -> None:
 def test_a_client_that_vanishes_frees_what_it_had(bus: Bus, client: Client) -> None:
     gone = Raw(bus.front)
     for stream in range(8):
-        gone.say(
+        gone.send(
             b"GENERATE",
             {"stream_id": stream, "prompt": [5], "max_tokens": 1000, "ignore_eos": True},
         )
-    gone.hear(b"TOKEN")
+    gone.receive(b"TOKEN")
     before = client.status().streams
     assert before >= 8
     gone.close()
     until(lambda: client.status().streams == 0, 120.0, "its streams ended")
 
 
-def test_a_client_that_stops_reading_is_told_and_the_others_go_on() -> None:
+def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue() -> None:
     streams = 16
     with Bus(max_pending_bytes=64 * 1024) as bus:
         bus.start_worker()
@@ -148,7 +148,7 @@ def test_a_client_that_stops_reading_is_told_and_the_others_go_on() -> None:
         # A small window, so that what it leaves unread comes back to the broker soon.
         lazy = Raw(bus.front, rcvhwm=2, rcvbuf=4096)
         for stream in range(streams):
-            lazy.say(
+            lazy.send(
                 b"GENERATE",
                 {
                     "stream_id": stream,
@@ -163,7 +163,7 @@ def test_a_client_that_stops_reading_is_told_and_the_others_go_on() -> None:
 
             def slow() -> bool:
                 # ZeroMQ drops a connection from which nothing comes for 20 s.
-                lazy.say(b"CANCEL", {"stream_id": 999})
+                lazy.send(b"CANCEL", {"stream_id": 999})
                 return other.status().counters["slow_clients"] > 0
 
             until(slow, 300.0, "it is slow")
@@ -172,7 +172,7 @@ def test_a_client_that_stops_reading_is_told_and_the_others_go_on() -> None:
             assert len(other.generate([5], max_tokens=20, ignore_eos=True).tokens) == 20
             errors: set[int] = set()
             while len(errors) < streams:
-                errors.add((error := lazy.hear(b"ERROR"))["stream_id"])
+                errors.add((error := lazy.receive(b"ERROR"))["stream_id"])
                 assert error["code"] == "slow_client"
             until(lambda: other.status().streams == 0, 120.0, "its streams ended")
         lazy.close()
