@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tokenbus.workers.controller.python import (
@@ -102,6 +103,19 @@ class Slow(Controller):
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         time.sleep(0.05)
+        return sample()
+
+
+class Gated(Controller):
+    """Decides as often as the file that its argument names has bytes, and waits for more."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        self.rounds += 1
+        while Path(self.arg).stat().st_size < self.rounds:
+            time.sleep(0.002)
         return sample()
 
 

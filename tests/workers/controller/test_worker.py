@@ -7,12 +7,10 @@ import math
 import random
 import re
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from ...processes import Bus, Process, until
 from ..gpu import shapes
 from .tokens.small_tokenizers import byte_level
 from .wasm.guests import compile_guest
+from .wasm.hostile.neighbour import Neighbour
 
 PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]
@@ -45,7 +44,7 @@ GUEST = """
 #include "tokenbus.h"
 static uint32_t *mask;
 static char mode;
-static volatile uint32_t burnt;
+static volatile uint32_t rounds;
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
     mode = arg_len ? arg[0] : 0;
@@ -60,13 +59,13 @@ tb_answer tb_pre_process(void) {
 }
 tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     (void)fork_group;
-    if (mode == 'b') for (uint32_t i = 0; i < 30000000; i++) burnt += i;
+    if (mode == 'l' && ++rounds == 3) for (;;) rounds = 3;
     if (mode == 'e' && n == 2 && tb_seq_id() == 0) return tb_sample(0);
     return tb_sample(mask);
 }
 """
-"""The argument: "mask" allows every token by a mask, "burn" after some milliseconds of CPU, "empty"
-forks and has an empty mask in the fork, for which the other sequence waits."""
+"""The argument: "mask" allows every token by a mask, "loop" computes without end in its third
+round, "empty" forks and has an empty mask in the fork, for which the other sequence waits."""
 
 
 class System:
@@ -107,7 +106,9 @@ def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         bus.start_worker(model=second)
         bus.start_other("state")
         bus.start_other("controller", controller_mid_ms=2000)
-        bus.others.append(_serving(bus, SCRIPTED, "scripted:Slow", "scripted:Unwilling"))
+        bus.others.append(
+            _serving(bus, SCRIPTED, "scripted:Slow", "scripted:Gated", "scripted:Unwilling")
+        )
         wasm = compile_guest(GUEST)
         bus.wait_for_models("embedded")
         bus.wait_for_models(str(second))
@@ -397,41 +398,43 @@ def test_a_request_whose_sequences_all_wait_ends_as_deadlocked(system: System) -
 # --- late controllers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "late",
-    [{"controller": "scripted:Slow"}, {"controller": "guest", "controller_arg": "burn"}],
-    ids=["sleeps", "computes"],
-)
-def test_a_late_controller_delays_its_own_stream_only(system: System, late: Options) -> None:
-    came: list[str] = []
-    options: Options = {"ignore_eos": True, "timeout_s": 300}
-    over = threading.Event()
+def test_a_controller_that_decides_late_delays_its_own_stream_only(
+    system: System, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    options: Options = {"max_tokens": 6, "ignore_eos": True}
+    neighbour = Neighbour(system.client)
+    with neighbour.running():
+        late = system.client.generate(
+            PROMPT, controller="scripted:Gated", controller_arg=str(gate), timeout_s=300, **options
+        )
+        entries = iter(late)
+        for opened in range(1, 7):
+            # The decision is still missing, and the other stream goes on.
+            neighbour.wait_for_tokens(3)
+            gate.write_bytes(bytes(opened))
+            next(entries)
+        assert list(entries) == []
+    [got] = late.sequences
+    assert got.tokens == system.run(**options)[0].tokens
 
-    def beside() -> None:
-        while not over.is_set():
-            with system.client.generate(PROMPT, max_tokens=900, **options) as free:
-                for _ in free:
-                    came.append("free")
-                    if over.is_set():
-                        return
 
-    thread = threading.Thread(target=beside)
-    thread.start()
-    try:
-        until(lambda: len(came) > 20, 120.0, "the free stream runs")
-        slow = system.client.generate(PROMPT, max_tokens=12, **options, **late)
-        came.extend("slow" for _ in slow)
-    finally:
-        over.set()
-        thread.join()
-    [got] = slow.sequences
-    assert got.tokens == system.run(max_tokens=12, ignore_eos=True)[0].tokens
-    at = [i for i, name in enumerate(came) if name == "slow"]
-    between = [b - a - 1 for a, b in pairwise(at)]
-    # A batch that waited for it would give one of the free tokens for each of the late ones. Two
-    # cores are shared by the model and a guest that computes, so there are not as many as there
-    # could be.
-    assert sum(between) >= 1.5 * len(between), between
+def test_a_guest_that_computes_delays_its_own_stream_only(system: System) -> None:
+    neighbour = Neighbour(system.client)
+    with neighbour.running():
+        late = system.client.generate(
+            PROMPT, controller="guest", controller_arg="loop", max_tokens=9, ignore_eos=True
+        )
+        entries = iter(late)
+        for _ in range(2):
+            next(entries)
+        before = neighbour.received
+        with pytest.raises(ControllerError) as caught:
+            list(entries)
+        # It took two seconds of CPU time; a batch that waited for it would have made one step.
+        assert neighbour.received - before > 5
+    assert caught.value.code == "controller_timeout"
 
 
 # --- the end of a sequence ------------------------------------------------------------------------

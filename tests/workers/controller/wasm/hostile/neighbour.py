@@ -21,7 +21,7 @@ class Neighbour:
         ...
     """
 
-    def __init__(self, client: Client, controller: str) -> None:
+    def __init__(self, client: Client, controller: str | None = None) -> None:
         self._client, self._controller = client, controller
         with client.generate(PROMPT, **self._options()) as stream:
             self._wanted = stream.tokens
@@ -38,19 +38,19 @@ class Neighbour:
         self._failure = None
         thread.start()
         try:
-            self._wait_for_tokens()
+            self.wait_for_tokens()
             yield
-            self._wait_for_tokens()
+            self.wait_for_tokens()
         finally:
             enough.set()
             thread.join()
         assert self._failure is None, self._failure
 
-    def _wait_for_tokens(self) -> None:
-        """Until two more tokens have come: one of them was computed from now on."""
+    def wait_for_tokens(self, count: int = 2) -> None:
+        """Until so many more tokens have come; all but the first were computed from now on."""
         seen = self.received
         until(
-            lambda: self.received >= seen + 2 or self._failure is not None,
+            lambda: self.received >= seen + count or self._failure is not None,
             120.0,
             "the neighbour receives tokens",
         )

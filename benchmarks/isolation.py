@@ -1,0 +1,141 @@
+"""What hostile controllers cost a neighbour, and what importing the client costs.
+
+A stream with a well-behaved controller runs beside others in the same controller worker. Its
+slowest step while a hostile controller runs is divided by its slowest step while another
+well-behaved one comes and goes in the same way. The client's import is divided by that of the two
+libraries that it cannot do without.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import wasmtime
+from _report import arguments, report
+from controllers import System, system
+from tokenbus.clients import Client, TokenbusError
+
+PROMPT = "def add(a, b):"
+GUEST = """(module
+  (memory (export "memory") 1 1024)
+  (data (i32.const 1024) "\\01\\00\\00\\00\\00\\08\\00\\00\\00\\10\\00\\00")
+  (func $recurse (call $recurse))
+  (func (export "tokenbus_abi_v1") (result i32) (i32.const 1024))
+  (func (export "tokenbus_grow") (param i32) (result i32) (i32.const 0))
+  (func (export "tokenbus_init_prompt") (result i32) %(init)s (i32.const 1))
+  (func (export "tokenbus_post_process") (result i32) (i32.const 1))
+  (func (export "tokenbus_pre_process") (result i32) %(pre)s (i32.const 1))
+  (func (export "tokenbus_mid_process") (result i32) %(mid)s (i32.const 1)))"""
+LOOP = "(loop $ever (br $ever))"
+HOSTILE = {
+    "endless loop at the start": {"init": LOOP},
+    "endless loop in a step": {"mid": LOOP},
+    "endless recursion": {"mid": "(call $recurse)"},
+    "all the memory there is": {
+        "init": """(loop $more (br_if $more (i32.ne (memory.grow (i32.const 1)) (i32.const -1))))
+          (memory.fill (i32.const 65536) (i32.const 1)
+            (i32.mul (i32.sub (memory.size) (i32.const 1)) (i32.const 65536)))"""
+    },
+    "a fork bomb": {"pre": "(i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))"},
+}
+NOTES = {
+    "hostile_step_ratio": "a neighbour's slowest step, hostile over well-behaved: the worst median",
+    "client_import_ratio": "importing tokenbus.clients over importing zmq and msgspec",
+}
+
+
+def guest(**calls: str) -> bytes:
+    """A controller that allows everything, but for what is given."""
+    return bytes(wasmtime.wat2wasm(GUEST % {"init": "", "pre": "", "mid": "", **calls}))
+
+
+class Neighbour:
+    """A stream that runs all the time, and the times of its tokens."""
+
+    def __init__(self, front: str, controller: str) -> None:
+        self._front, self._controller = front, controller
+        self._times: list[float] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        while len(self._times) < 50:
+            time.sleep(0.01)
+
+    def slowest(self, since: float, until: float) -> float:
+        """The longest time between two tokens that reaches into a span of time, in seconds."""
+        gaps = [b - a for a, b in pairwise(self._times[:]) if b >= since and a <= until]
+        return max(gaps, default=0.0)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with Client(self._front) as client:
+            while not self._over.is_set():
+                with client.generate(
+                    PROMPT, controller=self._controller, max_tokens=600, ignore_eos=True, text=False
+                ) as stream:
+                    for _ in stream:
+                        self._times.append(time.monotonic())
+                        if self._over.is_set():
+                            return
+                self._times.append(float("nan"))
+
+
+def spans(running: System, neighbour: Neighbour, controller: str, runs: int) -> float:
+    """The median, over some runs of a controller, of the neighbour's slowest step, in seconds."""
+    slowest = []
+    for _ in range(runs):
+        began = time.monotonic()
+        stream = running.client.generate("x = 1", controller=controller, max_tokens=8, text=False)
+        try:
+            stream.wait()
+        except TokenbusError:
+            pass
+        ended = time.monotonic()
+        time.sleep(0.1)
+        slowest.append(neighbour.slowest(began, ended + 0.02))
+    return statistics.median(slowest)
+
+
+def hostile_step_ratio(runs: int) -> float:
+    """The worst ratio of all the hostile controllers."""
+    with system(["-m", "tokenbus.workers.gpu"], Path("embedded")) as running:
+        calm = running.client.upload_controller(guest()).module
+        neighbour = Neighbour(running.front, calm)
+        try:
+            usual = spans(running, neighbour, calm, runs)
+            names = [running.client.upload_controller(guest(**c)).module for c in HOSTILE.values()]
+            return max(spans(running, neighbour, name, runs) / usual for name in names)
+        finally:
+            neighbour.close()
+
+
+def import_s(modules: str, runs: int) -> float:
+    """Seconds that importing takes in a new interpreter: the best of some runs."""
+    code = f"import time; t = time.perf_counter(); import {modules}; print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", code]
+    return min(float(subprocess.check_output(command)) for _ in range(runs))
+
+
+def main() -> None:
+    """Runs it."""
+    options = arguments(__doc__)
+    runs = 5 if options.quick else 25
+    results = {
+        "hostile_step_ratio": hostile_step_ratio(runs),
+        "client_import_ratio": import_s("tokenbus.clients", 5) / import_s("zmq, msgspec", 5),
+    }
+    report(results, NOTES, options.json)
+
+
+if __name__ == "__main__":
+    main()
