@@ -8,8 +8,8 @@
 %lexer declared
 
 %reserved "_Imaginary"
-// What is one lexeme of the preprocessor and none of C, as `0x1e+1` and `1.0.x`; and after `#` what is
-// no directive's name.
+// What is one lexeme of the preprocessor and not one of C, as `0x1e+1` and `1.0.x`; and after `#` what
+// is not the name of a directive.
 %reserved "/\.?[0-9]([0-9A-Za-z_.]|[eEpP][+-])*[eEpP][+-]/"
 %reserved "/(\.[0-9]|[0-9]+[A-Za-z_.])([0-9A-Za-z_.]|[eEpP][+-])*\./"
 %reserved "/(\n[ \t\v\f\r]*)?#[ \t\r]*([^ \t\r\n]|(define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)[A-Za-z_0-9\\\x80-\U0010ffff])/"

@@ -1,4 +1,4 @@
-// A Python expression on one line: what eval() takes, as of Python 3.11.
+// A Python expression on one line: what eval() accepts, as of Python 3.11.
 //
 // The binary operators are one list, and so are comparisons, and "and" and "or": which of them binds
 // tighter makes no difference to which texts are right. After "*" and "**" stands no comparison.
@@ -21,7 +21,7 @@ NUMBER
     | "/[0-9](_?[0-9])*([eE][+-]?[0-9](_?[0-9])*[jJ]?|[jJ])/"
     ;
 
-// Escapes that must have their digits (\x \u \U) do; \N{NAME} is not taken, nor are f-strings.
+// Escapes that need digits (\x \u \U) have them; \N{NAME} and f-strings are not accepted.
 STRING
     : "/[uU]?'([^'\\\n\r\x00]|\\([^xuUN\r\x00]|\r\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(0[0-9a-fA-F]|10)[0-9a-fA-F]{4}))*'/"
     | '/[uU]?"([^"\\\n\r\x00]|\\([^xuUN\r\x00]|\r\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(0[0-9a-fA-F]|10)[0-9a-fA-F]{4}))*"/'
