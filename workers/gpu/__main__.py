@@ -22,7 +22,7 @@ def main() -> int:
         return 2
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    # After the settings, so that a wrong one is told without the seconds that torch takes to load.
+    # After the settings: a wrong one is reported without the seconds that importing torch takes.
     from .worker import GpuWorker
 
     worker = GpuWorker(settings)

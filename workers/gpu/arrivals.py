@@ -35,7 +35,8 @@ class Waiting:
 
 
 class Arrivals:
-    """Takes requests in. ``post`` sends frames; ``on_models`` is called when a model was loaded.
+    """Takes requests in. ``post`` sends frames; ``on_models`` is called when the loaded
+    models have changed.
 
     A request goes to its engine, waits for its model, or is refused; whatever fails, its client
     receives an ERROR and nothing of it is left.
@@ -62,6 +63,15 @@ class Arrivals:
     def num_waiting(self) -> int:
         """Requests whose models are being loaded."""
         return len(self._waiting)
+
+    def stream(self, request: int) -> Stream | None:
+        """The stream of a request that waits for its model."""
+        waiting = self._waiting.get(request)
+        return waiting.stream if waiting is not None else None
+
+    def streams(self) -> list[Stream]:
+        """The streams of the requests that wait for their models; safe on another thread."""
+        return [waiting.stream for waiting in list(self._waiting.values())]
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
         """Takes one request in."""
@@ -156,9 +166,9 @@ class Arrivals:
                 for w in waiting:
                     self._notice(w.stream, f"{model}: {stage}", part)
             case Ready(model, engine):
-                for name in self._models.loaded(event):
-                    log.info("%s unloaded", name)
+                self._models.loaded(event)
                 log.info("%s ready on device %s", model, engine.loaded.device)
+                self.evict()
                 self._on_models()
                 for w in waiting:
                     del self._waiting[w.stream.request]
@@ -174,6 +184,14 @@ class Arrivals:
                 if model == self._models.default and not self._models.engines:
                     return str(error)
         return None
+
+    def evict(self) -> None:
+        """Unloads models that are beyond the most that may be loaded, where they are idle."""
+        evicted = self._models.evict()
+        for name in evicted:
+            log.info("%s unloaded", name)
+        if evicted:
+            self._on_models()
 
     def fail_model(self, model: str, error: Exception) -> None:
         """Ends the requests that wait for a model with an ERROR."""

@@ -106,21 +106,26 @@ class Models:
         self._loading.add(name)
         self._wanted.put(name)
 
-    def loaded(self, event: Ready | Failed) -> list[str]:
-        """Takes in the end of a load; the models that were evicted to make room."""
+    def loaded(self, event: Ready | Failed) -> None:
+        """Takes in the end of a load."""
         self._loading.discard(event.model)
-        if isinstance(event, Failed):
-            return []
-        self._engines[event.model] = event.engine
-        evicted = []
-        for name in list(self._engines):
-            if len(self._engines) <= self._settings.max_models:
-                break
-            if name != event.model and not self._engines[name].has_requests:
-                del self._engines[name]
-                if self._ranks is not None:
-                    self._ranks.drop(name)
-                evicted.append(name)
+        if isinstance(event, Ready):
+            self._engines[event.model] = event.engine
+
+    @property
+    def excess(self) -> int:
+        """Loaded models beyond the most that may be, which were in use when another was loaded."""
+        return max(0, len(self._engines) - self._settings.max_models)
+
+    def evict(self) -> list[str]:
+        """Unloads the least recently used models that no request uses, as many as there are too
+        many; their names."""
+        idle = [n for n in list(self._engines)[:-1] if not self._engines[n].has_requests]
+        evicted = idle[: self.excess]
+        for name in evicted:
+            del self._engines[name]
+            if self._ranks is not None:
+                self._ranks.drop(name)
         return evicted
 
     # --- the loader's thread --------------------------------------------------------------------
@@ -155,7 +160,8 @@ class Models:
             self._report(Ready(name, Engine(loaded, config)))
         except ModelLoadError as error:
             self._report(Failed(name, error))
-        except Exception as error:
+        except BaseException as error:
+            # A checkpoint's own code may raise SystemExit: this thread goes on with other models.
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
             self._report(Failed(name, ModelLoadError(reason)))
 

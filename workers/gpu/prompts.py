@@ -20,6 +20,12 @@ def prompt_tokens(
     where the body has none. Text gets the tokenizer's own beginning (a BOS) only at the start.
     """
     own = len(attachments) - len(message.buffers)
+    if own < 0:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"the prompt names {len(message.buffers)} buffers and came with {len(attachments)}",
+            path="$.buffers",
+        )
     parts: list[list[int] | str] = [buffer_part(kept) for kept in attachments[own:]]
     if message.prompt is not None:
         parts.append(message.prompt)
@@ -32,12 +38,22 @@ def prompt_tokens(
 
 
 def tokenize(text: str, tokenizer: Any, *, start: bool) -> list[int]:
-    """The ids of a text; ``start``: it begins a sequence, so special beginnings are added."""
+    """The ids of a text; ``start``: it begins a sequence, so special beginnings are added.
+
+    Raises RequestError where the model has no tokenizer, or has one that cannot encode the text.
+    """
     if tokenizer is None:
         raise RequestError(
             Code.UNSUPPORTED,
             "this model has no tokenizer; send token ids instead of text",
             path="$.prompt",
         )
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=start)
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=start)
+    except Exception as error:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"the model's tokenizer cannot encode this text ({error}); send token ids instead",
+            path="$.prompt",
+        ) from error
     return ids

@@ -69,11 +69,11 @@ def attached_frames(stream: Stream, received: int) -> list[Frames]:
     return messages
 
 
-def message_frames(stream: Stream, word: bytes, body: Msg | System, final: bool = False) -> Frames:
+def message_frames(stream: Stream, kind: bytes, body: Msg | System, final: bool = False) -> Frames:
     """An answer or a notice to a stream's client."""
     flags = Flag.FINAL if final else 0
     head = encode_header(stream.request, stream.session, flags)
-    return [word, head, encode_body(body, stream.encoding)]
+    return [kind, head, encode_body(body, stream.encoding)]
 
 
 def error_frames(stream: Stream, error: TokenbusError) -> Frames:

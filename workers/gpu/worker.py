@@ -90,7 +90,8 @@ class GpuWorker:
         return 0
 
     def stop(self, reason: str) -> None:
-        """Asks for no more requests, finishes what runs, and ends; callable from a signal."""
+        """Drains the worker: it takes no more requests, finishes those it has, and ends. Callable
+        from a signal handler."""
         self._stop_reason = reason
         self._bus.interrupt()
 
@@ -126,6 +127,8 @@ class GpuWorker:
                 self._failed = self._arrivals.on_load_event(event) or self._failed
             except Exception as error:
                 self._arrivals.fail_model(event.model, error)
+        if self._models.excess:
+            self._arrivals.evict()
 
     def _expire(self) -> None:
         """Ends the sequences whose controllers have not decided in time."""
@@ -206,7 +209,7 @@ class GpuWorker:
             case b"CANCEL":
                 self._cancel(message.header.request, decode_as(Cancel, message.body))
             case b"ATTACH":
-                stream = self._streams.get(message.header.request)
+                stream = self._stream(message.header.request)
                 if stream is not None:
                     received = decode_as(Attach, message.body).received
                     for frames in attached_frames(stream, received):
@@ -221,13 +224,17 @@ class GpuWorker:
             case b"TOKENIZER":
                 self._tokenizer(message)
             case b"DRAIN":
-                self.stop("the broker asked for it")
+                self.stop("the broker drains it")
             case b"REGISTERED":
                 for request in decode_as(Registered, message.body, "msgpack").unknown:
                     self._arrivals.drop(request)
                     self._streams.drop(request)
             case _:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
+
+    def _stream(self, request: int) -> Stream | None:
+        """The stream of a request, whether an engine has it or it waits for its model."""
+        return self._streams.get(request) or self._arrivals.stream(request)
 
     def _cancel(self, request: int, cancel: Cancel) -> None:
         stream = self._streams.get(request)
@@ -248,7 +255,7 @@ class GpuWorker:
                 self._streams.fail(stream, error, "running its controller")
 
     def _tokenizer(self, message: FromBus) -> None:
-        """Sends the tokenizer that a controller worker wants, or why there is none."""
+        """Sends the tokenizer that a controller worker needs, or why there is none."""
         wanted: TokenizerRequest = decode_as(TokenizerRequest, message.body, "msgpack")
         loaded = (e.loaded for e in self._models.engines.values())
         found = next((m for m in loaded if m.fingerprint == wanted.fingerprint), None)
@@ -280,7 +287,7 @@ class GpuWorker:
     def _registration(self) -> Register:
         live = [
             LiveRequest(request=s.request, session=s.session, stream_id=s.stream_id)
-            for s in self._streams
+            for s in (*self._streams, *self._arrivals.streams())
         ]
         return Register(
             name=self._name,

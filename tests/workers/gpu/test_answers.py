@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from tokenbus.clients import ServiceError
+from tokenbus.clients import Client, RequestError, ServiceError
+from tokenbus.workers.gpu import models
 from tokenbus.workers.gpu.engine import Engine
+from tokenbus.workers.gpu.loader import load_model
 
+from ...processes import until
+from . import shapes
 from .in_process import InProcess, in_process
 
 pytestmark = pytest.mark.process
@@ -133,12 +139,101 @@ def test_a_controller_argument_that_cannot_be_sent_on_is_refused_by_name(
         "controller": "regex",
         "controller_arg": {"number": 2**70},
     }
+    with connected(running) as socket:
+        error = answer(socket, b"GENERATE", body, b"ERROR")
+    assert (error["code"], error["path"]) == ("invalid_field", "$.controller_arg")
+
+
+# --- while a model is loaded ----------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_a_stream_that_waits_for_its_model_is_picked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = threading.Event()
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        assert loads.wait(120)
+        return load_model(*args, **kwargs)
+
+    monkeypatch.setattr(models, "load_model", gated)
+    request = {"stream_id": 1, "model": "embedded", "prompt": [5], "max_tokens": 4}
+    with in_process(model="auto", allow=["embedded"]) as running:
+        with connected(running) as old:
+            session = answer(old, b"HELLO", {}, b"WELCOME")["session"]
+            answer(old, b"GENERATE", {**request, "ignore_eos": True}, b"SYSTEM")
+        with connected(running) as new:
+            welcome = answer(new, b"HELLO", {"session": session}, b"WELCOME")
+            assert welcome["streams"] == [1]
+            attached = answer(new, b"ATTACH", {"stream_id": 1, "received": 0}, b"MSG")
+            assert attached["attached"] == 0
+            loads.set()
+            tokens = []
+            while len(tokens) < 4:
+                tokens += [e["token"] for e in received(new, b"TOKEN")]
+        running.wait_until_idle()
+
+
+@pytest.mark.process
+def test_code_of_a_checkpoint_that_exits_ends_its_own_load_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exits(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(models, "load_model", load_model)
+        raise SystemExit(3)
+
+    monkeypatch.setattr(models, "load_model", exits)
+    with in_process(model="auto", allow=["embedded"]) as running, running.bus.client() as client:
+        with pytest.raises(RequestError, match="SystemExit: 3") as caught:
+            client.generate([5], model="embedded", timeout_s=60).wait()
+        assert caught.value.code == "model_load_failed"
+        stream = client.generate([5], model="embedded", max_tokens=3, ignore_eos=True)
+        assert len(stream.tokens) == 3
+
+
+@pytest.mark.process
+def test_models_that_were_in_use_when_another_was_loaded_are_evicted_later(
+    tmp_path: Path,
+) -> None:
+    for shape in ("llama", "gpt2"):
+        shapes.make(shape).save_pretrained(tmp_path / shape)
+    names = ["embedded", str(tmp_path / "llama"), str(tmp_path / "gpt2")]
+    with (
+        in_process(model="auto", allow=names, max_models=1) as running,
+        running.bus.client() as client,
+    ):
+        streams = [
+            client.generate([5], model=name, max_tokens=50, ignore_eos=True) for name in names
+        ]
+        for stream in streams:
+            assert len(stream.tokens) == 50
+        until(lambda: sum(map(len, loaded(client))) == 1, 60, "one model is left")
+
+
+def loaded(client: Client) -> list[list[str]]:
+    """The models that each worker has loaded."""
+    return [worker.models for worker in client.status().workers]
+
+
+def connected(running: InProcess) -> Any:
+    """A client's connection of JSON messages."""
     socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-    with socket:
-        socket.linger = 0
-        socket.rcvtimeo = 60_000
-        socket.connect(running.bus.front)
-        socket.send_multipart([b"GENERATE", json.dumps(body).encode()])
-        word, answer = socket.recv_multipart()
-    error = json.loads(answer)
-    assert (word, error["code"], error["path"]) == (b"ERROR", "invalid_field", "$.controller_arg")
+    socket.linger = 0
+    socket.rcvtimeo = 60_000
+    socket.connect(running.bus.front)
+    return socket
+
+
+def received(socket: Any, kind: bytes) -> Any:
+    """The body of the next message of a type."""
+    while True:
+        frames = socket.recv_multipart()
+        if frames[0] == kind:
+            return json.loads(frames[1])
+
+
+def answer(socket: Any, kind: bytes, body: Any, answered: bytes) -> Any:
+    """Sends a message; the body of the first one of the type that answers it."""
+    socket.send_multipart([kind, json.dumps(body).encode()])
+    return received(socket, answered)
