@@ -77,9 +77,9 @@ class Schemas:
         )
 
     def overhead(self, passes: int) -> dict[str, float]:
-        """Ours over llguidance alone: what was appended is taken, and a mask filled, in the rounds
-        that end in a mask; and in all rounds, where ours finds what is forced as well and
-        llguidance alone is told. Both have seen the records before."""
+        """Our time over that of llguidance alone, to accept the appended tokens and fill a mask: in
+        the rounds that end in a mask; and in all rounds, in which ours also computes the forced
+        tokens, which llguidance alone is given. Both have processed the records before."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []

@@ -49,7 +49,7 @@ def explain_conflicts(
     """The conflicts as text, in the order of the states. Past ``deadline`` (by
     ``time.monotonic()``) they have no example."""
     shortest = _Shortest(grammar) if choices else None
-    told: list[Conflict] = []
+    found: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
     for choice in choices:
         # The same two rules at the same lexeme in another state are the same conflict to a reader.
@@ -66,7 +66,7 @@ def explain_conflicts(
         if path == []:
             example = f"• {terminal}"
         kind = "shift/reduce" if choice.kept is None else "reduce/reduce"
-        told.append(
+        found.append(
             Conflict(
                 kind,
                 terminal,
@@ -75,7 +75,7 @@ def explain_conflicts(
                 example,
             )
         )
-    return tuple(told)
+    return tuple(found)
 
 
 def _action(grammar: Grammar, production: int | None) -> str:
