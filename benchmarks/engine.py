@@ -1,4 +1,4 @@
-"""The engine beside transformers' ``generate`` and its continuous batching, on this machine.
+"""The engine against transformers' ``generate`` and its continuous batching, on this machine.
 
 A Llama shape of 21 million parameters with random weights, greedy, everything in one process. Each
 time is the best of several runs, as other work on the machine only ever makes one slower.
@@ -208,8 +208,9 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
-    """Microseconds of a step at batch 32 with the forward taken out: what is left is scheduling,
-    packing, sampling and results."""
+    """Microseconds of a step at batch 32 without the model's forward, which leaves scheduling,
+    packing, sampling and results; and these over the forward of such steps, timed before and
+    after them."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -217,12 +218,28 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
         engine.step()
     runner = engine._runner
     model, logits = runner._model, torch.randn(1, BATCH, VOCAB)
+    forwards: list[float] = []
+
+    def timed_forward(**inputs: Any) -> Any:
+        started = time.perf_counter()
+        output = model(**inputs)
+        forwards.append(time.perf_counter() - started)
+        return output
+
+    def forward_steps() -> None:
+        runner._model = timed_forward
+        for _ in range(steps // 10):
+            engine.step()
+
+    forward_steps()
     runner._model = lambda **_: SimpleNamespace(logits=logits)
     times = [timed(engine.step) for _ in range(steps)]
+    forward_steps()
     runner._model = model
     for request in requests:
         engine.abort(request)
-    return {"host_us_per_step": 1e6 * statistics.median(times)}
+    host, forward = statistics.median(times), statistics.median(forwards)
+    return {"host_us_per_step": 1e6 * host, "host_vs_forward": host / forward}
 
 
 def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
@@ -248,6 +265,7 @@ NOTES = {
     "fork_us": "per fork, no forward",
     "splice_vs_decode": "32 known tokens, over decoding 32; at most 0.2",
     "host_us_per_step": "batch 32, sampling included; at most 1,500",
+    "host_vs_forward": "the same over the forward of those steps, in the same run",
     "compiled_vs_eager": "torch.compile (an option, off): decode rate at batch 32 over without",
 }
 
