@@ -1,0 +1,203 @@
+"""The layout holds: no import runs against it, and none runs in a circle.
+
+``ALLOWED`` is the table of docs/architecture.md; the page and the imports are held to it. Every
+import counts, those inside functions too, except those that only a type checker sees.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ALLOWED = {
+    "protocol": set[str](),
+    "transport": {"protocol"},
+    "broker": {"protocol"},
+    "workers": {"protocol", "transport"},
+    "workers/gpu": {"protocol", "workers"},
+    "workers/controller": {"protocol", "workers", "grammars"},
+    "workers/state": {"protocol", "workers"},
+    "grammars": set[str](),
+    "clients": {"protocol", "transport"},
+}
+"""What each folder may import, besides itself."""
+
+LAZY = {
+    ("clients/cli", "grammars"),
+    ("clients/cli", "workers/controller"),
+    ("clients/cli", "workers/gpu"),
+}
+"""``tokenbus grammar`` runs the controller worker's own masks in the command, by default over the
+tokenizer of the embedded model. Its modules are loaded only when that command is given, so that a
+client works without the extra ``controller``."""
+
+FORBIDDEN = {
+    "protocol": {"zmq", "torch", "transformers", "wasmtime", "asyncio", "socket"},
+    "broker": {"torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
+    "workers/gpu": {"wasmtime", "llguidance"},
+    "workers/controller": {"torch", "transformers"},
+    "workers/state": {"torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
+    "grammars": {"zmq", "torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
+    "clients": {"torch", "transformers"},
+}
+"""Packages of others that a folder never imports."""
+
+
+class Import:
+    """One import statement of a module of ours."""
+
+    def __init__(self, module: str, line: int, target: str, top_level: bool) -> None:
+        self.module = module
+        self.line = line
+        self.target = target
+        """The dotted name of what is imported; ours begins with ``tokenbus.``."""
+        self.top_level = top_level
+
+    def __str__(self) -> str:
+        return f"{self.module} (line {self.line}) imports {self.target}"
+
+
+def sources() -> dict[str, Path]:
+    """Our modules by their dotted names."""
+    found = {}
+    for folder in {name.split("/")[0] for name in ALLOWED}:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            found[".".join(("tokenbus", *parts))] = path
+    return found
+
+
+def imports(modules: dict[str, Path]) -> Iterator[Import]:
+    """All imports of these modules, without those that only a type checker sees."""
+    for module, path in modules.items():
+        package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+        tree = ast.parse(path.read_text())
+        unseen = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for inner in ast.walk(node)
+        }
+        top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if id(node) in unseen:
+                continue
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(module, node.lineno, alias.name, id(node) in top)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                name = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    inner = f"{name}.{alias.name}"
+                    target = inner if inner in modules else name
+                    yield Import(module, node.lineno, target, id(node) in top)
+
+
+def folder_of(module: str) -> str:
+    """The folder of the table that a module of ours belongs to."""
+    path = "/".join(module.split(".")[1:])
+    names = [name for name in ALLOWED if path == name or path.startswith(f"{name}/")]
+    return max(names, key=len)
+
+
+MODULES = sources()
+IMPORTS = list(imports(MODULES))
+OURS = [one for one in IMPORTS if one.target.startswith("tokenbus.")]
+
+
+def test_every_import_of_ours_names_a_module_of_ours() -> None:
+    assert [str(one) for one in OURS if one.target not in MODULES] == []
+
+
+def test_no_import_runs_against_the_layout() -> None:
+    wrong = []
+    for one in OURS:
+        source, target = folder_of(one.module), folder_of(one.target)
+        exception = ("/".join(one.module.split(".")[1:3]), target) in LAZY
+        if source != target and target not in ALLOWED[source] and not exception:
+            wrong.append(str(one))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("entry", ["tokenbus.clients", "tokenbus.clients.cli.main"])
+def test_a_client_loads_nothing_but_clients_and_protocol(entry: str) -> None:
+    loaded: set[str] = set()
+    todo = [entry]
+    while todo:
+        module = todo.pop()
+        if module not in loaded:
+            loaded.add(module)
+            todo += [one.target for one in OURS if one.module == module and one.top_level]
+    assert {folder_of(module) for module in loaded} <= {"clients", *ALLOWED["clients"]}
+
+
+def test_every_exception_is_needed() -> None:
+    used = {("/".join(one.module.split(".")[1:3]), folder_of(one.target)) for one in OURS}
+    assert used >= LAZY
+
+
+def test_no_folder_imports_a_package_that_it_must_do_without() -> None:
+    wrong = [
+        str(one)
+        for one in IMPORTS
+        if one.target.split(".")[0] in FORBIDDEN.get(folder_of(one.module), ())
+    ]
+    assert wrong == []
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for one in OURS:
+        if one.top_level and one.target != one.module:
+            graph[one.module].add(one.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_the_folders_do_not_wait_for_each_other() -> None:
+    """No cycle between the folders of the table either, lazy imports included."""
+    graph: dict[str, set[str]] = {name: set() for name in ALLOWED}
+    for one in OURS:
+        source, target = folder_of(one.module), folder_of(one.target)
+        if source != target:
+            graph[source].add(target)
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_table_in_the_docs_is_this_one() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = {}
+    for folder, may in re.findall(r"^\| `([a-z/]+)/` \|.*\| ([^|]*) \|$", text, re.MULTILINE):
+        table[folder] = set(re.findall(r"`([a-z/]+)/`", may))
+    assert {name: table.get(name) for name in ALLOWED} == ALLOWED
+
+
+def test_only_what_is_declared_or_in_the_standard_library_is_imported() -> None:
+    declared = {
+        re.split(r"[\[<>=!;~ ]", line)[0].replace("-", "_").lower()
+        for line in re.findall(
+            r'^    "([^"]+)",', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+        )
+    }
+    names = {"zmq": "pyzmq", "google": "protobuf"}
+    wrong = set()
+    for one in IMPORTS:
+        top = one.target.split(".")[0]
+        if top == "tokenbus" or top in sys.stdlib_module_names:
+            continue
+        if names.get(top, top) not in declared:
+            wrong.add(str(one))
+    assert wrong == set()
