@@ -169,7 +169,7 @@ def test_a_stream_that_waits_for_its_model_is_picked_up_again(
             attached = answer(new, b"ATTACH", {"stream_id": 1, "received": 0}, b"MSG")
             assert attached["attached"] == 0
             loads.set()
-            tokens = []
+            tokens: list[int] = []
             while len(tokens) < 4:
                 tokens += [e["token"] for e in received(new, b"TOKEN")]
         running.wait_until_idle()
