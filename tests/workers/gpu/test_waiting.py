@@ -16,6 +16,8 @@ from tokenbus.workers.gpu.scheduler import Scheduler
 from tokenbus.workers.gpu.sequence import Sequence
 from tokenbus.workers.gpu.waiting import WaitingQueue
 
+from ...counts import examples
+
 FEW = 4
 
 
@@ -74,7 +76,7 @@ class Plain:
 
 
 @pytest.mark.usefixtures("soon_overdue")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100))
 @given(rng=st.randoms(use_true_random=False))
 def test_the_order_is_by_overtaking_priority_share_and_arrival(rng: random.Random) -> None:
     queue, plain = WaitingQueue(), Plain()
