@@ -57,8 +57,8 @@ class AsyncClient:
         self._loops = loops
 
         def deliver(ready: Delivery) -> None:
-            """On the connection's thread: over to the event loop, all of a message's at once."""
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            """On the connection's thread: passes a batch of events to the event loop."""
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loops[-1].call_soon_threadsafe(_hand_out, ready)
 
         self._connection = Connection(
@@ -81,7 +81,7 @@ class AsyncClient:
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
-        """What is known of a model; loads one that is loaded on demand."""
+        """The properties of a model, which is loaded if it is served on demand."""
         answer = await self._ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
@@ -93,7 +93,7 @@ class AsyncClient:
         return answer.status
 
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None drops it."""
+        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         await self._ask(buffer_call(name, content, timeout_s))
 
     async def upload_controller(
@@ -105,19 +105,19 @@ class AsyncClient:
     async def tag_controller(
         self, module: str, *tags: str, timeout_s: float = ASK_S
     ) -> StoredModule:
-        """Lets ``tags`` name the module of this id or tag; they name no other one any more."""
+        """Assigns ``tags`` to the module with this id or tag, and removes them from any other."""
         return stored_module(await self._ask(tag_call(module, tags, timeout_s)))
 
     async def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
-        """The controller modules that were uploaded, the latest first."""
+        """The uploaded controller modules, the latest first."""
         return stored_modules(await self._ask(tags_call(timeout_s)))
 
     async def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
-        """Drops a tag, or the module of an id with all its tags; returns what was dropped."""
+        """Deletes a tag, or the module with this id and all its tags; returns what was deleted."""
         return stored_module(await self._ask(delete_call(name, timeout_s)))
 
     async def close(self) -> None:
-        """Ends the session, and every stream of it."""
+        """Ends the session and all of its streams."""
         await asyncio.to_thread(self._close)
 
     async def __aenter__(self) -> Self:
@@ -132,10 +132,12 @@ class AsyncClient:
         await self.close()
 
     def _enter_loop(self) -> None:
-        """Raises RuntimeError where this client serves another event loop, which still runs."""
+        """Raises RuntimeError if this client is used by another event loop that is not closed."""
         loop = asyncio.get_running_loop()
         if self._loops and self._loops[-1] is not loop and not self._loops[-1].is_closed():
-            raise RuntimeError("an AsyncClient belongs to one event loop; make one for each")
+            raise RuntimeError(
+                "this AsyncClient belongs to another event loop; make one for each loop"
+            )
         self._loops[:] = [loop]
 
     async def _ask(self, call: Call) -> Msg:

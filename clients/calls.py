@@ -1,4 +1,4 @@
-"""A call: a request of this client, and what has come of it so far."""
+"""A call: a request of this client, and its state."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ class Ended(NamedTuple):
 Event = Token | Msg | System | Ended
 
 
-def _nobody(events: list[Event]) -> None:
-    """Nobody waits for these."""
+def _discard(events: list[Event]) -> None:
+    """Takes events that are not needed."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request, over every connection and every try that it takes. Times in seconds."""
+    """One request, over all of its connections and attempts. Times in seconds."""
 
     type: bytes
     message: Request
     attachments: tuple[bytes, ...] = ()
     timeout_s: float | None = None
-    """End it, with a ``timeout`` error, this long after it began."""
+    """End the call, with a ``timeout`` error, this long after it began."""
     stall_s: float | None = None
-    """Try again where nothing came for this long."""
+    """Send the request again if nothing has arrived for this long."""
     retry_s: float = 0.0
-    """How long to go on trying after the first failure that another try may cure."""
-    take: Callable[[list[Event]], None] = _nobody
-    """Takes the call's events; must not keep its stream alive, which cancels when it is dropped."""
+    """How long to send the request again after its first retryable failure."""
+    take: Callable[[list[Event]], None] = _discard
+    """Takes the events. Must hold no reference to the stream, which cancels when it is dropped."""
 
     number: int = 0
-    """Of this try, unique in its session; the ``stream_id`` of what it sends."""
+    """The ``stream_id`` of this attempt, unique in its session."""
     began: float = 0.0
     heard: float = 0.0
     sent: bool = False
     attaching: bool = False
-    """Between ATTACH and its answer: what arrives now was seen, or comes again."""
+    """Between ATTACH and its answer: entries that arrive are discarded, as they are sent again."""
     over: bool = False
     failed_at: float | None = None
     tries: int = 0
     resend_at: float | None = None
     received: int = 0
-    """TOKEN entries of this try."""
+    """TOKEN entries of this attempt."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Entries handed on, by sequence, over all tries."""
+    """Entries delivered, by sequence, over all attempts."""
     came: dict[int, int] = field(default_factory=dict)
-    """Entries of this try, by sequence. A sequence's first ``seen`` ones are known already."""
+    """Entries of this attempt, by sequence; the first ``seen`` of each are duplicates."""
 
     def begin_try(self) -> None:
-        """Forgets the try that failed; what was handed on stays handed on."""
+        """Resets the state of the failed attempt; delivered entries stay delivered."""
         self.sent = False
         self.attaching = False
         self.resend_at = None
@@ -83,7 +83,7 @@ class Call:
         self.came.clear()
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry; whether no earlier try has brought it."""
+        """Counts an entry; returns whether no earlier attempt has delivered it."""
         self.received += 1
         number = self.came.get(entry.seq, 0) + 1
         self.came[entry.seq] = number

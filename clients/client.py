@@ -40,7 +40,7 @@ def _deliver(ready: Delivery) -> None:
 
 
 class Client:
-    """A connection to a Tokenbus broker. One carries any number of streams, from any threads.
+    """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
     ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). ``patience_s``: how long calls wait for a
@@ -66,7 +66,7 @@ class Client:
 
         The options are those of ``GenerateOptions``: ``model``, ``temperature`` (0, greedy),
         ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised where the stream
-        is read: RequestError where the request is wrong, UnavailableError, RequestTimeoutError,
+        is read: RequestError if the request is not valid, UnavailableError, RequestTimeoutError,
         ControllerError, SlowClientError, ServiceError.
         """
         call = generate_call(prompt, options)
@@ -80,7 +80,7 @@ class Client:
         return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
-        """What is known of a model; loads one that is loaded on demand."""
+        """The properties of a model, which is loaded if it is served on demand."""
         answer = self._ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
@@ -92,7 +92,7 @@ class Client:
         return answer.status
 
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None drops it."""
+        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         self._ask(buffer_call(name, content, timeout_s))
 
     def upload_controller(
@@ -100,25 +100,25 @@ class Client:
     ) -> StoredModule:
         """Stores a controller's Wasm module, given as bytes or as a file, for ``controller=``.
 
-        ``tag`` names it from then on, besides its id. The same module again changes nothing else.
-        Raises RequestError where it is none that can run, saying why.
+        ``tag`` names it from then on, in addition to its id. Uploading a module again only adds the
+        tag. Raises RequestError if it is not a valid module.
         """
         return stored_module(self._ask(upload_call(wasm, tag, timeout_s)))
 
     def tag_controller(self, module: str, *tags: str, timeout_s: float = ASK_S) -> StoredModule:
-        """Lets ``tags`` name the module of this id or tag; they name no other one any more."""
+        """Assigns ``tags`` to the module with this id or tag, and removes them from any other."""
         return stored_module(self._ask(tag_call(module, tags, timeout_s)))
 
     def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
-        """The controller modules that were uploaded, the latest first."""
+        """The uploaded controller modules, the latest first."""
         return stored_modules(self._ask(tags_call(timeout_s)))
 
     def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
-        """Drops a tag, or the module of an id with all its tags; returns what was dropped."""
+        """Deletes a tag, or the module with this id and all its tags; returns what was deleted."""
         return stored_module(self._ask(delete_call(name, timeout_s)))
 
     def close(self) -> None:
-        """Ends the session, and every stream of it."""
+        """Ends the session and all of its streams."""
         self._close()
 
     def __enter__(self) -> Self:

@@ -88,7 +88,7 @@ def main() -> int:
 
 
 class DemoError(Exception):
-    """The system did not start, or did not end."""
+    """The system did not start, or did not stop."""
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _system(console: Console) -> Iterator[str]:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise DemoError(f"the system did not end; its logs are in {folder}") from None
+            raise DemoError(f"the system did not stop; its logs are in {folder}") from None
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -130,7 +130,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], output: Path) -> None:
     deadline = time.monotonic() + START_S
     while "ready:" not in output.read_text():
         if process.poll() is not None:
-            raise DemoError(f"tokenbus up ended with {process.returncode}: {output.read_text()}")
+            raise DemoError(
+                f"tokenbus up ended with exit code {process.returncode}: {output.read_text()}"
+            )
         if time.monotonic() > deadline:
             raise DemoError(f"the system was not ready within {START_S:.0f} s")
         time.sleep(0.05)
@@ -201,7 +203,7 @@ def _score(front: str, console: Console) -> None:
 
 
 def _steered(front: str, console: Console) -> None:
-    what = "steered: a program in a sandbox lets one of three texts through"
+    what = "steered: a controller in a sandbox allows one of three texts"
     console.rule(f"[bold]{what}", align="left")
     with Client(front) as client:
         for prompt, choices in STEERED.items():
@@ -211,7 +213,7 @@ def _steered(front: str, console: Console) -> None:
 
 
 def _free_port() -> int:
-    """One below those that outgoing connections are given, so that none of these takes it."""
+    """A port below the range of outgoing connections, which could take it otherwise."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What callers pass, as the calls that a client makes."""
+"""The arguments of a client's methods, as calls."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ Prompt = str | Sequence[int]
 OnSystem = Callable[[System], None]
 
 RETRY_S = 30.0
-"""How long lost requests are tried again, in seconds, where the caller says nothing."""
+"""The default of ``retry_s``, in seconds."""
 ASK_S = 30.0
 """How long ``model_info`` and ``status`` wait for their answer, in seconds."""
 UPLOAD_S = 120.0
-"""How long ``upload_controller`` waits, in seconds: a large module is compiled meanwhile."""
+"""How long ``upload_controller`` waits, in seconds; compiling a large module takes long."""
 STORE_RETRY_S = 10.0
-"""How long requests to the store of modules are tried again where no worker takes them."""
+"""How long requests to the module store are sent again if no worker is available, in seconds."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """What every request of tokens may carry. Times in seconds."""
+    """Options of every request for tokens. Times in seconds."""
 
     model: str
-    """The model's name; where it is missing: the one that is served, else the embedded one."""
+    """The name of the model; default: the one that is served, or else the embedded one."""
     buffers: Sequence[str]
     """Names of buffers that precede the prompt."""
     priority: int
-    """Higher goes first; 0."""
+    """Higher goes first; default: 0."""
     timeout_s: float
     """End the request, with RequestTimeoutError, this long after it began."""
     stall_s: float
-    """Try it again where nothing came for this long."""
+    """Send the request again if nothing has arrived for this long."""
     retry_s: float
-    """How long to try again what a full queue or a lost worker refused; 30. 0: never."""
+    """How long to send the request again after a full queue or a lost worker; default: 30."""
     on_system: OnSystem
-    """Called, while the stream is read, with each notice: loading, queued, tried again."""
+    """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """The options of ``generate``; ``protocol.sampling`` says what the sampling ones do."""
+    """The options of ``generate``; ``protocol.sampling`` describes the sampling ones."""
 
     text: bool
-    """Entries carry text; where it is missing: if the prompt is text."""
+    """Entries have text; default: if the prompt is text."""
     temperature: float
     max_tokens: int
     logit_bias: dict[int, float]
@@ -83,22 +83,22 @@ class GenerateOptions(RequestOptions, total=False):
     save: str
     """Keep prompt and output as a buffer of this name."""
     controller: str
-    """What steers the output: a module id, a tag, or the name of a built-in."""
+    """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
-    """What it is given: a text as it is, a list or a dict as JSON. Only with ``controller``."""
+    """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
-    """The call of a GENERATE; raises RequestError where the client can tell that it is wrong.
+    """The call of a GENERATE; raises RequestError if it is not valid, as far as the client checks.
 
-    A sampled one gets its seed here, so that another try brings the same tokens.
+    A request with sampling gets its seed here, so that a retry gets the same tokens.
     """
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
     if given.get("controller_arg") is not None and not given.get("controller"):
         raise RequestError(
             Code.INVALID_FIELD,
-            "controller_arg is given, and no controller to give it to; name one: controller=",
+            "controller_arg is given without a controller; add controller=",
             path="$.controller_arg",
         )
     given.setdefault("text", isinstance(prompt, str))
@@ -146,8 +146,8 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
 
 
 def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float) -> Call:
-    """The call of an UPLOAD; raises OSError where a file cannot be read, RequestError where it is
-    too large for a module."""
+    """The call of an UPLOAD; raises OSError if the file cannot be read, RequestError if it is too
+    large for a module."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
     if (too_large := module_too_large(len(content))) is not None:
         raise too_large
@@ -185,12 +185,12 @@ def _store_call(
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
-    """A call to the store of modules; each may be made twice without harm."""
+    """A call to the module store; all of them are idempotent."""
     return Call(word, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes out what the client itself needs."""
+    """Removes and returns the options that the client itself uses."""
     given.pop("on_system", None)
     return {
         "timeout_s": given.pop("timeout_s", None),
@@ -207,7 +207,7 @@ def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
 
 
 def _checked(text: str, path: str) -> str:
-    """A text that has an encoding; one made of bytes that were none has not."""
+    """``text``, if it can be encoded; text decoded with ``surrogateescape`` cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -221,7 +221,7 @@ def _packed(ids: Sequence[int]) -> bytes:
     if isinstance(ids, bytes | bytearray):
         raise RequestError(
             Code.INVALID_FIELD,
-            "a prompt is text or a list of token ids, not bytes",
+            "the prompt is bytes; it must be text or a list of token ids",
             path="$.prompt",
         )
     try:
@@ -229,7 +229,8 @@ def _packed(ids: Sequence[int]) -> bytes:
     except (TypeError, OverflowError, ValueError) as error:
         raise RequestError(
             Code.INVALID_FIELD,
-            f"a prompt is text or a list of token ids from 0 to 2**32 - 1: {error}",
+            f"the prompt is not valid ({error}); it must be text or a list of token ids from 0 to "
+            "2**32 - 1",
             path="$.prompt",
         ) from None
 
@@ -239,7 +240,9 @@ def _ids(ids: Sequence[int], path: str) -> list[int]:
         return [int(i) for i in ids]
     except (TypeError, ValueError) as error:
         raise RequestError(
-            Code.INVALID_FIELD, f"token ids are whole numbers: {error}", path=path
+            Code.INVALID_FIELD,
+            f"the token ids are not valid ({error}); they must be whole numbers",
+            path=path,
         ) from None
 
 
@@ -247,7 +250,7 @@ def _as_list(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):
         raise RequestError(
             Code.INVALID_FIELD,
-            f"{name} is a list, as [{value!r}], not a single text",
+            f"{name} is {value!r}; it must be a list: [{value!r}]",
             path=f"$.{name}",
         )
     return list(value)

@@ -1,4 +1,4 @@
-"""What a stream has brought so far: its sequences, and the scores of a SCORE."""
+"""The results of a stream so far: its sequences, and the scores of a SCORE."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from .calls import Call
 class GeneratedSequence:
     """One sequence of a stream: ``n`` of them, or the forks of a controller.
 
-    A fork begins with what its parent had then; both may take tokens of that back. Logs and
-    storage are each sequence's own, and nothing takes them back.
+    A fork begins with the tokens of its parent; both may remove some of these again. Logs and
+    storage belong to each sequence, and are never removed.
     """
 
     seq: int
     parent: int | None = None
     """The sequence from which it was forked; None for the first one."""
     tokens: list[int] = field(default_factory=list)
-    """All after the prompt, those that the controller appended included."""
+    """All tokens after the prompt, including those that the controller appended."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each token; not a number for one that was appended, not sampled."""
+    """One per token; NaN for a token that was appended, not sampled."""
     logs: str = ""
-    """What the controller printed."""
+    """The output of the controller."""
     storage: list[Any] = field(default_factory=list)
     """The variables that the controller wrote, in order, as AICI's storage commands."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token the most likely ones and itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
-    """Why it ended, where that is a fault."""
+    """Why it failed, if it did."""
     code: str | None = None
-    """The code that belongs to ``error``: ``controller_failed``, ``deadlock``, ..."""
+    """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
     def texts(self) -> list[str]:
-        """What each token added to the text."""
+        """The text of each token."""
         return list(self._pieces)
 
     @property
@@ -76,7 +76,7 @@ class GeneratedSequence:
             self.top_logprobs.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self._pieces.append(text)
         elif text and self._pieces:
-            # What was held back until the end belongs to the last token.
+            # Text that was held back until the end belongs to the last token.
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage
@@ -92,7 +92,7 @@ class Sequences:
         self.by_seq: dict[int, GeneratedSequence] = {}
 
     def add(self, entry: Token) -> None:
-        """Counts one entry in."""
+        """Adds one entry."""
         sequence = self.by_seq.get(entry.seq)
         if sequence is None:
             parent = self.by_seq.get(entry.parent) if entry.parent is not None else None
@@ -109,10 +109,10 @@ class Sequences:
         return [self.by_seq[number] for number in sorted(self.by_seq)]
 
     def failure(self) -> TokenbusError | None:
-        """The error of a stream that had one sequence and failed, or whose time passed."""
+        """The error of a stream whose only sequence failed, or that timed out."""
         ended = list(self.by_seq.values())
         if any(s.finish_reason == "timeout" for s in ended):
-            return RequestTimeoutError(Code.TIMEOUT, "the request's time has passed")
+            return RequestTimeoutError(Code.TIMEOUT, "the timeout of the request has expired")
         if len(ended) == 1 and ended[0].finish_reason == "error":
             [failed] = ended
             return error_for(failed.code or Code.INTERNAL, failed.error or "the sequence failed")
@@ -135,12 +135,12 @@ class Scores:
 
 
 def check_text(call: Call) -> None:
-    """Raises ValueError where a stream carries no text."""
+    """Raises ValueError if a stream has no text."""
     if not getattr(call.message, "text", False):
-        raise ValueError("this stream carries no text; its prompt was token ids: pass text=True")
+        raise ValueError("this stream has no text, as its prompt was token ids; pass text=True")
 
 
 def describe(over: bool, sequences: list[GeneratedSequence]) -> str:
-    """A stream in a few words."""
+    """A short description of a stream."""
     count = sum(len(s.tokens) for s in sequences)
-    return f"{len(sequences)} sequences, {count} tokens, {'over' if over else 'running'}"
+    return f"{len(sequences)} sequences, {count} tokens, {'ended' if over else 'running'}"

@@ -1,9 +1,9 @@
-"""One client's side of the protocol: messages in, messages and events out.
+"""The client's side of the protocol: messages in, messages and events out.
 
-No sockets and no clocks, as in the broker's core: frames and times are passed in, ``outgoing``
-holds what to send and ``ready`` what to hand to the callers. What it takes care of: the session
-outlives its connection (HELLO with the token, ATTACH for each stream), requests that were lost are
-sent again without telling anything twice, and no call waits for ever.
+No sockets and no clocks, as in the broker's core: frames and times are passed in, ``outgoing`` has
+the messages to send and ``ready`` the events for the callers. The session outlives its connection
+(HELLO with its token, ATTACH for each stream), requests that were lost are sent again without
+delivering an entry twice, and no call waits without a limit.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from .calls import Call, Ended, Event
 log = logging.getLogger(__name__)
 
 HELLO_AGAIN_S = 5.0
-"""How long an unanswered HELLO waits before the connection is made anew, in seconds."""
+"""After this long without an answer to HELLO a new connection is opened, in seconds."""
 BACK_OFF_S = (0.1, 2.0)
-"""The first pause before another try, and the longest; each is twice the one before."""
+"""The first and the longest pause before another attempt; each is twice the one before."""
 LOOK_S = 0.25
-"""How often deadlines are looked at, in seconds."""
+"""How often deadlines are checked, in seconds."""
 GRACE_S = 1.0
-"""How long the broker has to tell of a timeout before the client does, in seconds."""
+"""How much later than the broker the client itself ends a request that times out."""
 
 
 class ClientSession:
@@ -69,9 +69,9 @@ class ClientSession:
         self.ready: list[tuple[Call, list[Event]]] = []
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
-        """Calls to send: at the WELCOME, or at their ``resend_at``."""
+        """Calls that are not sent yet: at the WELCOME, or at their ``resend_at``."""
         self._barriers: dict[int, Call] = {}
-        """BUFFER calls by the number of the PING behind them."""
+        """BUFFER calls by the number of the PING that follows them."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
         self._token: str | None = None
@@ -88,19 +88,19 @@ class ClientSession:
     # --- the connection -------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
-        """A new connection: says HELLO on it; whatever was not sent on the old one is void."""
+        """A new connection was opened: sends HELLO; discards what was not sent on the old one."""
         if self._welcomed:
             self._offline_since = now
         self._hello(now)
 
     def lost(self, now: float) -> bool:
-        """Whether the connection is to be made anew: the broker is silent for too long."""
+        """Whether to open a new connection, as the broker was silent for too long."""
         if not self._welcomed:
             return now - self._hello_at > HELLO_AGAIN_S
         return now - self._heard > self._silence_s
 
     def wait_s(self, now: float) -> float:
-        """How long nothing needs to be done, in seconds."""
+        """Seconds until the next deadline."""
         due = min(self._ping_at, self._look_at) if self._welcomed else self._look_at
         return max(0.0, due - now)
 
@@ -121,14 +121,14 @@ class ClientSession:
     # --- calls ----------------------------------------------------------------------------------
 
     def submit(self, call: Call, now: float) -> None:
-        """Begins a call; its events go to ``ready``, the last of them an Ended."""
+        """Begins a call; its events are added to ``ready``, the last of them an Ended."""
         call.began = call.heard = now
         self._queue(call)
         if self._welcomed:
             self._send_call(call, now)
 
     def cancel(self, call: Call) -> None:
-        """Nobody waits for this call any more."""
+        """Ends a call whose events are not needed any more."""
         if not call.over:
             call.over = True
             self._forget(call, "cancelled")
@@ -145,14 +145,14 @@ class ClientSession:
             self._send(b"BYE", Bye())
 
     def _queue(self, call: Call) -> None:
-        """Gives the call's next try a number of its own, so that an earlier one is told apart."""
+        """Assigns a new number to the next attempt, so that entries of earlier ones are dropped."""
         call.number = next(self._ids)
         if not isinstance(call.message, Buffer):
             call.message.stream_id = call.number
         self._calls[call.number] = self._waiting[call.number] = call
 
     def _send_call(self, call: Call, now: float) -> None:
-        """Sends a call; one that has no encoding ends here, and nothing else with it."""
+        """Sends a call; ends it if it cannot be encoded."""
         try:
             self._send_parts(call)
         except (UnicodeError, TypeError, ValueError, OverflowError) as error:
@@ -178,7 +178,7 @@ class ClientSession:
             self._send(call.type, message, call.attachments)
 
     def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
-        """Drops a call from every table; with ``reason``, the broker is told to end its stream."""
+        """Removes a call from all tables; with ``reason``, sends CANCEL for its stream."""
         self._calls.pop(call.number, None)
         self._waiting.pop(call.number, None)
         self._barriers.pop(call.number, None)
@@ -192,7 +192,7 @@ class ClientSession:
             self.ready.append((call, [*events, Ended(error)]))
 
     def _failed(self, call: Call, error: TokenbusError, now: float, tell_broker: bool) -> None:
-        """A try has failed: plans another one, or ends the call."""
+        """An attempt has failed: schedules another one, or ends the call."""
         if call.failed_at is None:
             call.failed_at = now
         if error.code not in RETRYABLE or now - call.failed_at >= call.retry_s:
@@ -213,12 +213,12 @@ class ClientSession:
     # --- messages -------------------------------------------------------------------------------
 
     def on_frames(self, frames: Sequence[bytes], now: float) -> None:
-        """One message of the broker's."""
+        """A message from the broker."""
         self._heard = now
         try:
             message = decode_frames(frames, SERVER_MESSAGES)
         except TokenbusError as error:
-            log.warning("a message from the broker was dropped: %s", error)
+            log.warning("dropped an invalid message from the broker: %s", error)
             return
         match message.body:
             case list() as entries:
@@ -308,10 +308,10 @@ class ClientSession:
         elif body.code == Code.TOO_LARGE and (sent := self._oldest(body.type)) is not None:
             self._end(sent, error)
         else:
-            log.warning("the broker says: %s", error)
+            log.warning("the broker reported: %s", error)
 
     def _oldest(self, word: str | None) -> Call | None:
-        """The first call of a type that was sent and not answered yet."""
+        """The first call of a type that was sent and is not answered yet."""
         for call in self._calls.values():
             if call.sent and not call.received and call.type.decode() == word:
                 return call
@@ -330,7 +330,7 @@ class ClientSession:
     # --- time -----------------------------------------------------------------------------------
 
     def on_time(self, now: float) -> None:
-        """Sends what is due, and ends what has waited for too long."""
+        """Sends what is due, and ends calls that have waited for too long."""
         if self._welcomed and now >= self._ping_at:
             self._ping_at = now + self._ping_s
             self._send(b"PING", Ping())
@@ -349,7 +349,7 @@ class ClientSession:
                 self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
         elif now - call.began > timeout_s + GRACE_S:
             self._forget(call, "timeout")
-            what = f"the request's time of {timeout_s:g} s has passed"
+            what = f"the timeout of the request, {timeout_s:g} s, has expired"
             self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
         elif call.resend_at is not None:
             if now >= call.resend_at:
@@ -358,7 +358,7 @@ class ClientSession:
             else:
                 self._look_at = min(self._look_at, call.resend_at)
         elif call.stall_s is not None and call.sent and now - call.heard > call.stall_s:
-            what = f"nothing came for {call.stall_s:g} s"
+            what = f"nothing arrived for {call.stall_s:g} s"
             self._failed(call, UnavailableError(Code.WORKER_LOST, what), now, tell_broker=True)
 
     def _send(self, word: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:

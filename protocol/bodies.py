@@ -37,8 +37,8 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
 def encoding_of(body: bytes) -> Encoding:
     """Which encoding a body is in.
 
-    A body is a map or a list: every msgpack one begins with a byte of 0x80 or more, and no text
-    that somebody writes by hand does. An empty body stands for a message without fields, in either.
+    A body is a map or a list: in msgpack its first byte is 0x80 or more, in JSON it is ASCII. An
+    empty body is a message without fields, in either encoding.
     """
     return "json" if not body or body[0] < 0x80 else "msgpack"
 
@@ -53,8 +53,8 @@ def _decoder(kind: Any, encoding: Encoding) -> _Decoder:
 def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
     """The value of type ``kind`` in ``body``.
 
-    Raises RequestError: ``bad_message`` where it is not JSON or msgpack at all, ``invalid_field``,
-    with the field's path, where a value is of the wrong type or out of its range.
+    Raises RequestError: ``bad_message`` if it is not valid JSON or msgpack, ``invalid_field`` with
+    the path of the field if a value has the wrong type or is out of range.
     """
     encoding = encoding or encoding_of(body)
     try:
@@ -72,12 +72,14 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
 
 
 def body_type(table: Mapping[bytes, Any], word: bytes) -> Any:
-    """The struct of a message type in ``table``; raises ``unknown_type``, naming it."""
+    """The struct of a message type in ``table``; raises RequestError with ``unknown_type``."""
     kind = table.get(word)
     if kind is None:
         shown = word[:40].decode("ascii", "backslashreplace")
         known = ", ".join(sorted(name.decode() for name in table))
-        raise RequestError(Code.UNKNOWN_TYPE, f"unknown type {shown!r}; the types are {known}")
+        raise RequestError(
+            Code.UNKNOWN_TYPE, f"unknown message type {shown!r}; the types are {known}"
+        )
     return kind
 
 
@@ -111,11 +113,11 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(attachment: bytes) -> list[int]:
-    """The token ids of an attachment; raises RequestError where its size is not a multiple of 4."""
+    """The token ids of an attachment; raises RequestError if its size is not a multiple of 4."""
     if len(attachment) % 4:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"an attachment of token ids has 4 bytes each; this one has {len(attachment)} bytes",
+            f"the attachment has {len(attachment)} bytes; token ids have 4 bytes each",
         )
     unpacked = array.array("I", attachment)
     if sys.byteorder == "big":

@@ -1,6 +1,6 @@
-"""Buffers: parts of prompts that a session keeps, as the bytes in which the broker passes them on.
+"""Buffers: parts of prompts that a session keeps, in the form in which the broker forwards them.
 
-One byte says what follows: ``t`` token ids, u32 little-endian each; ``s`` text, UTF-8. A
+The first byte gives the kind: ``t`` for token ids, u32 little-endian each; ``s`` for text, UTF-8. A
 ``GENERATE`` that names k buffers reaches its worker with these k as its last attachments.
 """
 
@@ -12,12 +12,12 @@ from .messages import Buffer
 
 
 def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | None:
-    """What to keep for a ``BUFFER``; None where it drops the buffer of its name."""
+    """The bytes to keep for a ``BUFFER``; None if it deletes the buffer of this name."""
     given = [message.tokens is not None, message.text is not None, bool(attachments)]
     if sum(given) > 1:
         raise RequestError(
             Code.INVALID_FIELD,
-            "a buffer is given by one of tokens, text and an attachment, not by several",
+            "the buffer has several of tokens, text and an attachment; give only one of them",
             path="$.tokens",
         )
     if message.tokens is not None:

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine's users can connect to a host's address."""
+    """Whether ``host`` is a loopback address, which only users of this machine can reach."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
-"""Errors with stable codes: what travels in ``ERROR`` and what clients catch.
+"""Errors with stable codes, as ``ERROR`` carries them and clients catch them.
 
-A code is part of the protocol: programs match on it, people read the message. The message says
-what was wrong, with what value, and what would be right.
+The code is part of the protocol: programs match on it. The message is for people: first what was
+wrong with which value, then what would be right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 class Code(StrEnum):
     """Every reason for which Tokenbus refuses or ends something."""
 
-    # The request itself is at fault; sending it again will not help.
+    # The request is invalid; sending it again unchanged fails again.
     BAD_MESSAGE = "bad_message"
     UNKNOWN_TYPE = "unknown_type"
     UNSUPPORTED_VERSION = "unsupported_version"
@@ -29,22 +29,22 @@ class Code(StrEnum):
     MODEL_LOAD_FAILED = "model_load_failed"
     NOT_ALLOWED = "not_allowed"
     UNSUPPORTED = "unsupported"
-    # The program that steers the stream is at fault.
+    # The controller of the stream failed.
     CONTROLLER_FAILED = "controller_failed"
     CONTROLLER_TIMEOUT = "controller_timeout"
     DEADLOCK = "deadlock"
-    # The service cannot do it now; the same request may succeed later.
+    # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
     NO_WORKER = "no_worker"
     WORKER_LOST = "worker_lost"
     SHUTTING_DOWN = "shutting_down"
-    # This client is the reason.
+    # Caused by this client or its connection.
     SLOW_CLIENT = "slow_client"
     SESSION_TAKEN = "session_taken"
     SESSION_LOST = "session_lost"
     CONNECTION_LOST = "connection_lost"
     TIMEOUT = "timeout"
-    # A defect in Tokenbus or in the model's code.
+    # An error in Tokenbus or in the code of the model.
     INTERNAL = "internal"
 
 
@@ -62,7 +62,7 @@ RETRYABLE = frozenset(
 
 
 class TokenbusError(Exception):
-    """The base of all errors that Tokenbus raises to its users.
+    """The base class of all errors that Tokenbus raises to its users.
 
     ``path`` names the field at fault (``$.max_tokens``), ``stream_id`` the stream that ended, and
     ``retry_after_s`` how long to wait before another try, in seconds.
@@ -104,31 +104,31 @@ def _rebuild(kind: type[TokenbusError], state: dict[str, object]) -> TokenbusErr
 
 
 class RequestError(TokenbusError):
-    """The request is wrong; it must be changed before it is sent again."""
+    """The request is invalid; it must be changed before it is sent again."""
 
 
 class ControllerError(TokenbusError):
-    """The controller that steers the stream failed, ran too long, or waits for what cannot come."""
+    """The controller of the stream failed, exceeded a limit, or is in a deadlock."""
 
 
 class UnavailableError(TokenbusError):
-    """The service cannot take the request now: full, restarting, or its worker was lost."""
+    """The service is unavailable: its queue is full, it restarts, or a worker was lost."""
 
 
 class ConnectionLostError(UnavailableError):
-    """No answer from the broker: it is not there, or the session ended."""
+    """The broker does not answer, or the session has ended."""
 
 
 class RequestTimeoutError(TokenbusError):
-    """The time that the caller gave the request has passed."""
+    """The ``timeout_s`` of the request has passed."""
 
 
 class SlowClientError(TokenbusError):
-    """This client did not read its tokens fast enough, so its streams were ended."""
+    """The client did not read its tokens fast enough, so that its streams were ended."""
 
 
 class ServiceError(TokenbusError):
-    """A defect on the service's side; its log has the details."""
+    """An internal error of the service; its log has the details."""
 
 
 _KINDS: dict[str, type[TokenbusError]] = {
@@ -156,6 +156,6 @@ def error_for(
     stream_id: int | None = None,
     retry_after_s: float | None = None,
 ) -> TokenbusError:
-    """The exception of the type that belongs to ``code``; an unknown code is a RequestError."""
+    """The exception for ``code``, of its type; an unknown code is a RequestError."""
     kind = _KINDS.get(code, RequestError)
     return kind(code, message, path=path, stream_id=stream_id, retry_after_s=retry_after_s)

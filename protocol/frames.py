@@ -14,7 +14,7 @@ Frames = list[bytes]
 
 
 class Message(NamedTuple):
-    """A message of either codec: its type, its body, and raw bytes beside it."""
+    """A message of either codec: its type, its body, and its attachments."""
 
     type: bytes
     body: Any
@@ -28,10 +28,11 @@ def encode_frames(message: Message, encoding: Encoding, header: Header | None = 
 
 
 def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Message:
-    """The message in a client's or the broker's frames; raises RequestError on a bad one."""
+    """The message in a client's or the broker's frames; raises RequestError if invalid."""
     if len(frames) < 2:
         raise RequestError(
-            Code.BAD_MESSAGE, f"a message has a type and a body; this one has {len(frames)} frames"
+            Code.BAD_MESSAGE,
+            f"the message has {len(frames)} frames; it must have a type and a body",
         )
     word, body = frames[0], frames[1]
     return Message(word, decode_as(body_type(table, word), body), tuple(frames[2:]))
@@ -44,7 +45,7 @@ def decode_worker_frames(
     if len(frames) < 3:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"a message here has a type, a header and a body; this one has {len(frames)} frames",
+            f"the message has {len(frames)} frames; it must have a type, a header and a body",
         )
     header = decode_header(frames[1])
     return header, decode_frames([frames[0], *frames[2:]], table)

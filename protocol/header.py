@@ -29,14 +29,14 @@ class Flag(IntFlag):
     MSGPACK = 1
     """The body is msgpack; without it, JSON."""
     FINAL = 2
-    """The request is over with this message; the broker may forget it."""
+    """The last message of the request; the broker removes the request."""
 
 
 class Header(NamedTuple):
-    """What the broker needs to know of a message between itself and a worker.
+    """The routing information of a message between the broker and a worker.
 
-    ``request`` is the id that the broker gave the request (0: none). ``address`` is the client
-    session of the request, or the worker that the message is for.
+    ``request`` is the id that the broker assigned to the request (0: none). ``address`` is the
+    client session of the request, or the worker that receives the message.
     """
 
     request: int = 0
@@ -45,9 +45,9 @@ class Header(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What is in a worker's ``TOKEN``, in the order of its frames.
+    """The contents of a worker's ``TOKEN``, in the order of its frames.
 
-    ``sessions``: one per body, whom it is for. ``finished``: requests that end with this message.
+    ``sessions``: the session of each body. ``finished``: requests that end with this message.
     ``deltas``: requests whose journal delta follows the bodies, one frame each, in this order.
     """
 
@@ -62,10 +62,11 @@ def encode_header(request: int = 0, address: int = 0, flags: int = 0) -> bytes:
 
 
 def decode_header(frame: bytes) -> Header:
-    """The header of a frame; raises RequestError where the frame is too short to hold one."""
+    """The header in a frame; raises RequestError if the frame is too short."""
     if len(frame) < HEADER_SIZE:
         raise RequestError(
-            Code.BAD_MESSAGE, f"a header has {HEADER_SIZE} bytes, this frame has {len(frame)}"
+            Code.BAD_MESSAGE,
+            f"the frame has {len(frame)} bytes; a header has {HEADER_SIZE} bytes",
         )
     return Header._make(_HEADER.unpack_from(frame))
 
@@ -81,17 +82,21 @@ def encode_token_header(
 
 @lru_cache(maxsize=256)
 def decode_manifest(frame: bytes) -> Manifest:
-    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError on a bad one.
+    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError if invalid.
 
-    Kept, as the steps of a batch whose members stay the same have the same header.
+    Cached, as consecutive steps of an unchanged batch have the same header.
     """
     if len(frame) < _MANIFEST.size:
-        raise RequestError(Code.BAD_MESSAGE, "a TOKEN header from a worker has a manifest")
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"the header frame of a TOKEN has {len(frame)} bytes; it must have a manifest",
+        )
     _, _, _, n, f, d = _MANIFEST.unpack_from(frame)
     size = _MANIFEST.size + 8 * (n + f + d)
     if len(frame) != size:
         raise RequestError(
-            Code.BAD_MESSAGE, f"a manifest of {n}+{f}+{d} ids has {size} bytes, not {len(frame)}"
+            Code.BAD_MESSAGE,
+            f"the manifest frame has {len(frame)} bytes; with {n}+{f}+{d} ids it has {size}",
         )
     ids = struct.unpack_from(f"<{n + f + d}Q", frame, _MANIFEST.size)
     return Manifest(ids[:n], ids[n : n + f], ids[n + f :])

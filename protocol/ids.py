@@ -11,8 +11,8 @@ MAX_ID = 0x7FFF_FFFF_FFFF_FFFF
 def counting_ids(boot: int) -> Iterator[int]:
     """Ids of one broker run: its start, in seconds since 1970, above a 32-bit counter.
 
-    Two runs that start in different seconds never give the same id, so that a worker which
-    outlives its broker cannot confuse a request of the old one with one of the new.
+    Two runs that start in different seconds never assign the same id, so that a worker that
+    outlives its broker cannot confuse requests of the two.
     """
     base = (boot & 0x7FFF_FFFF) << 32
     number = 0
@@ -22,5 +22,5 @@ def counting_ids(boot: int) -> Iterator[int]:
 
 
 def new_session_token() -> str:
-    """A session token: 128 random bits, hexadecimal. Who has it can take the session over."""
+    """A session token: 128 random bits, hexadecimal. Its holder can take the session over."""
     return secrets.token_hex(16)

@@ -1,7 +1,7 @@
-"""The line codec: LMTP's own form, ``<TYPE> <JSON>``, one message a line.
+"""The line codec: the form of LMTP, ``<TYPE> <JSON>``, one message per line.
 
-For WebSocket and line-oriented stdio. It has no attachments; what they carry has a place in each
-body too (token ids as a list, a module as base64).
+For WebSocket and line-oriented stdio. A line has no attachments; bodies have fields for their
+contents (token ids as a list, a module as base64).
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from .frames import Message
 def encode_line(message: Message) -> str:
     """The line of a message, without the line end."""
     if message.attachments:
-        raise ValueError("the line form carries no attachments; put them into the body")
+        raise ValueError(
+            f"the message has {len(message.attachments)} attachments, and a line has none; use the "
+            "fields of the body"
+        )
     return f"{message.type.decode()} {encode_body(message.body, 'json').decode()}"
 
 
 def decode_line(line: str, table: Mapping[bytes, Any]) -> Message:
-    """The message in a line; raises RequestError on a bad one."""
+    """The message in a line; raises RequestError if invalid."""
     word, _, body = line.strip().partition(" ")
     if not word:
-        raise RequestError(Code.BAD_MESSAGE, "the line is empty; it should be '<TYPE> <JSON>'")
+        raise RequestError(Code.BAD_MESSAGE, "the line is empty; it must be '<TYPE> <JSON>'")
     try:
         type_word, encoded = word.encode("ascii"), body.encode()
     except UnicodeEncodeError as error:

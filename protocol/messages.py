@@ -1,8 +1,8 @@
 """The messages between a client and the broker, one struct each.
 
-A message's type is a word (``GENERATE``), its body one of these structs, as JSON or as msgpack.
-Unknown fields are ignored. Source: LMTP (the language model transport protocol of LMQL), whole,
-with what its "future work" names: text mode, buffers, system messages, errors and retries.
+The body of each message type (``GENERATE``) is one of these structs, as JSON or msgpack. Unknown
+fields are ignored. Source: LMTP (the language model transport protocol of LMQL), including its
+"future work": text mode, buffers, system messages, errors and retries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ PROTOCOL_VERSION = 1
 ENCODINGS = ("json", "msgpack")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""A larger body, or all attachments of a message together beyond four times this, is refused."""
+"""Larger bodies are refused."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
+"""Of all attachments of a message together."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
-"""A larger controller module is refused where it is met first: by the client, then the broker."""
+"""Larger controller modules are refused, by the client and by the broker."""
 MAX_FRAMES = 64
-"""Frames of a client's message at most: the type, the body and the attachments."""
+"""Most frames of a client's message: the type, the body and the attachments."""
 
 MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
@@ -46,13 +47,13 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
 
     versions: tuple[int, ...] = (PROTOCOL_VERSION,)
     encodings: tuple[str, ...] = ("json",)
-    """In the order of preference; the broker answers in the first that it knows."""
+    """In order of preference; the broker answers in the first that it supports."""
     session: str | None = None
     """The token of a ``WELCOME``: take that session over, under the same key."""
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
-    """What this client can do besides: ``ping`` (it will send PING, and may be expired)."""
+    """Optional features of the client: ``ping`` (it sends PING, and its session may expire)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):
@@ -61,7 +62,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     """Chosen by the client, unique among its session's live streams."""
     model: str = ""
-    """Empty: the one model that is served, else the embedded one."""
+    """Empty: the only model that is served, or else the embedded one."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. None: the ids are attachment 0, u32 each."""
     buffers: list[Name] = []
@@ -69,11 +70,11 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     save: Name | None = None
     """Keep prompt and output as a buffer of this name when the stream ends."""
     text: bool = False
-    """Text mode: each TOKEN also carries the text that became certain."""
+    """Text mode: each TOKEN also has the text that it completes."""
     controller: str | None = None
     """A module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
-    """What the controller is given: text as it is, anything else as JSON."""
+    """The argument of the controller: text unchanged, any other value as JSON."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first."""
     timeout_s: Timeout | None = None
@@ -89,34 +90,35 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     prompt: list[TokenId] | str | None = None
     buffers: list[Name] = []
     text: bool = False
-    """Each TOKEN also carries its token's text."""
+    """Each TOKEN also has the text of its token."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
 
 
 class Cancel(Struct, kw_only=True, omit_defaults=True):
-    """``CANCEL``: end a stream. Its last TOKEN entry says ``reason``."""
+    """``CANCEL``: end a stream, with ``reason`` as the finish reason of its last TOKEN entry."""
 
     stream_id: StreamId
     reason: Literal["cancelled", "timeout"] = "cancelled"
 
 
 class Attach(Struct, kw_only=True, omit_defaults=True):
-    """``ATTACH``: pick a stream of this session up again.
+    """``ATTACH``: resume a stream of this session.
 
-    The answer is ``MSG {"attached": received}``; after it come the stream's entries from number
-    ``received`` on. Entries that arrive before the answer are to be dropped.
+    The answer is ``MSG {"attached": received}``, followed by the entries of the stream from number
+    ``received`` on. The client discards entries that arrive before the answer.
     """
 
     stream_id: StreamId
     received: Count
-    """How many TOKEN entries of the stream the client has."""
+    """Number of TOKEN entries of the stream that the client has received."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
     """``BUFFER``: keep a part of prompts in the session, for ``buffers`` to name.
 
-    Exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). Neither: the buffer is dropped.
+    Exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). None of them: the buffer is
+    deleted.
     """
 
     name: Name
@@ -125,7 +127,7 @@ class Buffer(Struct, kw_only=True, omit_defaults=True):
 
 
 class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
-    """``MODEL_INFO``: what is known of a model; answered by ``MSG {"model_info": …}``."""
+    """``MODEL_INFO``: the properties of a model; answered by ``MSG {"model_info": …}``."""
 
     stream_id: StreamId
     model: str = ""
@@ -138,12 +140,12 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 def module_too_large(size: int) -> RequestError | None:
-    """What is wrong with a module of so many bytes, or None."""
+    """The error for a module of ``size`` bytes; None if it is not too large."""
     if size <= MAX_MODULE_BYTES:
         return None
     return RequestError(
         Code.TOO_LARGE,
-        f"the module has {size} bytes; {MAX_MODULE_BYTES} are the most",
+        f"the module has {size} bytes; the limit is {MAX_MODULE_BYTES}",
         path="$.data",
     )
 
@@ -160,14 +162,14 @@ class Upload(Struct, kw_only=True, omit_defaults=True):
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
-    """``TAG``: let tags name a module; they name no other one any more.
+    """``TAG``: assign tags to a module, and remove them from any other.
 
     Answered by ``MSG`` with a ``StoredModule`` as its result.
     """
 
     stream_id: StreamId
     module: Name
-    """Its id, of which 8 characters or more will do, or another tag of it."""
+    """Its id, or at least 8 characters of the beginning of its id, or another tag of it."""
     tags: list[Name]
 
 
@@ -181,24 +183,24 @@ class Tags(Struct, kw_only=True, omit_defaults=True):
 
 
 class Delete(Struct, kw_only=True, omit_defaults=True):
-    """``DELETE``: drop a tag, or a module with all its tags.
+    """``DELETE``: delete a tag, or a module with all its tags.
 
-    Answered by ``MSG`` with a ``StoredModule`` as its result: what was dropped.
+    Answered by ``MSG`` with a ``StoredModule`` as its result: what was deleted.
     """
 
     stream_id: StreamId
     module: Name
-    """A module's id, of which 8 characters or more will do, or a tag."""
+    """A tag, or the id of a module, or at least 8 characters of the beginning of its id."""
 
 
 class Ping(Struct, kw_only=True, omit_defaults=True):
-    """``PING``: answered by ``PONG`` with the same number; keeps the session's lease."""
+    """``PING``: answered by ``PONG`` with the same number; renews the lease of the session."""
 
     n: Count = 0
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
-    """``BYE``: the session ends now, and its streams with it."""
+    """``BYE``: ends the session and its streams."""
 
 
 # --- broker to client ---------------------------------------------------------------------------
@@ -210,9 +212,9 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     version: int
     encoding: str
     session: str
-    """The session's token: whoever holds it can take the session over."""
+    """The token of the session. Its holder can take the session over."""
     resumed: bool = False
-    """Whether ``HELLO`` took an existing session over; its streams wait for ``ATTACH``."""
+    """Whether ``HELLO`` took over an existing session; its streams wait for ``ATTACH``."""
     streams: list[StreamId] = []
     """The live streams of a resumed session."""
     server: str = ""
@@ -220,18 +222,18 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     ping_s: float = 2.0
     """Send a PING this often, in seconds."""
     expiry_s: float = 10.0
-    """A session with no message for this long, in seconds, ends with its streams."""
+    """A session without a message for this long, in seconds, is ended with its streams."""
     max_body_bytes: int = MAX_BODY_BYTES
 
 
 class Token(Struct, kw_only=True, omit_defaults=True):
     """An entry of ``TOKEN``, whose body is a list of these.
 
-    The first four fields, and ``top_logprobs`` of a generation, are LMTP's and always there.
+    The first four fields, and ``top_logprobs`` of a generation, are LMTP's, and always present.
     """
 
     token: int | None
-    """The token's id. None: no token; the entry ends the sequence or tells something of it."""
+    """The id of the token. None: the entry has no token, only other information."""
     stream_id: StreamId
     logprob: float | None
     """Natural log-probability under the model's own distribution, before bias and temperature."""
@@ -245,20 +247,20 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     parent: int | None = None
     """In the first entry of a fork: the sequence from which it was forked."""
     text: str | UnsetType = UNSET
-    """Text mode: the text that became certain with this token."""
+    """Text mode: the text that this token completes."""
     backtrack: int = 0
-    """Drop this many tokens of the sequence first."""
+    """Number of tokens to remove from the end of the sequence first."""
     logs: str = ""
     storage: list[Any] = []
     error: str | None = None
     code: str | None = None
     """The code that belongs to ``error``."""
     live: int = 0
-    """In an entry with a finish_reason: sequences of the stream that still run; 0: it is over."""
+    """In an entry with a finish_reason: running sequences of the stream; 0: it has ended."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):
-    """What a client may want to know of a model."""
+    """The properties of a model."""
 
     name: str
     vocab_size: int
@@ -279,7 +281,7 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """Its id: SHA-256 of the uploaded bytes, hexadecimal."""
     tags: list[str] = []
     size: int = 0
-    """Bytes that were uploaded."""
+    """Size of the upload in bytes."""
     uploaded: float = 0.0
     """Seconds since 1970."""
     abi: str = ""
@@ -328,36 +330,36 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
 
 
 SystemEvent = Literal["queued", "loading", "loaded", "moved", "throttled", "draining", "retrying"]
-"""``retrying`` is a client's own: it sends a request again that was lost or refused."""
+"""``retrying`` is emitted by the client itself, which sends a lost or refused request again."""
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
-    """``SYSTEM``: why tokens are not coming yet, or come from elsewhere. For people to see."""
+    """``SYSTEM``: why a stream waits, or that it has moved. For display."""
 
     event: SystemEvent
     message: str
     stream_id: StreamId | None = None
     model: str = ""
     place: int | None = None
-    """``queued``: how many requests are ahead, this one included."""
+    """``queued``: the position in the queue, from 1."""
     progress: float | None = None
-    """``loading``: what part is done, 0 to 1."""
+    """``loading``: the part that is done, 0 to 1."""
 
 
 class Error(Struct, kw_only=True, omit_defaults=True):
-    """``ERROR``: a request was refused, or a stream ended by a fault."""
+    """``ERROR``: a request was refused, or a stream failed."""
 
     code: str
     message: str
     stream_id: StreamId | None = None
-    """The stream that ended with it; None where the message could not be read that far. With
-    ``duplicate_stream`` it is the new request that ended: the stream of that id goes on."""
+    """The stream that was ended; None if it could not be read from the message. With
+    ``duplicate_stream`` the new request was ended, and the stream of this id continues."""
     path: str | None = None
-    """The field at fault, as ``$.max_tokens``."""
+    """The invalid field, as ``$.max_tokens``."""
     retry_after_s: float | None = None
     """When to try again, in seconds."""
     type: str | None = None
-    """The type of the message at fault, where there is no stream."""
+    """The type of the refused message, if there is no stream."""
 
 
 class Pong(Struct, kw_only=True, omit_defaults=True):
@@ -365,8 +367,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session that began with ``HELLO``. Without one (the broker
-    restarted, or the session expired), say ``HELLO`` again."""
+    """Whether this connection has a session that began with ``HELLO``. If not (the broker was
+    restarted, or the session expired), send ``HELLO`` again."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {
@@ -385,7 +387,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"PING": Ping,
     b"BYE": Bye,
 }
-"""What a client sends: type to body."""
+"""The messages of a client: type to body."""
 
 SERVER_MESSAGES: dict[bytes, Any] = {
     b"WELCOME": Welcome,
@@ -395,4 +397,4 @@ SERVER_MESSAGES: dict[bytes, Any] = {
     b"ERROR": Error,
     b"PONG": Pong,
 }
-"""What a client receives: type to body."""
+"""The messages to a client: type to body."""

@@ -1,4 +1,4 @@
-"""How the next token of a sequence is chosen: the sampling fields of ``GENERATE``."""
+"""The sampling fields of ``GENERATE``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     temperature: NonNegative = 0.0
     """0 is greedy; 1 samples from the model's own distribution."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Tokens to generate at most; the model's context bounds it too (``length``)."""
+    """Most tokens to generate; the context length of the model is a limit too (``length``)."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    """How many of the most likely tokens to report beside the sampled one."""
+    """How many of the most likely tokens to report, in addition to the sampled one."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -45,10 +45,11 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted per occurrence from the logits of tokens already generated."""
     seed: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)] | None = None
-    """Same seed, same request: same tokens, whatever else is in the batch. None draws one."""
+    """The same request with the same seed gets the same tokens, whatever else is in the batch.
+    None: a random one."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
-    """What ends the sequence besides the model's own end-of-sequence tokens: strings, wherever
-    they appear in its text (across token borders), and token ids."""
+    """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
+    model. Strings are found across token boundaries."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence token."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1

@@ -1,6 +1,6 @@
-"""What can be set, from where: flags, then ``TOKENBUS_*``, then ``tokenbus.toml``, then defaults.
+"""The settings: from flags, then ``TOKENBUS_*``, then ``tokenbus.toml``, then defaults.
 
-One flat list for all programs, so that a misspelt name is refused wherever it stands.
+One flat list for all programs, so that a misspelt name is refused wherever it is given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = "TOKENBUS_CONFIG"
 
 
 class SettingError(Exception):
-    """A setting is unknown or has a wrong value; the message names it and where it stands."""
+    """A setting is unknown or its value is invalid; the message names it and its source."""
 
 
 class Settings(Struct, kw_only=True, frozen=True):
@@ -40,35 +40,35 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     session_timeout_s: Positive = 30.0
-    """How long a client waits for the broker to answer."""
+    """How long a client waits for a broker that does not answer."""
 
     model: str = "embedded"
     """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``: load on demand."""
     allow: list[str] = []
     """Models that may be loaded on demand: names with ``*`` and ``?``."""
     max_models: AtLeastOne = 2
-    """Models that a GPU worker holds at once; the least recently used one goes first."""
+    """Models that a GPU worker keeps loaded; the least recently used one is evicted."""
     device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"
     """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """``auto``: float32 on the CPU, the checkpoint's own on a GPU."""
+    """``auto``: float32 on the CPU, the checkpoint's own data type on a GPU."""
     trust_remote_code: bool = False
     """Let a checkpoint bring its own Python code. It runs with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0
-    """Memory of the KV cache; 0: by what the device has."""
+    """Memory of the KV cache; 0: chosen by the memory of the device."""
     max_running: AtLeastOne = 256
     """Sequences in one batch."""
     capacity: AtLeastOne = 512
-    """Requests that a GPU worker takes, waiting ones included; the others wait at the broker."""
+    """Requests assigned to one GPU worker, waiting ones included; others queue at the broker."""
     compile: bool = False
-    """Run models through torch.compile; it needs a C++ compiler on a CPU."""
+    """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """CPU threads of a GPU worker's torch; 0: torch's own choice."""
+    """CPU threads of torch in a GPU worker; 0: torch's default."""
 
     controller_init_ms: Positive = 1000.0
-    """CPU time of a controller's init_prompt, and of its module's start, in milliseconds."""
+    """CPU time limit of ``init_prompt`` and of the start of a module, in milliseconds."""
     controller_pre_ms: Positive = 1.0
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
@@ -76,20 +76,20 @@ class Settings(Struct, kw_only=True, frozen=True):
     """How long a GPU worker waits for a decision, beyond the controller's own time limits, before
     it ends the sequence. A start counts too: a grammar may be compiled for 100 seconds."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
-    """Memory of one sequence's controller."""
+    """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
-    """Sequences that one request may come to have."""
+    """Most sequences of one request."""
     controller_threads: AtLeastZero = 0
-    """Threads that run controllers; 0: twice the CPUs, four at least."""
+    """Threads that run controllers; 0: twice the number of CPUs, at least four."""
     controller_capacity: AtLeastOne = 1024
-    """Requests whose controllers one worker runs at most."""
+    """Most requests whose controllers one worker runs."""
 
     gpu_workers: AtLeastZero = 1
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
     """Controller worker processes of ``tokenbus up``; with one or more, a state worker too."""
     drain_s: Positive = 30.0
-    """How long a worker that is told to stop may finish what it has."""
+    """How long a worker that is stopped goes on with its running requests."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
@@ -126,9 +126,9 @@ _NAMES = {field.name for field in msgspec.structs.fields(Settings)}
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings in force. ``flags`` holds those given on the command line, None for not given.
+    """The settings in force. ``flags`` has those of the command line, None where not given.
 
-    Raises SettingError for the first that is unknown or wrong, naming it and its place.
+    Raises SettingError for the first that is unknown or invalid, with its name and source.
     """
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -148,7 +148,7 @@ def resolve(
             msgspec.convert({name: value}, Settings, strict=False)
         except msgspec.ValidationError as error:
             what = str(error).split(" - at ")[0].replace("`", "")
-            raise SettingError(f"{places[name]}: {what}; it is {value!r}") from None
+            raise SettingError(f"{places[name]}: {value!r} is not valid: {what}") from None
     return msgspec.convert(values, Settings, strict=False)
 
 
@@ -166,7 +166,7 @@ def load(**flags: Any) -> Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The ``TOKENBUS_*`` variables that hand these settings on to another process."""
+    """The ``TOKENBUS_*`` variables that pass these settings to another process."""
     given: dict[str, str] = {}
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
@@ -185,6 +185,8 @@ def _known(name: str, place: str) -> None:
     if name not in _NAMES:
         near = difflib.get_close_matches(name, _NAMES, 1)
         hint = (
-            f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(_NAMES))}"
+            f"; did you mean {near[0]!r}?"
+            if near
+            else f"; valid names: {', '.join(sorted(_NAMES))}"
         )
-        raise SettingError(f"{place}: there is no such setting{hint}")
+        raise SettingError(f"{place}: unknown setting {name!r}{hint}")

@@ -1,7 +1,7 @@
-"""The messages between the broker and its workers, beside those of clients that it passes on.
+"""The messages between the broker and its workers, other than the forwarded ones of clients.
 
-Each has a header (``header.py``) between type and body; bodies are msgpack. Source: the worker's
-half of ZeroMQ's Majordomo (register, heartbeat, disconnect), AICI's step.
+Each has a header (``header.py``) between type and body; bodies are msgpack. Sources: the worker
+side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of AICI.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Role = Literal["gpu", "controller", "state"]
 Id = Annotated[int, Meta(ge=0)]
 
 ANY_MODULE = "*"
-"""The pattern of a controller worker that runs any uploaded module."""
+"""The pattern of a controller worker that runs every uploaded module."""
 
 
 class LiveRequest(Struct, kw_only=True, omit_defaults=True):
-    """A request that a worker still holds when it registers."""
+    """A running request of a worker that registers."""
 
     request: Id
     session: Id
@@ -46,23 +46,23 @@ class LiveRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 class Register(Struct, kw_only=True, omit_defaults=True):
-    """``REGISTER``: a worker offers itself. Sent at start and whenever the broker asks for it."""
+    """``REGISTER``: sent by a worker at its start, and whenever the broker requests it."""
 
     name: str
-    """Unique among the living workers, stable over reconnections."""
+    """Unique among the running workers, stable over reconnections."""
     role: Role
     version: int
     pid: int
     host: str
     capacity: Annotated[int, Meta(ge=1)]
-    """Requests that it holds at most, waiting ones included."""
+    """Most requests that may be assigned to it, waiting ones included."""
     models: list[ModelInfo] = []
     """Models that are loaded."""
     patterns: list[str] = []
-    """Models that it may load on demand: names, with ``*`` and ``?`` as in a shell. Of a controller
+    """Names of models that it loads on demand, with ``*`` and ``?`` as in a shell. For a controller
     worker: the controllers that it runs, or ``ANY_MODULE``."""
     default: str = ""
-    """The model that it takes a request without a model for."""
+    """The model that it uses for requests without a model."""
     live: list[LiveRequest] = []
 
 
@@ -73,58 +73,58 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     heartbeat_s: float
     expiry_s: float
     unknown: list[Id] = []
-    """Reported live requests that nobody waits for any more: drop them."""
+    """Reported live requests that the broker does not know; the worker drops them."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
-    """``HEARTBEAT``: a worker lives. The broker sends its own, empty, as often."""
+    """``HEARTBEAT``: renews the lease of a worker. The broker sends an empty one as often."""
 
     requests: int = 0
     step_age_s: float | None = None
-    """How long the step in progress has run, in seconds; None between steps. A hung step shows."""
+    """For how long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
     """Gauges for the operator: running, waiting, pages, tokens per second."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
-    """``REREGISTER``: the broker does not know this worker (it restarted, or the lease ended)."""
+    """``REREGISTER``: the broker does not know this worker (restarted, or the lease expired)."""
 
     reason: str
 
 
 class Drain(Struct, kw_only=True, omit_defaults=True):
-    """``DRAIN``: no more requests, please.
+    """``DRAIN``: no more requests for this worker.
 
-    From a worker: it will finish what it has and leave. From the broker: please do that.
+    From a worker: it finishes its requests and then unregisters. From the broker: do so.
     """
 
     reason: str = ""
 
 
 class Unregister(Struct, kw_only=True, omit_defaults=True):
-    """``UNREGISTER``: a worker leaves now."""
+    """``UNREGISTER``: a worker leaves the bus."""
 
     reason: str = ""
 
 
 # --- the step between a GPU worker and a controller worker ----------------------------------------
 #
-# Of a message that one worker sends another, ``Header.address`` names the receiver where it is
-# sent (0: the broker chooses) and the sender where it arrives. Bodies are msgpack.
+# In a message from one worker to another, ``Header.address`` is the receiver when it is sent (0:
+# the broker chooses) and the sender when it arrives. Bodies are msgpack.
 
 
 class VocabularyName(Struct, kw_only=True, omit_defaults=True):
-    """What a controller must know of a model: its tokenizer, by name, and the size of a mask."""
+    """What a controller needs of a model: the fingerprint of its tokenizer, the size of a mask."""
 
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON; ``TOKENIZER`` asks for it."""
+    """SHA-256 of the tokenizer's canonical JSON, which ``TOKENIZER`` requests."""
     size: int
-    """Tokens that the model can give: a mask has ceil(size / 32) words."""
+    """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
-    """``START``: the controller of a request is to begin, with sequence 0.
+    """``START``: start the controller of a request, with sequence 0.
 
     From a GPU worker; the broker chooses the controller worker and attaches the client's tenant.
     """
@@ -133,14 +133,14 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     arg: str | dict[str, Any] | list[Any] | None = None
     prompt: list[TokenId]
     n: int = 1
-    """Sequences to begin with: sequence 0 is forked into them before its first round."""
+    """Number of sequences: sequence 0 is forked into them before its first round."""
     max_tokens: int
-    """Tokens that the sequence may have beyond its prompt, fast-forwarded ones included."""
+    """Most tokens of the sequence after its prompt, fast-forwarded ones included."""
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
-    """A sequence does not end with an end-of-sequence token. Without it, it does where its
-    controller would just sample on; one that appends, drops, forks or suspends goes on."""
+    """An end-of-sequence token does not end a sequence. Otherwise it does, unless the controller
+    appends, drops, forks or suspends."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -151,7 +151,7 @@ class StepSequence(Struct, array_like=True):
     tokens: list[TokenId]
     """Tokens that were sampled: the argument of post_process."""
     ended: FinishReason | None = None
-    """The sequence is over: after a last post_process its instance goes."""
+    """The sequence has finished: its instance is dropped after a last post_process."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -159,26 +159,26 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepSequence]
     masks: str = ""
-    """A file of rows for masks that both workers map; empty: masks come as attachments."""
+    """The file of mask rows that both workers map; empty: masks are attachments."""
     rows: int = 0
     row_bytes: int = 0
 
 
 class StepResult(Struct, array_like=True):
-    """What a controller decided: drop, append, and then sample, fork, suspend or stop."""
+    """The decision of a controller: drop, append, and then sample, fork, suspend or stop."""
 
     request: Id
     seq: int
     then: Literal["sample", "fork", "suspend", "stop", "error"]
-    """``fork``: results of its own and of its children follow."""
+    """``fork``: the results of the sequence and of its children follow."""
     backtrack: int = 0
-    """Tokens of the sequence to drop, of those that it has; not the one about to be sampled."""
+    """Tokens to drop from the end of the sequence, not counting the one about to be sampled."""
     ff_tokens: list[TokenId] = []
-    """Tokens to append after that."""
+    """Tokens to append then."""
     row: int | None = None
     """Row of the shared file that holds the mask."""
     attachment: int | None = None
-    """Attachment that holds the mask. Neither: every token is allowed."""
+    """Attachment that holds the mask. With neither, every token is allowed."""
     children: list[int] = []
     """``fork``: the ids of the new sequences."""
     logs: str = ""
@@ -186,15 +186,15 @@ class StepResult(Struct, array_like=True):
     """The writes to variables, as AICI's storage commands."""
     error: str | None = None
     code: str | None = None
-    """``error``: the code that belongs to it."""
+    """``error``: its code."""
     finish: FinishReason = "controller"
-    """``stop``: the reason that the client is told."""
+    """``stop``: the finish reason that the client receives."""
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """``RESULT``: the answer to ``START`` or ``STEP``; sequences that are late come in a later one.
+    """``RESULT``: the answer to ``START`` or ``STEP``; deferred sequences follow in a later one.
 
-    A sequence that was suspended comes again, unasked, when it goes on.
+    A suspended sequence is sent again, without a request, when it resumes.
     """
 
     sequences: list[StepResult]
@@ -203,7 +203,7 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
-    """``LOST``: the broker tells a GPU worker that these requests have no controller."""
+    """``LOST``: the controllers of these requests are lost. From the broker to a GPU worker."""
 
     requests: list[Id]
     code: str
@@ -213,13 +213,13 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
 
 
 class End(Struct, kw_only=True, omit_defaults=True):
-    """``END``: the broker tells controller and state workers that these requests are over."""
+    """``END``: these requests have ended. From the broker to controller and state workers."""
 
     requests: list[Id]
 
 
 class TokenizerRequest(Struct, kw_only=True, omit_defaults=True):
-    """``TOKENIZER``: a controller worker asks for the tokenizer of this fingerprint."""
+    """``TOKENIZER``: a controller worker requests the tokenizer of this fingerprint."""
 
     fingerprint: str
 
@@ -229,7 +229,7 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 
     fingerprint: str
     error: str | None = None
-    """Why there is no attachment."""
+    """Why the attachment is missing."""
 
 
 # --- variables -----------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 class Variable(Struct, array_like=True):
     """``VARIABLE``: one operation of a controller on its request's variables.
 
-    Named by (request, seq, count), so that a repeated one gets the answer it got before.
+    Identified by (request, seq, count), so that a repeated operation gets the same answer.
     """
 
     request: Id
@@ -248,14 +248,14 @@ class Variable(Struct, array_like=True):
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only where this is the variable's version; 0 means that there is none yet."""
+    """Write only if this is the version of the variable; 0: it does not exist yet."""
 
 
 class VariableAnswer(Struct, array_like=True):
-    """``VARIABLE_ANSWER``: what the variable is now; ``version`` 0: there is no such variable.
+    """``VARIABLE_ANSWER``: the variable after the operation; ``version`` 0: it does not exist.
 
-    A write that was made has ``written`` and no value; one whose version did not fit has the
-    variable as a ``get`` would have given it.
+    A write that was applied has ``written`` and no value; one whose version did not match has the
+    version and value of a ``get``.
     """
 
     request: Id
@@ -285,7 +285,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
 }
-"""What a worker sends: type to body."""
+"""The messages of a worker: type to body."""
 
 TO_WORKER: dict[bytes, Any] = {
     b"REGISTERED": Registered,
@@ -311,4 +311,4 @@ TO_WORKER: dict[bytes, Any] = {
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
 }
-"""What a worker receives: type to body."""
+"""The messages to a worker: type to body."""

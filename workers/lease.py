@@ -1,4 +1,4 @@
-"""A worker's standing with the broker, without its socket: frames and times in, frames out."""
+"""The lease of a worker at the broker, without a socket: frames and times in, frames out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DEFAULT_EXPIRY_S = 5.0
 
 
 class Lease:
-    """Registers, renews, and registers again whenever the broker asks or was silent.
+    """Registers, sends heartbeats, and registers again after silence or at the broker's request.
 
-    ``registration`` gives what to register with at that moment: models change, and so do the live
-    requests that a new broker must hear of. ``beat`` gives the heartbeat. Times are seconds of any
-    clock that does not go back.
+    ``registration`` returns the current registration: models change, and so do the live requests
+    that a new broker needs to know. ``beat`` returns the heartbeat. Times are seconds of a
+    monotonic clock.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class Lease:
         self._draining: Drain | None = None
 
     def connected(self, now: float) -> list[Frames]:
-        """A new connection is there: the first thing to say on it."""
+        """A new connection was opened: its first message."""
         self.registered = False
         self._heard = now
         self._next_beat = now + self._heartbeat_s
         return [self._frames(b"REGISTER", self._registration())]
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
-        """A message of the broker: whether it was for the lease alone, and what to answer.
+        """A message from the broker: whether it is for the lease only, and the answers to it.
 
-        Only called with messages of at least three frames. A ``REGISTERED`` that names live
-        requests which nobody waits for any more is for the worker too.
+        The message must have at least three frames. A ``REGISTERED`` with live requests that the
+        broker does not know is for the worker too.
         """
         self._heard = now
         match frames[0]:
@@ -64,33 +64,33 @@ class Lease:
                 return False, []
 
     def on_time(self, now: float) -> list[Frames]:
-        """The heartbeat, when it is due."""
+        """The heartbeat, if it is due."""
         if now < self._next_beat:
             return []
         self._next_beat = now + self._heartbeat_s
         return [self._frames(b"HEARTBEAT", self._beat(now))]
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for so long that a new connection should be tried."""
+        """Whether the broker was silent for longer than the lease lasts."""
         return now - self._heard > self._expiry_s
 
     def wait_s(self, now: float) -> float:
-        """How long until ``on_time`` has something to do."""
+        """Seconds until the next heartbeat."""
         return max(0.0, self._next_beat - now)
 
     def changed(self) -> list[Frames]:
-        """The registration has changed: say so."""
+        """The messages that report a changed registration."""
         return [self._frames(b"REGISTER", self._registration())]
 
     def drain(self, reason: str) -> list[Frames]:
-        """No more requests from now on, over reconnections too."""
+        """The messages that stop further requests; repeated after each new registration."""
         self._draining = Drain(reason=reason)
         return [self._frames(b"DRAIN", self._draining)]
 
     def leave(self, reason: str) -> list[Frames]:
-        """The last thing to say."""
+        """The last message."""
         return [self._frames(b"UNREGISTER", Unregister(reason=reason))]
 
     @staticmethod
-    def _frames(word: bytes, body: object) -> Frames:
-        return [word, encode_header(), encode_body(body, "msgpack")]
+    def _frames(kind: bytes, body: object) -> Frames:
+        return [kind, encode_header(), encode_body(body, "msgpack")]

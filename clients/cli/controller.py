@@ -1,4 +1,4 @@
-"""``tokenbus controller``: programs that steer the output, uploaded, named, listed and tried."""
+"""``tokenbus controller``: upload, tag, list, run and serve controllers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .module_files import FileFault, read_module
 from .options import add_connection, add_parameters, add_request, client_for
 
 SHORT_ID = 12
-"""Characters of an id in a sentence; 8 are enough for it to be accepted."""
+"""Characters of an id in messages; commands accept 8 or more."""
 
 
 def add_command(commands: Any) -> None:
-    """Adds ``controller`` and what it can do."""
+    """Adds ``controller`` and its actions."""
     parser = commands.add_parser(
         "controller",
         allow_abbrev=False,
-        help="upload and try programs that steer the output",
-        description="Programs (Wasm) that decide, token by token, what a model may say.",
+        help="upload and run controllers",
+        description="Controllers: Wasm programs that decide which tokens may follow.",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for add in (_add_upload, _add_tag, _add_list, _add_delete, _add_run, _add_serve):
@@ -46,21 +46,21 @@ def _add_upload(actions: Any) -> None:
 
 
 def _add_tag(actions: Any) -> None:
-    parser = actions.add_parser("tag", allow_abbrev=False, help="give a module names")
+    parser = actions.add_parser("tag", allow_abbrev=False, help="assign tags to a module")
     parser.add_argument(
         "module", metavar="MODULE", help="its id, 8 characters of it at least, or a tag"
     )
-    parser.add_argument("tags", nargs="+", metavar="TAG", help="names no other module any more")
+    parser.add_argument("tags", nargs="+", metavar="TAG", help="removed from any other module")
     _finish(parser, _tag)
 
 
 def _add_list(actions: Any) -> None:
-    parser = actions.add_parser("list", allow_abbrev=False, help="what has been uploaded")
+    parser = actions.add_parser("list", allow_abbrev=False, help="list the uploaded modules")
     _finish(parser, _list)
 
 
 def _add_delete(actions: Any) -> None:
-    parser = actions.add_parser("delete", allow_abbrev=False, help="drop a tag, or a module")
+    parser = actions.add_parser("delete", allow_abbrev=False, help="delete a tag, or a module")
     parser.add_argument("name", metavar="NAME", help="a tag, or a module's id, as for tag")
     _finish(parser, _delete)
 
@@ -75,16 +75,16 @@ def _add_run(actions: Any) -> None:
     parser = actions.add_parser(
         "run",
         allow_abbrev=False,
-        help="try one",
-        description="Generates under a controller. Where no system runs, it starts one on the "
-        "embedded model, for this run only. A name that ends with .wasm, .c or .py, or has a / in "
-        "it, is a file's; any other one is a tag, an id, a built-in or a MODULE:NAME that is "
-        "served. A file's module leaves the store after the run, unless it was there before.",
+        help="generate under a controller",
+        description="Generates under a controller. If no system runs, it starts one with the "
+        "embedded model, for this run only. A name that ends with .wasm, .c or .py, or contains a "
+        "/, is a file; any other one is a tag, an id, a built-in or a MODULE:NAME that is served. "
+        "The module of a file is deleted after the run, unless it was stored before.",
     )
-    parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or what the system has")
-    parser.add_argument("--arg", metavar="A|@FILE", help="what the controller is given")
+    parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or a known name")
+    parser.add_argument("--arg", metavar="A|@FILE", help="the argument of the controller")
     parser.add_argument(
-        "--prompt", metavar="P", default=DEFAULT_PROMPT, help="what it continues (a new line)"
+        "--prompt", metavar="P", default=DEFAULT_PROMPT, help="the prompt (default: a line break)"
     )
     add_request(parser)
     add_parameters(parser, ("max_tokens", "temperature", "top_p", "seed"))
@@ -96,8 +96,8 @@ def _add_serve(actions: Any) -> None:
         "serve",
         allow_abbrev=False,
         help="run a controller written in Python",
-        description="A worker for Python controllers of your own, beside a system that runs: "
-        "classes and scripts, named as MODULE:NAME and found in the current folder too.",
+        description="Runs a worker for Python controllers in a running system: classes and "
+        "scripts, named MODULE:NAME and also searched for in the current folder.",
     )
     parser.add_argument("programs", nargs="+", metavar="MODULE:NAME", help="what to serve")
     parser.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="the system's folder")
@@ -106,7 +106,7 @@ def _add_serve(actions: Any) -> None:
 
 
 def _reporting(command: Any) -> Any:
-    """``command`` with what is wrong with a file as one line, and its exit code."""
+    """``command``, which reports a FileFault as one line and an exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -143,11 +143,11 @@ def _delete(args: argparse.Namespace, settings: Settings) -> int:
         return _show(dropped, True)
     module = f"the module {dropped.module[:SHORT_ID]}"
     if dropped.tags == [args.name]:
-        print(f"dropped the tag {args.name}; {module} stays")
+        print(f"deleted the tag {args.name}; {module} stays")
         return OK
     several = "tags" if len(dropped.tags) > 1 else "tag"
     tags = f" and its {several} {', '.join(dropped.tags)}" if dropped.tags else ""
-    print(f"dropped {module}{tags}")
+    print(f"deleted {module}{tags}")
     return OK
 
 
@@ -165,7 +165,7 @@ def _list(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _show(module: StoredModule, as_json: bool) -> int:
-    """A module on a line: what programs take apart, first its id."""
+    """Prints a module on one line, its id first."""
     if as_json:
         print(msgspec.json.encode(msgspec.structs.asdict(module)).decode())
         return OK
@@ -182,9 +182,9 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Becomes the worker's process, so that signals and exit codes are its own."""
+    """Replaces this process by the worker, which then gets its signals and has its exit code."""
     if importlib.util.find_spec("wasmtime") is None:
-        raise FileFault("this needs what controllers need: pip install 'tokenbus[controller]'")
+        raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
     command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
     back = settings.back_endpoint
     socket = back.removeprefix("ipc://")

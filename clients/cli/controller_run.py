@@ -20,18 +20,18 @@ from .generate import begin
 from .module_files import FileFault, is_file, read_module
 from .notices import Notices
 from .options import client_for, parameters
-from .own_system import interrupted, own_system, somebody_answers
+from .own_system import broker_answers, interrupted, own_system
 from .texts import Texts, exit_code
 
 DEFAULT_PROMPT = "\n"
-"""There must be one: a model continues something."""
+"""A prompt must not be empty."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """The tag by which a run holds the module of its file."""
 
 
 def _argument(given: str) -> str:
-    """An argument as it was typed, or the text of the file that ``@FILE`` names."""
+    """The argument itself, or for ``@FILE`` the text of that file."""
     if not given.startswith("@"):
         return given
     try:
@@ -41,13 +41,13 @@ def _argument(given: str) -> str:
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
-    """Runs one; the exit code. Raises FileFault where its file is at fault."""
+    """Runs a controller; the exit code. Raises FileFault if its file is not usable."""
     options = parameters(args)
     for name in ("controller", "controller_arg"):
         if name in options:
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"--set {name}: run takes the controller as its argument, and --arg for it",
+                f"--set {name} is not valid here; use the argument of run, and --arg",
             )
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
     options["controller"] = args.program
@@ -55,7 +55,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
         options["controller_arg"] = _argument(args.arg)
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
-        if named or somebody_answers(settings.front):
+        if named or broker_answers(settings.front):
             client = stack.enter_context(client_for(settings))
             if wasm is not None:
                 options["controller"] = stack.enter_context(_lent(client, wasm))
@@ -78,10 +78,10 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def _lent(client: Client, wasm: bytes) -> Iterator[str]:
-    """The id of a module that is stored meanwhile, and afterwards only if it was before.
+    """The id of a module that is stored for the ``with`` block, and after it only if it was before.
 
-    A tag of this run's own holds it, so that of several runs of one file the last drops it, and one
-    that has got another tag meanwhile stays.
+    A tag of its own marks the use by each run, so that the last of several runs of a file deletes
+    it; a module that got another tag meanwhile stays.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)
@@ -103,7 +103,7 @@ def _tags(client: Client, module: str) -> list[str] | None:
 
 
 class _Json:
-    """One JSON object when all is over, also where it ended with an error."""
+    """One JSON object when the stream has ended, also after an error."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

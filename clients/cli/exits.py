@@ -1,4 +1,4 @@
-"""Exit codes of the command line, and errors as the one line that people see."""
+"""Exit codes of the command line, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ...protocol.errors import (
 
 OK = 0
 FAILED = 1
-"""A defect, or a process of the system failed."""
+"""An internal error, or a process of the system failed."""
 WRONG_USAGE = 2
-"""A flag, a variable or a file is wrong; argparse's code too."""
+"""A flag, a variable or a file is not valid; the exit code of argparse too."""
 UNAVAILABLE = 3
-"""No broker, no worker, or no room; the same command may succeed later."""
+"""No broker, no worker, or a full queue; the same command may succeed later."""
 REFUSED = 4
-"""The request is wrong."""
+"""The request is not valid."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 """Ctrl-C."""
 
 
 def one_line(text: str) -> str:
-    """A text of several lines, as those of a parser that points at a place, as one."""
+    """A text of several lines on one line."""
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def report(error: TokenbusError, front: str) -> int:
-    """Prints one line about ``error`` on stderr; the exit code that belongs to it."""
+    """Prints ``error`` on one line on stderr; returns its exit code."""
     hint = ""
     if error.code == Code.CONNECTION_LOST:
         hint = (

@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         allow_abbrev=False,
-        help="stream what a model makes of a prompt",
+        help="stream the continuation of a prompt",
         description="Streams the continuation of a prompt; '-' or nothing reads it from stdin.",
     )
     parser.add_argument("prompt", nargs="*", help="text")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 def begin(
     client: Client, prompt: str, model: str, options: dict[str, Any], notices: Notices
 ) -> Stream:
-    """The stream of a prompt, with its notices shown."""
+    """The stream of a prompt, with its notices displayed."""
     given: dict[str, Any] = {"model": model, "on_system": notices, "text": True}
     return client.generate(prompt, **(given | options))
 

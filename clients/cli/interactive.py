@@ -44,8 +44,8 @@ def add_command(commands: Any) -> None:
 def split_parameters(line: str) -> tuple[str, dict[str, Any]]:
     """The prompt of a line, and the ``name=value`` parameters at its end.
 
-    Only names of parameters count: ``x=1`` at the end of a line of code stays in the prompt. Raises
-    RequestError where a parameter's value is wrong.
+    Only names of parameters are recognized: ``x=1`` at the end of a line of code stays in the
+    prompt. Raises RequestError if the value of a parameter is not valid.
     """
     options: dict[str, Any] = {}
     while (found := _PARAMETER.search(line)) and found[1] in PARAMETERS:
@@ -55,12 +55,13 @@ def split_parameters(line: str) -> tuple[str, dict[str, Any]]:
 
 
 def _warn(prompt: str) -> None:
-    """Says so where the end of a prompt looks like a parameter with a slip in its name."""
+    """Warns if the end of a prompt looks like a misspelt parameter."""
     found = _PARAMETER.search(prompt)
     near = difflib.get_close_matches(found[1], PARAMETERS, 1, 0.8) if found else []
     if found and near:
         print(
-            f"tokenbus: {found[1]!r} is no parameter and stays in the prompt; {near[0]!r} is one",
+            f"tokenbus: {found[1]!r} is not a parameter, so it stays in the prompt; did you mean "
+            f"{near[0]!r}?",
             file=sys.stderr,
         )
 

@@ -24,9 +24,9 @@ first steps:
   tokenbus generate 'def add(a, b):'          stream from it
   tokenbus client                             type prompts; parameters go at the line's end
   tokenbus score 'import ' 'os'               log-probabilities of given text
-  tokenbus controller run my.c                try a program that steers the output
+  tokenbus controller run my.c                generate under a controller
   tokenbus grammar check c my.c               try a grammar on a text
-  tokenbus status                             what runs, and how busy it is
+  tokenbus status                             workers and their load
 
 Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
@@ -81,6 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has left; Python would complain of it once more at exit.
+        # The reader of the output has closed it; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,4 +1,4 @@
-"""Controllers in files: Wasm as it is, C compiled against the SDK of this installation."""
+"""Controllers in files: Wasm unchanged, C compiled with the SDK of this installation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 SUFFIXES = (".wasm", ".c", ".py")
-"""How the names of files end; a name without, and without a "/", is no file's."""
+"""A name with one of these suffixes, or with a "/" in it, is that of a file."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
 CALLS = ("tb_init_prompt", "tb_pre_process", "tb_mid_process", "tb_post_process")
-"""What a controller in C defines of the names with ``tb_``; all others are the SDK's."""
+"""The functions ``tb_…`` that a controller in C defines; all others are those of the SDK."""
 
 _DIAGNOSTIC = re.compile(r"^.*:\d+:\d+: (warning|error|fatal error|note|remark): ")
 _UNDECLARED = re.compile(r"no previous prototype for function '(\w+)' \[-Wmissing-prototypes\]")
@@ -24,22 +24,22 @@ _COUNT = re.compile(r"^\d+ warnings? generated\.$")
 
 
 class FileFault(Exception):
-    """A file cannot be read, cannot be compiled, or is no module."""
+    """A file cannot be read or compiled, or is not a module."""
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is a file's, and not a tag, an id or a built-in: by the name alone."""
+    """Whether a name is that of a file, not a tag, an id or a built-in, by its form alone."""
     return "/" in name or Path(name).suffix in SUFFIXES
 
 
 def read_module(file: Path) -> bytes:
-    """The Wasm in a file, or made of the C in it; raises FileFault.
+    """The Wasm in a file, or compiled from the C in it; raises FileFault.
 
-    Warnings about C are printed on stderr.
+    Warnings of the compiler are printed on stderr.
     """
     if file.suffix == ".py":
         raise FileFault(
-            f"{file} is Python, which is served, not uploaded: tokenbus controller serve "
+            f"{file} is a Python file; Python is served, not uploaded: tokenbus controller serve "
             f"{file.stem}:NAME in its folder, then tokenbus controller run {file.stem}:NAME"
         )
     try:
@@ -53,7 +53,7 @@ def _compiled(source: Path) -> bytes:
     """The module of one C file."""
     if importlib.util.find_spec("ziglang") is None:
         raise FileFault(
-            f"{source} is C, and there is no compiler: pip install ziglang, or compile it to Wasm"
+            f"{source} is C, and no compiler is installed; pip install ziglang, or compile it first"
         )
     workers = importlib.util.find_spec("tokenbus.workers")
     places = workers.submodule_search_locations if workers is not None else None
@@ -63,7 +63,7 @@ def _compiled(source: Path) -> bytes:
         out = Path(folder) / "out.wasm"
         flags = [*C_FLAGS.split(), *WARNINGS.split(), *include]
         command = [sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(out)]
-        # What comes from a cache comes without its warnings.
+        # Cached results have no warnings.
         fresh = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=fresh)
         if done.returncode:
@@ -75,8 +75,8 @@ def _compiled(source: Path) -> bytes:
 def _checked(source: Path, diagnostics: str) -> str:
     """The compiler's warnings; raises FileFault where one is about a call that does not exist.
 
-    The SDK declares the four calls, and clang can say which functions nobody has declared: a slip
-    in the name of a call, which would silently never be called. Other functions need no prototype.
+    The SDK declares the four calls, and clang warns of functions without a declaration: a misspelt
+    call, which would never be called. Other functions need no prototype.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):
@@ -85,7 +85,7 @@ def _checked(source: Path, diagnostics: str) -> str:
         if found and found[1].startswith("tb_"):
             near = difflib.get_close_matches(found[1], CALLS, 1)
             calls = f"did you mean {near[0]}?" if near else f"the calls are {', '.join(CALLS)}"
-            raise FileFault(f"{source}: there is no call {found[1]}; {calls}")
+            raise FileFault(f"{source}: unknown call {found[1]}; {calls}")
         if kind and kind[1] != "note":
             kept = found is None
         if kept and not _COUNT.match(line):

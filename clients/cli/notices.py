@@ -1,4 +1,4 @@
-"""Why tokens are not coming yet, on a terminal: a progress bar for loading, a line for the rest."""
+"""SYSTEM notices on a terminal, while a stream waits: progress of loading, position in a queue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...protocol.messages import System
 
 
 class Notices:
-    """Shows SYSTEM notices on stderr, and takes the bar away when the first token comes.
+    """Shows SYSTEM notices on stderr; ``clear`` removes the bar when the first token arrives.
 
-    Without a terminal it is silent but for what a person would want in a log: retries.
+    Without a terminal only retries are printed, as a log needs them.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Notices:
         )
 
     def clear(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

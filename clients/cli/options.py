@@ -74,9 +74,9 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
 
 
 def parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of ``add_parameters`` and ``add_request`` say, as options of ``generate``.
+    """The flags of ``add_parameters`` and ``add_request`` as options of ``generate``.
 
-    Raises RequestError for a wrong ``--set``.
+    Raises RequestError for an invalid ``--set``.
     """
     given = {name: getattr(args, f"p_{name}", None) for name in FLAGS}
     options = {name: value for name, value in given.items() if value is not None}
@@ -89,24 +89,24 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def client_for(settings: Settings) -> Client:
-    """A client of the system that the settings name."""
+    """A client of the system at the address in the settings."""
     return Client(settings.front, patience_s=PATIENCE_S)
 
 
 def given_text(words: list[str]) -> str:
-    """The text of the arguments, or standard input where they are ``-`` or missing."""
+    """The text of the arguments, or of standard input if they are ``-`` or missing."""
     if words in ([], ["-"]):
         return sys.stdin.read()
     return " ".join(words)
 
 
 def parameter(name: str, text: str) -> Any:
-    """The value of a parameter from its text; raises RequestError, naming what would be right."""
+    """The value of a parameter from its text; raises RequestError if it is not valid."""
     field = PARAMETERS.get(name)
     if field is None:
         known = ", ".join(sorted(PARAMETERS))
         raise RequestError(
-            Code.INVALID_FIELD, f"there is no parameter {name!r}; known are: {known}"
+            Code.INVALID_FIELD, f"unknown parameter {name!r}; the parameters are {known}"
         )
     try:
         return _value(name, text)
@@ -125,14 +125,14 @@ def _value(name: str, text: str) -> Any:
     try:
         return msgspec.convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
-        # A name may look like a number, as the beginning of a module's id.
+        # A name may consist of digits, as the beginning of a module id.
         with suppress(msgspec.ValidationError):
             return msgspec.convert(text, PARAMETERS[name].type, strict=False)
         raise
 
 
 def _number(name: str) -> Callable[[str], Any]:
-    """What argparse makes of the text of a number's flag; it names the flag itself."""
+    """The ``type`` of a numeric flag for argparse, which adds the name of the flag to errors."""
 
     def parse(text: str) -> Any:
         try:

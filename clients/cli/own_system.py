@@ -1,4 +1,4 @@
-"""A system of a command's own: started for it, and ended with it."""
+"""A system that is started for one command and ends with it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 START_S = 120.0
 """How long it may take to start, in seconds."""
 END_S = 20.0
-"""How long it may take to end by itself, in seconds."""
+"""How long it may take to stop, in seconds."""
 DRAIN_S = 3.0
 LOOK_EVERY_S = 0.1
 
 
-def somebody_answers(front: str) -> bool:
-    """Whether a broker is there; no time is lost where nobody listens at all."""
+def broker_answers(front: str) -> bool:
+    """Whether a broker answers at ``front``; returns at once if nothing listens there."""
     parts = urlsplit(front)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0).close()
@@ -53,7 +53,7 @@ def somebody_answers(front: str) -> bool:
 def own_system(settings: Settings, model: str) -> Iterator[Client]:
     """A client of a system with one worker of each role, in a private folder.
 
-    Ctrl-C and SIGTERM end it too. Raises UnavailableError where it does not start.
+    Ctrl-C and SIGTERM end it too. Raises UnavailableError if it does not start.
     """
     from ..system.supervisor import Supervisor
     from ..system.watch import Watcher
@@ -74,14 +74,14 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     with interrupted():
         watcher = Watcher(supervisor, own)
         try:
-            with _progress(f"no system runs; starting one on {model} for this run"):
+            with _progress(f"no system runs; starting one with the model {model} for this run"):
                 supervisor.start()
                 _wait_until_ready(supervisor, watcher)
             ready = True
             with Client(own.front) as client:
                 yield client
         except SystemFault as fault:
-            raise UnavailableError(Code.NO_WORKER, f"no system could be started: {fault}") from None
+            raise UnavailableError(Code.NO_WORKER, f"cannot start a system: {fault}") from None
         finally:
             watcher.close()
             _end(supervisor, gently=ready)
@@ -90,7 +90,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, so that what was begun is ended."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, so that it cleans up."""
     before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield
@@ -101,7 +101,7 @@ def interrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Tells on stderr what takes a while."""
+    """Reports on stderr what the block does."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(what):
@@ -115,17 +115,17 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
     deadline = time.monotonic() + START_S
     while not watcher.look().ready:
         for name, code in supervisor.exits():
-            why = supervisor.run_dir.last_line(name) or f"it ended with {code}"
+            why = supervisor.run_dir.last_line(name) or f"its exit code is {code}"
             raise SystemFault(f"{name} failed: {why}")
         if supervisor.exit_code() is not None:
-            raise SystemFault(f"supervisord ended with {supervisor.exit_code()}")
+            raise SystemFault(f"supervisord ended with exit code {supervisor.exit_code()}")
         if time.monotonic() > deadline:
-            raise SystemFault(f"it was not ready within {START_S:.0f} s")
+            raise SystemFault(f"the system was not ready within {START_S:.0f} s")
         time.sleep(LOOK_EVERY_S)
 
 
 def _end(supervisor: Supervisor, gently: bool) -> None:
-    """Ends all of it. Killed is what never served, what takes too long, and all at a Ctrl-C."""
+    """Stops the system; kills it if it never was ready, takes too long, or at Ctrl-C."""
     deadline = time.monotonic() + END_S
     try:
         if gently:

@@ -1,4 +1,4 @@
-"""``tokenbus score``: how probable a text is after a prompt."""
+"""``tokenbus score``: the log-probabilities of a text after a prompt."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_command(commands: Any) -> None:
         help="log-probabilities of a given text",
         description="Prints the natural log-probability of each token of TEXT after PROMPT.",
     )
-    parser.add_argument("prompt", help="what comes before")
-    parser.add_argument("text", help="what is scored")
+    parser.add_argument("prompt", help="the text before")
+    parser.add_argument("text", help="the text to score")
     add_request(parser)
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Places in a text, and its line with a caret under one of them."""
+"""Lines and columns of a text, and a line with a caret under a column."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from bisect import bisect_right
 from rich.cells import cell_len
 
 SHOWN = 100
-"""Characters of a long line that are shown."""
+"""Most characters of a line that are shown."""
 _BEFORE = 60
-"""Of these, how many stand before the caret where the line is cut."""
+"""Of these, those before the caret, if the line is cut."""
 _INDENT = "    "
 
 
@@ -26,7 +26,7 @@ class Lines:
 
     @property
     def count(self) -> int:
-        """How many lines there are; what follows the last line end is one where it is not empty."""
+        """The number of lines; text after the last line end is a line too."""
         return len(self._starts) - (self._starts[-1] == len(self._text))
 
     def place(self, offset: int) -> tuple[int, int]:
@@ -53,5 +53,5 @@ class Lines:
 
 
 def printable(text: str) -> str:
-    """A text that does nothing to a terminal: all that is no character to see is a dot in it."""
+    """``text`` with a dot for every character that is not printable."""
     return "".join(c if c.isprintable() or c == "\t" else "·" for c in text)

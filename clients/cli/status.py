@@ -1,4 +1,4 @@
-"""``tokenbus status``: what runs, and how busy it is."""
+"""``tokenbus status``: the workers of a running system and their load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import PATIENCE_S, add_connection, client_for
 
 def add_command(commands: Any) -> None:
     """Adds ``status``."""
-    parser = commands.add_parser("status", allow_abbrev=False, help="what runs, and how busy it is")
+    parser = commands.add_parser("status", allow_abbrev=False, help="workers and their load")
     add_connection(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=run)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             worker.name,
             worker.role,
             worker.state,
-            ", ".join(worker.models) or "none yet",
+            ", ".join(worker.models) or "none",
             f"{worker.requests} of {worker.capacity}",
             f"{worker.load.get('tokens_per_s', 0.0):,.0f}",
             f"{worker.heartbeat_age_s:.1f} s ago",

@@ -1,4 +1,4 @@
-"""Sequences as text: what the model wrote on standard output, logs of controllers on stderr."""
+"""Sequences as text: the output of the model on stdout, logs of controllers on stderr."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .notices import Notices
 
 
 class LiveText:
-    """The text of one sequence on standard output, as it comes.
+    """The text of one sequence on standard output, as it arrives.
 
-    What was printed cannot be taken back: after a backtrack a line says how many tokens are gone,
-    and the text begins again.
+    Printed text cannot be removed: after a backtrack a line says how many tokens were removed, and
+    the text is printed again from its beginning.
     """
 
     def __init__(self) -> None:
         self.begun = False
-        """Whether a token has come."""
+        """Whether a token has arrived."""
 
     def show(self, entry: Token, sequence: GeneratedSequence) -> None:
-        """Prints what an entry brought; ``sequence`` is its sequence, this entry included."""
+        """Prints the text of an entry; ``sequence`` is its sequence, this entry included."""
         if entry.backtrack and self.begun:
             count = "a token" if entry.backtrack == 1 else f"{entry.backtrack} tokens"
             print(f"\n--- {count} taken back\n{sequence.text}", end="", flush=True)
@@ -33,7 +33,7 @@ class LiveText:
 
 
 class Texts:
-    """The text of a single sequence as it comes; of several ones when all is over."""
+    """The text of a single sequence as it arrives; of several ones when all have ended."""
 
     def __init__(self, stream: Stream, notices: Notices) -> None:
         self._stream = stream
@@ -49,14 +49,14 @@ class Texts:
                 self._live.show(entry, sequences[0])
 
     def end(self) -> None:
-        """Prints what was not printed yet, also after an error."""
+        """Prints the rest, also after an error."""
         if self._live.begun:
             print()
         sequences = self._stream.sequences
         if len(sequences) > 1:
             for s in sequences:
                 of = f", fork of {s.parent}" if s.parent is not None else ""
-                print(f"--- sequence {s.seq}{of} ({s.finish_reason or 'not over'})\n{s.text}")
+                print(f"--- sequence {s.seq}{of} ({s.finish_reason or 'not finished'})\n{s.text}")
         sys.stdout.flush()
         for s in sequences:
             if s.logs:
@@ -74,7 +74,7 @@ def print_completed(stream: Stream, notices: Notices) -> None:
 
 
 def exit_code(sequences: list[GeneratedSequence], front: str) -> int:
-    """Reports each failure on stderr; the first one's exit code where every sequence failed."""
+    """Reports each failure on stderr; returns the exit code of the first if all failed."""
     failed = [s for s in sequences if s.finish_reason == "error"]
     codes = [
         report(error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}"), front)

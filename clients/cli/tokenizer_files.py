@@ -1,4 +1,4 @@
-"""The vocabulary of ``--tokenizer``: a checkpoint's, a file's, or the embedded model's.
+"""The vocabulary of ``--tokenizer``: of a checkpoint, of a file, or of the embedded model.
 
 It is read off files, with neither torch nor transformers.
 """
@@ -20,7 +20,7 @@ from ...workers.gpu import embedded
 from .module_files import FileFault
 
 FILES = ("tokenizer.json", "tekken.json")
-"""What a checkpoint's folder has one of; the first that is there is taken."""
+"""The tokenizer files of a checkpoint; the first that exists is used."""
 _WANTED = (
     "wanted is a checkpoint's folder with tokenizer.json or tekken.json in it, or such a file; "
     "transformers writes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
@@ -48,7 +48,7 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     except (msgspec.DecodeError, UnicodeDecodeError):
         spec = None
     if not isinstance(spec, dict):
-        raise FileFault(f"{path} is no tokenizer: it is no JSON object; {_WANTED}")
+        raise FileFault(f"{path} is not a tokenizer, as it is not a JSON object; {_WANTED}")
     fingerprint = hashlib.sha256(content).hexdigest()
     try:
         if "config" in spec and "model" not in spec:
@@ -62,15 +62,17 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     except ControllerError as error:
         raise FileFault(f"{path}: {error.message}; {_WANTED}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileFault(f"{path} is no tokenizer ({error!r}); {_WANTED}") from None
+        raise FileFault(f"{path} is not a tokenizer ({error!r}); {_WANTED}") from None
 
 
 def tokens_of(vocabulary: TokenizerVocabulary, tokenizer: str, name: str, text: bytes) -> list[int]:
-    """The tokens of an input. Raises FileFault where the tokenizer has none for it."""
+    """The tokens of an input. Raises FileFault if the tokenizer cannot encode it."""
     try:
         return vocabulary.tokenize(text)
     except ControllerError as error:
-        raise FileFault(f"the tokenizer {tokenizer} cannot write {name}: {error.message}") from None
+        raise FileFault(
+            f"the tokenizer {tokenizer} cannot encode {name}: {error.message}"
+        ) from None
 
 
 # --- tokenizers' own JSON -------------------------------------------------------------------------
@@ -86,8 +88,8 @@ def _pieces(spec: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _eos(folder: Path | None, spec: dict[str, Any]) -> list[int]:
-    """As the GPU worker finds them: of how the model generates, of its configuration, and of its
-    tokenizer, the first that says so."""
+    """The end-of-sequence tokens, as the GPU worker finds them: the first of the generation
+    configuration, the configuration and the tokenizer that has any."""
     found = _configured(folder, "eos_token_id")
     if found is not None:
         return found if isinstance(found, list) else [found]

@@ -44,8 +44,8 @@ def add_commands(subparsers: Subparsers) -> None:
     down = subparsers.add_parser(
         "down",
         allow_abbrev=False,
-        help="end a system that runs on this machine",
-        description="Ends the system of a run directory; exit code 3 where there is none.",
+        help="stop a system that runs on this machine",
+        description="Stops the system of a run directory; exit code 3 if none runs.",
     )
     down.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="its run directory")
     down.add_argument("--port", type=_port, help="the port of a serve-model")
@@ -54,8 +54,8 @@ def add_commands(subparsers: Subparsers) -> None:
     serve = subparsers.add_parser(
         "serve-model",
         allow_abbrev=False,
-        help="serve one model, with everything that takes",
-        description="LMTP's command: everything for one model in the foreground, until Ctrl-C.",
+        help="serve one model: broker and workers",
+        description="LMTP's command: a whole system for one model in the foreground, until Ctrl-C.",
     )
     serve.add_argument(
         "model",
@@ -86,7 +86,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="a model that may be loaded on demand, with * and ?; may be given again",
     )
-    add("--max-models", dest="max_models", metavar="N", help="models that a worker holds (2)")
+    add("--max-models", dest="max_models", metavar="N", help="most loaded models of a worker (2)")
     add("--tp", metavar="N", help="devices over which each worker spreads its model (1)")
     add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")
     add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
@@ -95,7 +95,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action="store_const",
         const=True,
-        help="run models through torch.compile",
+        help="run models with torch.compile",
     )
     add(
         "--trust-remote-code",
@@ -107,7 +107,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reporting(command: Command) -> Command:
-    """``command`` with a SystemFault as one line on stderr and its exit code."""
+    """``command``, which reports a SystemFault as one line on stderr and returns its exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -169,11 +169,11 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _with_what_is_installed(settings: Settings) -> Settings:
-    """Without the parts that controllers need, a system runs without controllers."""
+    """The settings; without controller workers if wasmtime is not installed."""
     if settings.controller_workers and find_spec("wasmtime") is None:
         print(
-            "tokenbus: no controllers, as wasmtime is not installed; "
-            "pip install 'tokenbus[controller]' brings them",
+            "tokenbus: wasmtime is not installed, so that no controller workers start; "
+            "pip install 'tokenbus[controller]' installs it",
             file=sys.stderr,
         )
         return msgspec.structs.replace(settings, controller_workers=0)
@@ -181,16 +181,15 @@ def _with_what_is_installed(settings: Settings) -> Settings:
 
 
 def _check_model(settings: Settings) -> None:
-    """Refuses what no worker could load, before any is started."""
+    """Raises SystemFault if no worker could load the model, before any is started."""
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
-            "model: 'auto' loads what --allow names, and nothing is named; for example "
-            "--allow 'my-org/*'",
+            "model: 'auto' needs at least one --allow; for example --allow 'my-org/*'",
             WRONG_SETTING,
         )
     looks_like_a_path = settings.model.startswith(("/", "./", "../", "~"))
     if looks_like_a_path and not Path(settings.model).is_dir():
-        raise SystemFault(f"model: there is no folder {settings.model}", WRONG_SETTING)
+        raise SystemFault(f"model: the folder {settings.model} does not exist", WRONG_SETTING)
 
 
 def _port_dir(port: int) -> str:
@@ -208,5 +207,5 @@ def _example(settings: Settings) -> str:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use a number from 1 to 65535")
     return int(text)

@@ -1,4 +1,4 @@
-"""The end of a system that another process runs."""
+"""Stopping a system that another process runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .supervisor import Control, end_leftovers
 
 
 def end_system(settings: Settings) -> int:
-    """Ends the system of these settings' run directory, in the stop order; the exit code.
+    """Stops the system in the run directory of these settings, in the stop order; the exit code.
 
-    Processes that lost their supervisord are ended too. Raises SystemFault where there is nothing
-    to end, or where it does not end.
+    Processes whose supervisord was killed are ended too. Raises SystemFault if no system runs, or
+    if it does not stop.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -25,7 +25,7 @@ def end_system(settings: Settings) -> int:
         left = end_leftovers(run_dir, settings.drain_s + STOP_MARGIN_S)
         if not left:
             raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
-        print(f"ended what a lost supervisord had left in {run_dir.path}: {_count(len(left))}")
+        print(f"ended {_count(len(left))} whose supervisord was gone, in {run_dir.path}")
         return 0
     names = [p.name for p in control.processes() or [] if p.pid]
     control.shutdown()
@@ -33,7 +33,8 @@ def end_system(settings: Settings) -> int:
     while alive(pid) or started_by(run_dir):
         if time.monotonic() > deadline:
             raise SystemFault(
-                f"supervisord (process {pid}) does not end; its log tells why", FAILED
+                f"supervisord (process {pid}) does not stop; see its log, {run_dir.supervisor_log}",
+                FAILED,
             )
         time.sleep(0.05)
     print(f"ended {', '.join(names) or 'an idle supervisord'} in {run_dir.path}")

@@ -1,17 +1,17 @@
-"""Why a system cannot run: one line for the person who can act on it, and the exit code."""
+"""Why a system cannot run: a one-line message for the operator, and the exit code."""
 
 from __future__ import annotations
 
 FAILED = 1
 """Exit code: a process of the system failed."""
 WRONG_SETTING = 2
-"""Exit code: a flag, a variable or a file is wrong. Of a process: do not start it again."""
+"""Exit code: a flag, a variable or a file is not valid. A process is not restarted then."""
 NOT_RUNNING = 3
-"""Exit code: there is nothing to end."""
+"""Exit code: no system runs."""
 
 
 class SystemFault(Exception):
-    """The system cannot start or go on; ``exit_code`` is what the command ends with."""
+    """The system cannot start or continue; ``exit_code`` is that of the command."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Which processes of a system live, asked of the kernel: also those that lost their supervisord."""
+"""The running processes of a system, from ``/proc``: also those without their supervisord."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .run_dir import RunDir
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this id runs; one that ended and waits to be collected does not."""
+    """Whether a process with this id runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -21,10 +21,10 @@ def alive(pid: int) -> bool:
 
 
 def started_by(run_dir: RunDir) -> list[int]:
-    """Ids of the live processes that the supervisord of this run directory started.
+    """Ids of the running processes that the supervisord of this run directory started.
 
-    They are found by the address of their supervisord, which is in their environment. Needs
-    ``/proc`` (Linux); without it the list is empty.
+    They are found by the address of supervisord in their environment. Needs ``/proc`` (Linux);
+    without it the list is empty.
     """
     mark = b"SUPERVISOR_SERVER_URL=unix://" + os.fsencode(run_dir.supervisor_socket)
     found = []
@@ -40,7 +40,7 @@ def started_by(run_dir: RunDir) -> list[int]:
 
 
 def in_session(leader: int) -> list[int]:
-    """Ids of the live processes in the session that process ``leader`` began; needs ``/proc``."""
+    """Ids of the running processes in the session of process ``leader``; needs ``/proc``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -53,7 +53,7 @@ def in_session(leader: int) -> list[int]:
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """Sends a signal to each of these that is still there."""
+    """Sends a signal to each of these processes that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)

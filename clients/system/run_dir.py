@@ -14,14 +14,14 @@ from .faults import WRONG_SETTING, SystemFault
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
-"""What logging puts before a message."""
+"""The prefix of a line of log."""
 LONGEST_NAME = "supervisor.sock.4194304"
-"""supervisord binds under a name with its process id first."""
+"""supervisord first binds to a name that has its process id."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The places in one run directory."""
+    """The paths in one run directory."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class RunDir:
 
     @property
     def supervisor_socket(self) -> Path:
-        """Where supervisord takes orders."""
+        """The socket of supervisord for commands."""
         return self.path / "supervisor.sock"
 
     @property
@@ -52,25 +52,26 @@ class RunDir:
 
     @property
     def supervisor_errors(self) -> Path:
-        """What supervisord says where it cannot start."""
+        """The output of supervisord if it cannot start."""
         return self.logs / "supervisord.err"
 
     def make(self) -> None:
-        """Makes the folder and its ``log/`` for this user alone.
+        """Makes the folder and its ``log/`` with access for this user only.
 
-        Raises SystemFault where a socket's path would be too long, or where the folder is another
-        user's or open to others: whoever can write there could take the system over.
+        Raises SystemFault if the path of a socket would be too long, or if the folder belongs to
+        another user or is open to others, who could then take the system over.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
-        if len(os.fsencode(self.path)) > room:
+        length = len(os.fsencode(self.path))
+        if length > room:
             raise SystemFault(
-                f"run_dir: {self.path} is too long for the sockets in it: a path of at most {room} "
-                "bytes is needed; choose a shorter one with --run-dir",
+                f"run_dir: {self.path} has {length} bytes; choose a path of at most {room} with "
+                "--run-dir, as the paths of sockets are limited",
                 WRONG_SETTING,
             )
         if "%" in str(self.path):
             raise SystemFault(
-                f"run_dir: {self.path} has a '%', which supervisord cannot take in a path; choose "
+                f"run_dir: {self.path} contains '%', which supervisord does not support; choose "
                 "another one with --run-dir",
                 WRONG_SETTING,
             )
@@ -79,8 +80,8 @@ class RunDir:
             found = self.path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise SystemFault(
-                    f"run_dir: {self.path} is not a folder of this user's; choose another one with "
-                    "--run-dir",
+                    f"run_dir: {self.path} is not a folder that belongs to this user; choose "
+                    "another one with --run-dir",
                     WRONG_SETTING,
                 )
             if found.st_mode & 0o077:
@@ -96,11 +97,11 @@ class RunDir:
             ) from None
 
     def last_line(self, process: str) -> str:
-        """What the last line of a process's log says, or ``""``."""
+        """The last line of the log of a process, or ``""``."""
         return _STAMP.sub("", "".join(_tail(self.logs / f"{process}.log")[-1:]))
 
     def last_error(self) -> str:
-        """Why supervisord did not start, or ``""``."""
+        """The error with which supervisord did not start, or ``""``."""
         lines = _tail(self.supervisor_errors)
         return next((line for line in lines if line.startswith("Error: ")), "".join(lines[-1:]))
 

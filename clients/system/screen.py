@@ -1,4 +1,4 @@
-"""How a running system is shown: a table that is kept up to date on a terminal, else lines."""
+"""The display of a running system: a live table on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ LOAD_EVERY_S = 10.0
 
 
 class Screen(Protocol):
-    """Where a system is shown."""
+    """The display of a system."""
 
     def show(self, picture: Picture) -> None:
-        """Shows how it is now."""
+        """Shows the current state."""
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
 
     def close(self) -> None:
-        """Ends the show; what was said stays."""
+        """Ends the display; printed lines stay."""
 
 
 def screen_for(address: str) -> Screen:
-    """The screen that suits standard output."""
+    """The screen for standard output."""
     console = Console(highlight=False)
     return LiveScreen(console, address) if console.is_terminal else PlainScreen()
 
 
 class LiveScreen:
-    """A table under what is said, drawn anew in place."""
+    """A table below the printed lines, redrawn in place."""
 
     def __init__(self, console: Console, address: str) -> None:
         self._console = console
@@ -55,7 +55,7 @@ class LiveScreen:
         self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Takes the table away."""
+        """Removes the table."""
         self._live.stop()
 
     def _draw(self, picture: Picture) -> RenderableType:
@@ -86,7 +86,7 @@ class PlainScreen:
         self._load_at = 0.0
 
     def show(self, picture: Picture) -> None:
-        """Prints what changed since the last time."""
+        """Prints what has changed since the last call."""
         for shown in picture.shown:
             name, pid = shown.process.name, shown.process.pid
             line = f"{name}: {shown.doing}" + (f" (process {pid})" if pid else "")
@@ -104,7 +104,7 @@ class PlainScreen:
         print(line, flush=True)
 
     def close(self) -> None:
-        """There is nothing to take away."""
+        """Nothing to remove."""
 
 
 _COLOURS = {"FATAL": "red", "EXITED": "red", "BACKOFF": "red", "STOPPED": "dim"}

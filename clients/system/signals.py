@@ -1,4 +1,4 @@
-"""Waiting for a moment or for the user's wish to end, whichever comes first."""
+"""Waiting for a stop signal, with a timeout."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP while it is entered; none of them raises anything.
+    """Counts Ctrl-C, SIGTERM and SIGHUP in its ``with`` block, where none of them raises.
 
-    The handler writes to a pipe and does no more, so that it may interrupt any code. Only the main
-    thread can enter it.
+    The handler only writes to a pipe, so that it may interrupt any code. For the main thread.
     """
 
     def __enter__(self) -> StopSignals:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._count = 0
         self._before: dict[signal.Signals, Any] = {
-            number: signal.signal(number, self._note) for number in WISHES
+            number: signal.signal(number, self._note) for number in STOP_SIGNALS
         }
         return self
 
@@ -38,7 +37,7 @@ class StopSignals:
         os.close(self._writer)
 
     def count(self, wait_s: float = 0.0) -> int:
-        """How many came until now; waits up to ``wait_s`` seconds for another one."""
+        """How many were received; waits up to ``wait_s`` seconds for another one."""
         if select.select([self._reader], [], [], wait_s)[0]:
             self._count += len(os.read(self._reader, 64))
         return self._count
@@ -47,4 +46,4 @@ class StopSignals:
         try:
             os.write(self._writer, b"!")
         except BlockingIOError:
-            pass  # the pipe is full of them already
+            pass  # The pipe is full of them.

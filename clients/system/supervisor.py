@@ -1,4 +1,4 @@
-"""One supervisord and what it runs: started, asked for states, ended."""
+"""A supervisord and its processes: start, state, stop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .run_dir import RunDir
 T = TypeVar("T")
 
 START_S = 20.0
-"""How long supervisord may take until it answers, in seconds."""
+"""How long supervisord may take to answer, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
-"""supervisord's log is the only place where the code of an early exit stands."""
+"""Only the log of supervisord has the exit codes of processes that end early."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class ProcessState:
 
     name: str
     state: str
-    """supervisord's word: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED, FATAL."""
+    """As supervisord names it: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED, FATAL."""
     pid: int
-    """0 where it does not run."""
+    """0 if it does not run."""
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord has given it up.
+        """Whether supervisord has given up restarting it.
 
-        EXITED is not that: it lasts for a moment before each new start.
+        EXITED does not mean that: it is the state before each restart.
         """
         return self.state == "FATAL"
 
@@ -59,14 +59,14 @@ class Exit(NamedTuple):
 
 
 class Control:
-    """The supervisord of a run directory, over its Unix socket; who started it does not matter."""
+    """The supervisord of a run directory, whoever started it, over its Unix socket."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self._address = f"unix://{run_dir.supervisor_socket}"
 
     def pid(self) -> int | None:
-        """supervisord's process id; None where none answers."""
+        """The process id of supervisord; None if it does not answer."""
         return self._ask(lambda api: int(api.getPID()))
 
     def processes(self) -> list[ProcessState] | None:
@@ -111,13 +111,13 @@ class Supervisor:
         other = self.control.pid()
         if other is not None:
             raise SystemFault(
-                f"a system runs in {self.run_dir.path} already (supervisord is process {other}); "
-                "end it with 'tokenbus down', or choose another --run-dir"
+                f"a system already runs in {self.run_dir.path} (supervisord is process {other}); "
+                "stop it with 'tokenbus down', or choose another --run-dir"
             )
         left = started_by(self.run_dir)
         if left:
             raise SystemFault(
-                f"processes of a system that lost its supervisord run in {self.run_dir.path} "
+                f"processes of a system whose supervisord is gone still run in {self.run_dir.path} "
                 f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
             )
         _raise_descriptor_limit()
@@ -149,12 +149,12 @@ class Supervisor:
         return {**os.environ, **environment(settings)}
 
     def exit_code(self) -> int | None:
-        """supervisord's own exit code; None while it runs. Negative: the signal that killed it."""
+        """The exit code of supervisord; None while it runs. Negative: the signal that killed it."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
-        """The processes that ended by themselves since the last call; not those that were killed,
-        which are only to be started again."""
+        """The processes that have exited since the last call, without those that were killed, which
+        are restarted."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
                 log.seek(self._read)
@@ -165,22 +165,22 @@ class Supervisor:
         return [Exit(m[1], int(m[2])) for m in EXITED.finditer(news.decode(errors="replace"))]
 
     def stop(self) -> None:
-        """Begins to stop everything in the stop order; ``exit_code`` tells when it is done."""
+        """Begins to stop all processes in the stop order; ``exit_code`` is not None when done."""
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends supervisord and all that it started at once."""
+        """Kills supervisord and all of its processes."""
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # Those that it has just forked are no program yet, so that no other mark is on them.
+            # Processes that it has just forked have not the environment of a program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
 
 def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
-    """Ends processes that run on without their supervisord: asked first, then killed.
+    """Ends processes that run without their supervisord, by SIGTERM and then by SIGKILL.
 
     Returns their ids.
     """
@@ -198,6 +198,6 @@ def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
 
 
 def _raise_descriptor_limit() -> None:
-    """As many open files as the machine allows: the broker holds one connection per client."""
+    """Raises the limit of open files: the broker has a connection per client."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""A system in the foreground: from its start to the end of its last process."""
+"""Runs a system in the foreground, from its start to the end of its last process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Lines = Sequence[str]
 
 
 def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
-    """Runs the system of these settings until it is told to end; the exit code.
+    """Runs a system with these settings until it is stopped; the exit code.
 
-    ``first`` is printed at the start, what ``when_ready`` returns once everything serves. Raises
-    SystemFault where it cannot start or a process fails for good; nothing runs on then.
+    ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
+    Raises SystemFault if the system cannot start or a process fails; no process is left then.
     """
     check_address(settings.front)
     supervisor = Supervisor(settings)
@@ -51,7 +51,7 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
 
 
 def check_address(front: str) -> None:
-    """Raises SystemFault where clients could not be listened for at ``front``."""
+    """Raises SystemFault if the broker could not listen on ``front``."""
     parts = urlsplit(front)
     if parts.scheme == "ipc":
         _check_path(front.removeprefix("ipc://"))
@@ -62,7 +62,7 @@ def check_address(front: str) -> None:
         host, port = "", None
     if parts.scheme != "tcp" or not port:
         raise SystemFault(
-            f"front: {front!r} is no address for clients; one is tcp://127.0.0.1:5555 or "
+            f"front: {front!r} is not a valid address; use one as tcp://127.0.0.1:5555 or "
             "ipc:///path/of/a/socket",
             WRONG_SETTING,
         )
@@ -78,7 +78,7 @@ def check_address(front: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise SystemFault(
                 f"port {port} of {host} is in use; choose another one with --front "
-                f"tcp://{host}:{port + 1}, or end what listens there"
+                f"tcp://{host}:{port + 1}, or stop the process that listens on it"
             ) from None
         raise SystemFault(
             f"front: cannot listen on {front}: {error.strerror}", WRONG_SETTING
@@ -86,18 +86,18 @@ def check_address(front: str) -> None:
 
 
 def _check_loopback(front: str, host: str) -> None:
-    """Raises SystemFault where others than this machine's users could connect."""
+    """Raises SystemFault if other machines could connect."""
     if is_loopback(host):
         return
     raise SystemFault(
-        f"front: {front} is open to other machines, and there is no encryption yet; use "
+        f"front: {front} is not a loopback address, and connections are not encrypted; use "
         "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines",
         WRONG_SETTING,
     )
 
 
 def _check_path(path: str) -> None:
-    """A ZeroMQ socket takes over a path that another one listens at, so this asks first."""
+    """Raises SystemFault if a process listens on ``path``, which ZeroMQ would replace."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
@@ -105,7 +105,7 @@ def _check_path(path: str) -> None:
         return
     except OSError as error:
         raise SystemFault(f"front: cannot listen on ipc://{path}: {error}", WRONG_SETTING) from None
-    raise SystemFault(f"ipc://{path} is in use; choose another --front, or end what listens there")
+    raise SystemFault(f"ipc://{path} is in use; choose another --front, or stop the process there")
 
 
 def _watch(
@@ -115,12 +115,12 @@ def _watch(
     signals: StopSignals,
     when_ready: Callable[[Client], Lines],
 ) -> SystemFault | None:
-    """Shows the system until it is to end; returns why, where that is a failure."""
+    """Displays the system until it is to stop; returns the fault if it has failed."""
     announced = False
     while not signals.count(wait_s=LOOK_EVERY_S):
         code = supervisor.exit_code()
         if code is not None:
-            return None if code == 0 else SystemFault(f"supervisord ended with {code}")
+            return None if code == 0 else SystemFault(f"supervisord ended with exit code {code}")
         picture = watcher.look()
         fault = _fault(supervisor, picture, announced)
         if fault is not None:
@@ -134,26 +134,26 @@ def _watch(
 
 
 def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemFault | None:
-    """Why the system cannot go on, or None.
+    """Why the system cannot continue, or None.
 
-    A process that ends by itself before all were ready shows that the system is set up wrongly;
-    later it is started again, unless its exit code says that this would not help.
+    A process that exits before all were ready is a fault; later it is restarted, unless its exit
+    code says that this would not help.
     """
     for name, code in supervisor.exits():
         if code == WRONG_SETTING or not was_ready:
-            why = supervisor.run_dir.last_line(name) or f"it ended with {code}"
+            why = supervisor.run_dir.last_line(name) or f"its exit code is {code}"
             return SystemFault(f"{name} failed: {why}", code or FAILED)
     if picture.failed is not None:
-        why = supervisor.run_dir.last_line(picture.failed) or "it left no message"
-        return SystemFault(f"{picture.failed} failed again and again: {why}")
+        why = supervisor.run_dir.last_line(picture.failed) or "its log is empty"
+        return SystemFault(f"{picture.failed} failed repeatedly: {why}")
     return None
 
 
 def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
-    """Ends every process in the stop order; a further signal kills them. Says what happened."""
+    """Stops all processes in the stop order; a further signal kills them. Returns a message."""
     watcher.ending = True
     if supervisor.exit_code() is None:
-        screen.say("ending: workers finish what they have; Ctrl-C again to kill them")
+        screen.say("stopping: workers finish their requests; Ctrl-C again to kill them")
     supervisor.stop()
     asked = signals.count()
     while supervisor.exit_code() is None:

@@ -1,4 +1,4 @@
-"""What a running system looks like at one moment: processes, workers, load."""
+"""The state of a running system: processes, workers, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .supervisor import ProcessState, Supervisor
 ASK_S = 1.0
 """How long the broker may take to answer, in seconds."""
 LOADING = re.compile(r"\((\d+)%\)$")
-"""How a worker's log tells the progress of a model that is being loaded."""
+"""The progress of a model that is loading, as the log of a worker ends."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +25,29 @@ class Shown:
 
     process: ProcessState
     serves: bool
-    """Whether it does what it is there for."""
+    """Whether it is ready."""
     doing: str
-    """What it does, in a few words that change only when its state does."""
+    """A short description of its state."""
     progress: float | None = None
-    """Of a model that is being loaded: what part is done, 0 to 1."""
+    """Of a model that is loading: the part that is done, 0 to 1."""
     load: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All processes in the order in which they start, and the load of the system."""
+    """All processes in their start order, and the load of the system."""
 
     shown: list[Shown]
     load: str
 
     @property
     def ready(self) -> bool:
-        """Whether every process does what it is there for."""
+        """Whether every process is ready."""
         return bool(self.shown) and all(s.serves for s in self.shown)
 
     @property
     def failed(self) -> str | None:
-        """A process that supervisord has given up, or None."""
+        """A process that supervisord has given up restarting, or None."""
         return next((s.process.name for s in self.shown if s.process.failed), None)
 
 
@@ -61,7 +61,7 @@ class Watcher:
         self._on_demand = settings.model == "auto"
         self._client: Client | None = None
         self.ending = False
-        """The system is being ended: nobody need worry that the broker does not answer."""
+        """The system is stopping, so that a broker without an answer is no fault."""
 
     def look(self) -> Picture:
         """A picture of now; takes at most about a second."""
@@ -72,7 +72,7 @@ class Watcher:
         return Picture([self._shown(p, status) for p in processes], load)
 
     def client(self) -> Client:
-        """The connection to the broker, made when it is first needed."""
+        """The client of the broker, which is made at the first call."""
         if self._client is None:
             self._client = Client(self._front)
         return self._client
@@ -89,7 +89,7 @@ class Watcher:
 
     def _shown(self, process: ProcessState, status: Status | None) -> Shown:
         if process.state == "BACKOFF":
-            return Shown(process, False, "ended early; it will be started again")
+            return Shown(process, False, "exited early; it will be restarted")
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if process.name == "broker":

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenbus.clients import AsyncClient, Client, ControllerError, RequestError, StoredModule
 from tokenbus.clients.calls import Ended
 from tokenbus.clients.cli.module_files import FileFault, read_module
-from tokenbus.clients.cli.own_system import somebody_answers
+from tokenbus.clients.cli.own_system import broker_answers
 from tokenbus.clients.request_options import stored_module, upload_call
 from tokenbus.clients.results import Sequences
 from tokenbus.clients.system.processes import started_by
@@ -271,8 +271,8 @@ def test_what_is_no_controller_is_refused_with_the_reason(client: Client) -> Non
     for wasm, says in (
         (b"#!/bin/sh", "not Wasm"),
         (bytes(wasmtime.wat2wasm("(module)")), "tokenbus_abi_v1"),
-        (b"\0asm\1\0\0\0" + bytes(50_000_000), "50000008 bytes; 16777216 are the most"),
-        (b"\0asm\1\0\0\0" + bytes(70_000_000), "16777216 are the most"),
+        (b"\0asm\1\0\0\0" + bytes(50_000_000), "50000008 bytes; the limit is 16777216"),
+        (b"\0asm\1\0\0\0" + bytes(70_000_000), "the limit is 16777216"),
     ):
         with pytest.raises(RequestError, match=says):
             client.upload_controller(wasm)
@@ -342,7 +342,7 @@ async def test_an_asynchronous_loop_sees_the_same(steered: Bus) -> None:
 def test_an_argument_without_a_controller_is_an_error(client: Client) -> None:
     arguments: list[Any] = ["text", {}, []]
     for argument in arguments:
-        with pytest.raises(RequestError, match="no controller to give it to") as caught:
+        with pytest.raises(RequestError, match="without a controller") as caught:
             client.generate(PROMPT, controller_arg=argument)
         assert caught.value.path == "$.controller_arg"
 
@@ -401,10 +401,10 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
     assert shown.stdout == f"{sequence['text']}\n"
     assert shown.stderr == "--- log of 0\n" + "round\n" * 4
     done = tokenbus(steered, "delete", "more")
-    assert done.stdout == f"dropped the tag more; the module {module[:12]} stays\n"
+    assert done.stdout == f"deleted the tag more; the module {module[:12]} stays\n"
     tokenbus(steered, "tag", "cli", "more")
     done = tokenbus(steered, "delete", module[:20])
-    assert done.stdout == f"dropped the module {module[:12]} and its tags cli, more\n"
+    assert done.stdout == f"deleted the module {module[:12]} and its tags cli, more\n"
     assert tokenbus(steered, "run", "cli").returncode == 4
 
 
@@ -629,7 +629,7 @@ def test_a_slip_in_the_name_of_a_call_in_c_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("ziglang")
     file = tmp_path / "slip.c"
     for wrong, says in (
-        ("tb_init_promt", "there is no call tb_init_promt; did you mean tb_init_prompt?"),
+        ("tb_init_promt", "unknown call tb_init_promt; did you mean tb_init_prompt?"),
         ("tb_xyz", "the calls are tb_init_prompt, tb_pre_process"),
     ):
         file.write_text(f'#include "tokenbus.h"\nvoid {wrong}(void) {{}}\n')
@@ -681,7 +681,7 @@ def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A short folder for what the command keeps while it runs."""
-    if somebody_answers(Settings().front):
+    if broker_answers(Settings().front):
         pytest.skip("a system runs at the default address, and would be used")
     path = Path(tempfile.mkdtemp(prefix="tb-", dir="/tmp"))
     yield path
@@ -700,7 +700,7 @@ def test_without_a_system_one_is_started_for_the_run_and_ended(
     )  # fmt: skip
     [sequence] = json.loads(run.stdout)["sequences"]
     assert (sequence["logs"], run.returncode) == ("round\n" * 4, 0)
-    assert "starting one on embedded" in run.stderr
+    assert "starting one with the model embedded" in run.stderr
     assert not list(folder.glob("tokenbus-run-*"))
 
 

@@ -714,7 +714,7 @@ def test_a_module_of_50_mb_is_refused(system: System) -> None:
 
     error = system.undisturbed(act)
     assert (error.code, error.path) == ("too_large", "$.data")
-    assert error.message == f"the module has {len(wasm)} bytes; 16777216 are the most"
+    assert error.message == f"the module has {len(wasm)} bytes; the limit is 16777216"
 
 
 REFUSED = {
