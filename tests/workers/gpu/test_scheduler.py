@@ -102,13 +102,13 @@ def test_where_blocks_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
 @settings(max_examples=examples(40))
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
-    blocks=st.integers(14, 40),
+    num_blocks=st.integers(14, 40),
     room=st.integers(1, 32),
 )
 def test_every_sequence_gets_all_its_tokens(
-    prompts: list[tuple[int, int]], blocks: int, room: int
+    prompts: list[tuple[int, int]], num_blocks: int, room: int
 ) -> None:
-    blocks = BlockManager(blocks, BLOCK)
+    blocks = BlockManager(num_blocks, BLOCK)
     s = Scheduler(blocks, 4, room)
     every = [sequence(i, n, priority=p) for i, (n, p) in enumerate(prompts)]
     for one in every:
