@@ -92,7 +92,7 @@ class Pool:
                 raise UnavailableError(
                     Code.QUEUE_FULL,
                     f"{self._waiting} controllers of this worker are waiting for another process, "
-                    "which is the most at once; try again, or start more controller workers",
+                    "and no more may at once; try again, or start more controller workers",
                     retry_after_s=1.0,
                 )
             self._waiting += 1

@@ -39,14 +39,14 @@ class Programs:
         self._constraints = Constraints(engine, kept) if store is not None else None
 
     def get(self, tenant: str, name: str) -> Program:
-        """A program; raises RequestError where there is none of that name."""
+        """A program by its name; raises RequestError for an unknown one."""
         given = self._given.get(name)
         if given is not None:
             return given
         if self._store is None:
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"this worker serves {', '.join(self._given)}, not {name!r}",
+                f"unknown controller {name!r}; this worker serves {', '.join(self._given)}",
                 path="$.controller",
             )
         constraint = self._constraints.get(name) if self._constraints is not None else None

@@ -59,8 +59,8 @@ class VariableCalls:
         if answer is None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the state worker did not answer within {GIVE_UP_S:g} s, so there are no "
-                "variables now",
+                f"the state worker did not answer within {GIVE_UP_S:g} s; variables need one that "
+                "runs",
             )
         if answer.error is not None:
             raise ControllerError(Code.CONTROLLER_FAILED, answer.error)

@@ -15,7 +15,7 @@ class Folder:
     """A folder with a lock, which ends with the process that holds it, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder where there is none, and locks it; raises FolderError."""
+        """Creates the folder if it is missing, and locks it; raises FolderError."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,5 +47,5 @@ class Folder:
             os.close(number)
 
     def close(self) -> None:
-        """Lets another worker have it."""
+        """Releases the lock."""
         os.close(self._lock)

@@ -155,7 +155,7 @@ class Reader:
         if len(frame) < _FRAME.size:
             return None
         length, crc = _FRAME.unpack(frame)
-        # A record has a kind: zeros, as a file system may leave them at a file's end, are none.
+        # A record has a kind; zeros, which a file system may leave at a file's end, have none.
         if not 0 < length <= self.file_size - self.size - _FRAME.size:
             return None
         content = self._file.read(length)

@@ -138,23 +138,25 @@ class VariableStorage:
         size = len(op.name.encode())
         if not 0 < size <= limits.name_bytes:
             return (
-                f"the name of a variable has 1 to {limits.name_bytes} bytes of UTF-8, "
-                f"{_shown(op.name)} has {size}"
+                f"the variable name {_shown(op.name)} has {size} bytes of UTF-8; a name has 1 to "
+                f"{limits.name_bytes}"
             )
         if len(op.value) > limits.value_bytes:
             return self._too_long(op, len(op.value))
         held = self._held.get(op.request)
         if held is None and op.request in self._ended:
-            return f"the request {op.request} is over, and its variables with it"
+            return f"the request {op.request} has ended, and its variables with it"
         if held is not None and held.bytes + ANSWER_BYTES > limits.request_bytes:
             return (
                 f"the request's variables and the answers that are kept of them take {held.bytes} "
-                f"bytes; {limits.request_bytes} is the most, so it can do no more operations"
+                f"bytes; at most {limits.request_bytes} are allowed, "
+                "so it can do no more operations"
             )
         if self.bytes + ahead + self.cost(op) > limits.total_bytes:
             return (
                 f"the state worker is full: the variables of all requests take {self.bytes} bytes, "
-                f"{limits.total_bytes} is the most; try again when other requests have ended"
+                f"at most {limits.total_bytes} are allowed; "
+                "try again when other requests have ended"
             )
         return None
 
@@ -168,7 +170,7 @@ class VariableStorage:
         """Does an operation, or gives the answer that it got before.
 
         ``append`` makes a variable that is not there. Versions count writes, from 1. A ``get``
-        looks at no version. What a quota forbids changes nothing and is told in ``error``.
+        looks at no version. What a quota forbids changes nothing and is answered with an ``error``.
         """
         name = (op.seq, op.count)
         held = self._held.get(op.request)
@@ -266,7 +268,7 @@ class VariableStorage:
             if len(held.variables) >= limits.variables:
                 return (
                     f"no variable {_shown(op.name)} can be added: the request has "
-                    f"{len(held.variables)} variables, the most that it may have"
+                    f"{len(held.variables)} variables, and no more are allowed"
                 )
             grows += VARIABLE_BYTES + len(op.name.encode())
         elif op.op == "append":
@@ -279,14 +281,14 @@ class VariableStorage:
             return (
                 f"{len(op.value)} bytes for {_shown(op.name)} are too many: the request's "
                 f"variables and the answers that are kept of them take {held.bytes} bytes, "
-                f"{limits.request_bytes} is the most"
+                f"at most {limits.request_bytes} are allowed"
             )
         return None
 
     def _too_long(self, op: Variable, size: int) -> str:
         return (
-            f"the value of a variable has at most {self.limits.value_bytes} bytes, that of "
-            f"{_shown(op.name)} would have {size}"
+            f"the value of the variable {_shown(op.name)} would have {size} bytes; at most "
+            f"{self.limits.value_bytes} are allowed"
         )
 
 

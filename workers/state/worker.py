@@ -64,10 +64,10 @@ class StateWorker:
         while not self._stop_reason:
             for message in self._bus.take(self._variables.maintain()):
                 if message.type == b"DRAIN":
-                    # Nothing runs here that could be finished: whoever comes next reads the log.
-                    self.stop("the broker asked for it")
+                    # No operation is under way: the next state worker reads the log.
+                    self.stop("the broker requested it")
                 else:
-                    log.warning("a state worker does not know the type %r", message.type)
+                    log.warning("a state worker takes no messages of type %r", message.type)
         log.info("stopping: %s", self._stop_reason)
         self._bus.close(self._stop_reason)
         self._variables.close()

@@ -277,7 +277,7 @@ def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPat
     assert len(posted) == 2
     assert caught.value.code == "controller_failed"
     assert caught.value.message == (
-        "the state worker did not answer within 1 s, so there are no variables now"
+        "the state worker did not answer within 1 s; variables need one that runs"
     )
 
 

@@ -225,7 +225,7 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     end = encode_token_header([], [request])
     system.gpu.socket.send_multipart([b"TOKEN", end])
     until(lambda: system.status.load.get("variables") == 1, 120.0, "its variables are gone")
-    assert "is over" in str(system.one(Variable(request, 0, 50, "get", "x0")).error)
+    assert "has ended" in str(system.one(Variable(request, 0, 50, "get", "x0")).error)
     assert system.one(Variable(other, 0, 1, "get", "x0")).value == b"b"
 
 
@@ -238,7 +238,7 @@ def test_a_request_that_nobody_knows_any_more_is_dropped_when_the_worker_registe
     assert system.one(Variable(invented, 0, 1, "set", "x", b"a")).written
     system.state.kill()
     system.start_state_worker()
-    assert "is over" in str(system.one(Variable(invented, 0, 2, "get", "x")).error)
+    assert "has ended" in str(system.one(Variable(invented, 0, 2, "get", "x")).error)
     assert system.one(Variable(request, 0, 2, "get", "x")).value == b"a"
 
 

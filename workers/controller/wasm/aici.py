@@ -212,7 +212,7 @@ def _read_blob(state: AiciState, blob: int, into: int, size: int) -> int:
     data = blobs[blob] if blob < len(blobs) else None
     if data is None:
         kind = _KINDS.get(blob)
-        why = f"{kind}, before there was one" if kind else "which is none"
+        why = f"{kind}, before there was one" if kind else "which does not exist"
         raise ControllerError(Code.CONTROLLER_FAILED, f"it read blob {blob}, {why}")
     state.guest.write(into, data[:size])
     return len(data)

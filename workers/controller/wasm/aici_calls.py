@@ -100,7 +100,7 @@ def pre_process_answer(result: bytes) -> Answer:
             weight = next(weight for weight in mask if weight != 1.0)
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"pre_process wants a token to be attended to with weight {weight:g}; this engine "
+                f"pre_process returned an attention mask with the weight {weight:g}; this engine "
                 "attends to all tokens alike, so an attention mask is empty, or all of it is 1",
             )
     if not masks:

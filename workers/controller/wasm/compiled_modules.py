@@ -1,6 +1,6 @@
 """Compiled modules: in memory while they are used, on disk for the next process.
 
-Loading a compiled form that somebody else has changed would run their machine code, so each file
+Loading a compiled form that another user has changed would run their machine code, so each file
 carries an HMAC under a key that lies in the folder for this user alone. It covers the module's id
 and what the form was compiled for; a file for which it is wrong counts as missing.
 """
@@ -35,7 +35,7 @@ from .wasm_binary import with_exported_globals
 KEPT_BYTES = 256 * 1024**2
 """Compiled forms that are kept in memory; the one that was used least recently goes first."""
 AT_ONCE = 2
-"""Modules that are compiled at the same time; whoever comes then is to try again."""
+"""Modules that are compiled at the same time; further requests have to try again."""
 
 _MAC_BYTES = 32
 _KEY_BYTES = 32
@@ -134,7 +134,7 @@ class CompiledModules:
         if not self._compiling.acquire(blocking=False):
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{AT_ONCE} modules are being compiled, which is the most at once",
+                f"{AT_ONCE} modules are being compiled, and no more at once; try again",
                 retry_after_s=1.0,
             )
         try:

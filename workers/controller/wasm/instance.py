@@ -56,7 +56,7 @@ _TRAPS = {
     wasmtime.TrapCode.BAD_SIGNATURE: "it called a function pointer of another type",
     wasmtime.TrapCode.INTEGER_OVERFLOW: "an integer overflowed",
     wasmtime.TrapCode.INTEGER_DIVISION_BY_ZERO: "it divided by zero",
-    wasmtime.TrapCode.BAD_CONVERSION_TO_INTEGER: "it made an integer of a float that is none",
+    wasmtime.TrapCode.BAD_CONVERSION_TO_INTEGER: "it converted NaN to an integer",
     wasmtime.TrapCode.UNREACHABLE: "it trapped (unreachable: an abort, a panic or an assertion)",
 }
 
@@ -71,8 +71,8 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     if guest._ticked_at is None:
         guest._ticked_at = now
     elif now - guest._ticked_at >= guest._limit_s:
-        guest._late = True
-        made: int = _error_new(b"late")
+        guest._timed_out = True
+        made: int = _error_new(b"timed out")
         return made
     delta[0] = 1
     kind[0] = 0
@@ -83,10 +83,10 @@ _epoch_callback = _OnEpoch(_on_epoch)
 
 
 class Spares:
-    """Copies whose sequences are over, kept for the next forks of their modules.
+    """Copies whose sequences have finished, kept for the next forks of their modules.
 
-    Most of what a fork costs is that the system gives it memory, page by page; a spare one has its
-    pages. It is written over as a whole, so that nothing of one sequence is seen by another.
+    Most of the cost of a fork is that the system allocates its memory, page by page; a spare one
+    has its pages. It is overwritten as a whole, so that no sequence sees memory of another.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -97,15 +97,15 @@ class Spares:
         """The one that was kept last comes last."""
 
     def keep(self, guest: Guest) -> None:
-        """Takes a guest that nobody needs any more; the oldest ones make room for it."""
-        gone = []
+        """Takes a guest whose sequence has finished; the oldest ones make room for it."""
+        evicted = []
         with self._lock:
             self._kept.append(guest)
             self._bytes += guest.size
             while self._bytes > self._limit:
-                gone.append(self._kept.pop(0))
-                self._bytes -= gone[-1].size
-        for old in gone:
+                evicted.append(self._kept.pop(0))
+                self._bytes -= evicted[-1].size
+        for old in evicted:
             old.free()
 
     def take(self, template: Template, size: int) -> Guest | None:
@@ -155,7 +155,7 @@ class Guest:
         self.limits: Limits
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
-        self._late = False
+        self._timed_out = False
         self.fault: BaseException | None = None
         self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
@@ -180,13 +180,13 @@ class Guest:
         self.size = _data_size(self._context, self._memory_at)
 
     def close(self) -> None:
-        """Its sequence is over: the instance goes, or waits for another fork of its module."""
+        """Its sequence has finished: frees the instance, or keeps it for a fork of its module."""
         if self._closed:
             return
         self._closed = True
         self.host = None
         if self._is_copy and not self._dead:
-            # What it left where it has grown is nobody else's to see.
+            # All of its memory, grown parts too, is to be overwritten for the next sequence.
             self.measure()
             SPARES.keep(self)
         else:
@@ -238,7 +238,7 @@ class Guest:
         if address + size > self.size and address + size > self.measure():
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it named {size} bytes at address {address}, and its memory ends at {self.size}",
+                f"it named {size} bytes at address {address}; its memory ends at {self.size}",
             )
 
     def read(self, address: int, size: int) -> bytes:
@@ -268,8 +268,8 @@ class Guest:
         if size > limits.memory_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it forks with a memory of {size} bytes; where there are so many sequences, each "
-                f"may have {limits.memory_bytes}",
+                f"it forks with a memory of {size} bytes; with so many sequences in the request, "
+                f"each may have at most {limits.memory_bytes}",
             )
         other = SPARES.take(self.template, size)
         if other is not None:
@@ -320,7 +320,7 @@ class Guest:
             )
             if error:
                 raise ControllerError(
-                    Code.CONTROLLER_FAILED, f"there is no memory of {size} bytes for it"
+                    Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated for it"
                 )
             self.measure()
         # The pages all at once: one by one, as they are written to, takes three times as long.
@@ -351,7 +351,7 @@ class Guest:
         return found if there else None
 
     def _fail(self, name: str, error: int | None) -> None:
-        """Raises what a call that did not return is to be told as."""
+        """Raises the error of a call that did not return."""
         self._dead = True
         fault, self.fault = self.fault, None
         trap, said = None, ""
@@ -364,7 +364,7 @@ class Guest:
             trap = wasmtime.Trap._from_ptr(self._trap)
             self._trap = ctypes.POINTER(ffi.wasm_trap_t)()
             self._trap_at = ctypes.byref(self._trap)
-        if self._late:
+        if self._timed_out:
             raise ControllerError(
                 Code.CONTROLLER_TIMEOUT,
                 f"{name} ran for longer than its {self._limit_s * 1000:g} ms",

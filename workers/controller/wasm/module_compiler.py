@@ -1,7 +1,7 @@
 """Compiling a module in a process of its own, with bounded time and memory.
 
-Whoever wants to can write a small module that compiles for hours (300 kB of loops over 2,000 locals
-take 27 s and 3 GB), so the worker does not compile by itself what users upload.
+A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
+the worker does not compile in its own process what users upload.
 ``python -m tokenbus.workers.controller.wasm.module_compiler STACK_BYTES CPU_S`` takes a module on
 stdin, and writes what ``wasmtime.Module.deserialize`` takes to stdout.
 """
@@ -49,8 +49,8 @@ def compile_module(wasm: bytes, limits: Limits) -> bytes:
     if done.returncode == 0:
         if len(done.stdout) > COMPILED_BYTES:
             raise WasmError(
-                f"the module's compiled form has {len(done.stdout)} bytes; {COMPILED_BYTES} are "
-                "the most"
+                f"the module's compiled form has {len(done.stdout)} bytes; at most "
+                f"{COMPILED_BYTES} are allowed"
             )
         return done.stdout
     said = done.stderr.decode("utf-8", "replace").strip()

@@ -211,7 +211,7 @@ class NativeController:
         if count > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appends {count} tokens at once; {most} are the most",
+                f"it appended {count} tokens at once; at most {most} are allowed",
             )
         return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
 
@@ -221,7 +221,7 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 def _unknown(phase: str, then: int, known: str) -> ControllerError:
     return ControllerError(
-        Code.CONTROLLER_FAILED, f"{phase} returned {then}, which is none of {known}"
+        Code.CONTROLLER_FAILED, f"{phase} returned {then}; it has to return one of {known}"
     )
 
 
@@ -236,7 +236,7 @@ def _log(state: NativeState, address: int, size: int) -> None:
 
 def _fail(state: NativeState, address: int, size: int) -> None:
     text = state.guest.read(address, min(size, 4096)).decode("utf-8", "replace")
-    raise ControllerError(Code.CONTROLLER_FAILED, text or "it failed without a word")
+    raise ControllerError(Code.CONTROLLER_FAILED, text or "it failed without a message")
 
 
 def _seq_id(state: NativeState) -> int:

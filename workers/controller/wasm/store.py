@@ -3,7 +3,7 @@
 A folder holds the uploaded bytes by their SHA-256 (``modules/``), what each tenant has and what its
 tags name (``tenants/``), and compiled forms (``compiled/``). Contents that several tenants uploaded
 are kept once; a tenant can name only what it uploaded itself. Files are written under another name
-and renamed, one writer at a time; readers wait for nobody.
+and renamed, one writer at a time; readers never wait.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class ModuleStore:
             wasm = self._file(module).read_bytes()
         except FileNotFoundError:
             raise RequestError(
-                Code.UNKNOWN_CONTROLLER, f"the module {module} is not there any more"
+                Code.UNKNOWN_CONTROLLER, f"the module {module} has been deleted"
             ) from None
         if hashlib.sha256(wasm).hexdigest() != module:
             raise ServiceError(Code.INTERNAL, f"the stored file of module {module} was changed")
@@ -323,7 +323,7 @@ def _check_tag(tag: str) -> None:
     if not tag or not tag.isprintable() or _ID.fullmatch(tag):
         raise RequestError(
             Code.INVALID_FIELD,
-            f"{tag!r} can be no tag: one has printable characters, and is not the id of a module",
+            f"{tag!r} is not a valid tag; a tag has printable characters and is not a module id",
             path="$.tag",
         )
 
@@ -331,7 +331,9 @@ def _check_tag(tag: str) -> None:
 def _check_tags(index: Index) -> None:
     if len(index.tags) > MOST_TAGS:
         raise RequestError(
-            Code.TOO_LARGE, f"{len(index.tags)} tags; {MOST_TAGS} are the most", path="$.tags"
+            Code.TOO_LARGE,
+            f"{len(index.tags)} tags; at most {MOST_TAGS} are allowed",
+            path="$.tags",
         )
 
 
@@ -342,12 +344,12 @@ def _check_quota(index: Index, module: str, more: int) -> None:
     if len(index.modules) >= MOST_MODULES:
         raise RequestError(
             Code.TOO_LARGE,
-            f"{len(index.modules)} modules are stored, which is the most; delete some first",
+            f"{len(index.modules)} modules are stored, and no more are allowed; delete some first",
         )
     used = sum(entry.size + entry.compiled for entry in index.modules.values())
     if used + more > MOST_BYTES:
         raise RequestError(
             Code.TOO_LARGE,
             f"the stored modules have {used} bytes with their compiled forms, this one {more}; "
-            f"{MOST_BYTES} are the most; delete some first",
+            f"at most {MOST_BYTES} are allowed; delete some first",
         )

@@ -49,7 +49,7 @@ def matchers() -> Iterator[Matchers]:
         ({"$ref": "#"}, "allows no text"),
         ({"x-guidance": {"nope": 1}}, "unknown field `nope`"),
         ('{"type":"array","items":' * 300 + "{}" + "}" * 300, "recursion limit"),
-        (" " * (MAX_BYTES + 1), "1048576 are the most"),
+        (" " * (MAX_BYTES + 1), "at most 1048576 are allowed"),
     ],
 )
 def test_what_is_no_schema_is_refused_with_llguidances_reason(

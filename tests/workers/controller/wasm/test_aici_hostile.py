@@ -95,7 +95,7 @@ def test_memory_has_an_end(engine: wasmtime.Engine) -> None:
 def test_blobs_do_not_pile_up(engine: wasmtime.Engine) -> None:
     result = play(engine, "prompt blobs 2000\nprompt poke read_blob 4 0 0\nprompt poke read_blob 7")
     assert result.error is not None
-    assert "it read blob 7, which is none" in result.error
+    assert "it read blob 7, which does not exist" in result.error
 
 
 def test_exiting_is_a_failure(engine: wasmtime.Engine) -> None:
@@ -153,7 +153,7 @@ def test_a_mask_that_ends_outside_of_memory_is_told_of(engine: wasmtime.Engine) 
 @pytest.mark.parametrize("blob", [0, 7, 4711, LAST])
 def test_a_blob_that_is_none_is_told_of(engine: wasmtime.Engine, blob: int) -> None:
     error = failure(engine, f"mid poke read_blob {blob} 8 8")
-    assert error == f"mid_process: it read blob {blob}, which is none"
+    assert error == f"mid_process: it read blob {blob}, which does not exist"
 
 
 def test_a_blob_that_is_not_there_yet_is_told_of(engine: wasmtime.Engine) -> None:

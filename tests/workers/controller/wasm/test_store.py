@@ -134,7 +134,7 @@ def test_contents_of_two_tenants_are_kept_until_neither_has_them(
     assert another(modules, engine).load(modules.resolve("ben", name)).abi == "native"
     modules.delete("ben", name)
     assert sorted(f.name for f in modules._folder.rglob("*") if f.is_file()) == ["key", "lock"]
-    with pytest.raises(RequestError, match="not there any more"):
+    with pytest.raises(RequestError, match="has been deleted"):
         another(modules, engine).load(name)
 
 
@@ -254,7 +254,7 @@ def test_what_can_be_no_tag_is_refused(modules: ModuleStore, tag: str) -> None:
         lambda: modules.put("anna", module(), tag),
         lambda: modules.tag("anna", name, [tag]),
     ):
-        with pytest.raises(RequestError, match="can be no tag"):
+        with pytest.raises(RequestError, match="is not a valid tag"):
             act()
 
 
@@ -263,7 +263,7 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
 ) -> None:
     modules.put("anna", module(1))
     monkeypatch.setattr(store, "MOST_MODULES", 1)
-    with pytest.raises(RequestError, match="1 modules are stored, which is the most"):
+    with pytest.raises(RequestError, match="1 modules are stored, and no more are allowed"):
         modules.put("anna", module(2))
     assert modules.put("anna", module(1))
     assert modules.put("ben", module(2))
@@ -271,7 +271,7 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
     size = modules._compiled._file(modules.list("anna")[0].module).stat().st_size
     monkeypatch.setattr(store, "MOST_BYTES", int(2.5 * size))
     assert modules.put("anna", module(3))
-    with pytest.raises(RequestError, match="are the most; delete some first"):
+    with pytest.raises(RequestError, match="are allowed; delete some first"):
         modules.put("anna", module(4))
     kept = {m.module for tenant in ("anna", "ben") for m in modules.list(tenant)}
     assert {f.name.split("-")[0] for f in (modules._folder / "compiled").glob("*-*")} == kept

@@ -20,7 +20,7 @@ from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 AT_ONCE = 2
-"""Grammars that are compiled at the same time; whoever comes then is to try again."""
+"""Grammars that are compiled at the same time; further requests have to try again."""
 MAX_SECONDS = 20
 CPU_S = 25
 """Of CPU time, beyond what the compiler bounds itself."""
@@ -47,7 +47,7 @@ def compile_apart(text: str) -> bytes:
     if not _turns.acquire(blocking=False):
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"{AT_ONCE} grammars are being compiled, which is the most at once",
+            f"{AT_ONCE} grammars are being compiled, and no more at once; try again",
             retry_after_s=1.0,
         )
     try:

@@ -91,7 +91,7 @@ def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> Controlle
 def _argument(host: Host, name: str, what: str) -> str:
     if len(host.arg) > MAX_BYTES:
         raise _refusal(
-            f"the argument of {name} has {len(host.arg)} bytes; {MAX_BYTES} are the most"
+            f"the argument of {name} has {len(host.arg)} bytes; at most {MAX_BYTES} are allowed"
         )
     try:
         text = host.arg.decode()

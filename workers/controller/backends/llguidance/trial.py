@@ -1,6 +1,6 @@
 """Trying a grammar out in a process of its own, before the worker compiles it.
 
-Whoever wants to can write a grammar of a kilobyte that llguidance compiles for hours (the
+A grammar of a kilobyte may take llguidance hours to compile (the
 intersection of a few expressions), or that overflows its stack and takes the process with it (a
 chain of 10,000 rules). So each new grammar goes first to ``python -m
 tokenbus.workers.controller.backends.llguidance.trial``, with bounded time, memory and stack: it
@@ -42,7 +42,7 @@ for each character."""
 AT_ONCE = 2
 """Trials at the same time, and processes that are kept for the next one."""
 SHOWN = 400
-"""Characters of a reason that are told."""
+"""Characters of a reason that an error shows at most."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -59,8 +59,8 @@ def parser_limits() -> LLParserLimits:
 def reason(error: str) -> str:
     """llguidance's message on one line, without its excerpts of the grammar, which are indented,
     and without its stack."""
-    told = error.split("\n<", 1)[0]
-    lines = [line for line in told.splitlines() if line and not line[0].isspace()]
+    message = error.split("\n<", 1)[0]
+    lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)
     if text.startswith("NoExtension"):
         text = "it allows no text at all"
@@ -81,7 +81,8 @@ class Trials:
         if not self._turns.acquire(timeout=WALL_S):
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"other grammars have been tried out for {WALL_S:g} s, {AT_ONCE} at once",
+                f"other grammars have been tried out for {WALL_S:g} s, {AT_ONCE} at once; try "
+                "again",
                 retry_after_s=1.0,
             )
         try:
