@@ -77,13 +77,13 @@ class Bench:
         self.steering = Steering(self._posted, TIMEOUT_S, lambda: self.now)
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
-        self.news: list[StepSequence] = []
-        """What the controller worker was told and has not been asked about yet."""
-        self.heard: dict[int, list[TokenOutput]] = {}
+        self.updates: list[StepSequence] = []
+        """What the controller worker was sent and has not answered yet."""
+        self.received: dict[int, list[TokenOutput]] = {}
         """By request: what its client gets."""
         self.live: dict[int, int] = {}
         self.waited = 0
-        """How often a step waited for who is late."""
+        """How often a step waited for missing decisions."""
         self._host = machine_id() if host is None else host
         self._inbox: deque[tuple[bool, bytes, list[bytes]]] = deque()
         """With each: whether it comes while the next step waits, or after it where none does."""
@@ -104,7 +104,7 @@ class Bench:
         loaded = self.engine.loaded
         self.engine.add(request, prompt, sampling, text=text)
         self.live[request] = 1
-        self.heard[request] = []
+        self.received[request] = []
         if controller:
             vocabulary = VocabularyName(
                 fingerprint="f", size=loaded.vocab_size, eos=sorted(loaded.eos_token_ids)
@@ -122,7 +122,7 @@ class Bench:
     def told(self, request: int) -> Told:
         """What the client knows."""
         told = Told()
-        told.take(self.heard[request])
+        told.take(self.received[request])
         return told
 
     def tokens(self, request: int, seq: int = 0) -> list[int]:
@@ -144,12 +144,12 @@ class Bench:
         """What ``GpuWorker._step`` does."""
         engine = self.engine
         self._deliver(late=not engine.has_work)
-        self._hear(self.steering.expire())
+        self._receive_outputs(self.steering.expire())
         if not engine.has_work:
             return
         step = engine.begin()
         self.steering.decide(engine, step, 0.0, self._receive)
-        self._hear(self.steering.sampled(engine, engine.finish(step)))
+        self._receive_outputs(self.steering.sampled(engine, engine.finish(step)))
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
@@ -158,8 +158,8 @@ class Bench:
             self.say(*answers(StepSequence(request, 0, [])))
         self.starts.clear()
         for _ in range(steps):
-            news, self.news = self.news, []
-            for told in news:
+            updates, self.updates = self.updates, []
+            for told in updates:
                 self.say(*answers(told))
             if not any(self.live.values()):
                 return
@@ -188,11 +188,11 @@ class Bench:
     def _deliver(self, late: bool) -> None:
         while self._inbox and (late or not self._inbox[0][0]):
             _, body, attachments = self._inbox.popleft()
-            self._hear(self.steering.on_result(self.worker, body, attachments))
+            self._receive_outputs(self.steering.on_result(self.worker, body, attachments))
 
-    def _hear(self, outputs: list[TokenOutput]) -> None:
+    def _receive_outputs(self, outputs: list[TokenOutput]) -> None:
         for o in outputs:
-            self.heard[o.request].append(o)
+            self.received[o.request].append(o)
             self.live[o.request] += (o.parent is not None) - (o.finish_reason is not None)
             if self.live[o.request] == 0:
                 self.steering.forget(o.request)
@@ -207,7 +207,7 @@ class Bench:
         step: Step = decode_as(Step, body)
         assert step.sequences
         self.steps.append(step)
-        self.news += step.sequences
+        self.updates += step.sequences
 
 
 def sample(told: StepSequence, seq: int | None = None, **more: object) -> StepResult:

@@ -86,12 +86,12 @@ def test_a_controller_that_allows_everything_changes_no_token(
     bench.say(StepResult(1, 0, "sample", attachment=0), masks=[ALL])
     bench.starts.clear()
     for _ in range(200):
-        for told in bench.news:
+        for told in bench.updates:
             results = freely(told)
             if masked and told.ended is None:
                 results[0].attachment = 0
             bench.say(*results, masks=[ALL])
-        bench.news.clear()
+        bench.updates.clear()
         bench.step()
     assert bench.live == {1: 0, 2: 0}
     assert bench.tokens(1) == alone(embedded, PROMPT, sampling)
@@ -109,7 +109,7 @@ def test_nothing_is_sampled_before_its_controller_has_spoken(bench: Bench) -> No
     bench.say(StepResult(1, 0, "sample"))
     bench.step()
     assert len(bench.tokens(1)) == 1
-    [told] = bench.news
+    [told] = bench.updates
     assert (told.tokens, told.ended) == (bench.tokens(1), None)
 
 
@@ -126,11 +126,11 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
         bench.say(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
         for _ in range(30):
             bench.step()
-            for told in bench.news:
+            for told in bench.updates:
                 result = freely(told)[0]
                 result.attachment = 0 if told.ended is None else None
                 bench.say(result, masks=[mask()])
-            bench.news.clear()
+            bench.updates.clear()
         bench.step()
         return bench, bench.tokens(1)
 
@@ -147,13 +147,13 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
     row = rows.take()
     assert row is not None
     for _ in range(30):
-        for told in bench.news:
+        for told in bench.updates:
             result = freely(told)[0]
             if told.ended is None:
                 rows.view(row)[:] = mask().tobytes()
                 result.row = row
             bench.say(result)
-        bench.news.clear()
+        bench.updates.clear()
         bench.step()
     assert bench.tokens(1) == wanted
     assert all(token % 37 == place + 1 for place, token in enumerate(wanted))
@@ -189,7 +189,7 @@ def test_appended_tokens_take_one_forward_and_are_told_to_nobody_twice(
     while len(bench.tokens(1)) < 5:
         bench.step()
     assert engine.forwarded - forwards <= 5
-    assert [told.tokens for told in bench.news] == [bench.tokens(1)[4:]]
+    assert [told.tokens for told in bench.updates] == [bench.tokens(1)[4:]]
 
 
 def test_a_splice_takes_back_what_the_client_has(bench: Bench, embedded: LoadedModel) -> None:
@@ -198,7 +198,7 @@ def test_a_splice_takes_back_what_the_client_has(bench: Bench, embedded: LoadedM
     head = [*alone(embedded, PROMPT, GREEDY)[:4], 100, 200]
     rest = Sampling(max_tokens=24, ignore_eos=True)
     assert bench.tokens(1) == head + alone(embedded, PROMPT + head, rest)
-    assert sum(o.backtrack for o in bench.heard[1]) == 2
+    assert sum(o.backtrack for o in bench.received[1]) == 2
 
 
 def test_appended_tokens_beyond_max_tokens_end_with_length(bench: Bench) -> None:
@@ -245,7 +245,7 @@ def test_forks_at_the_very_first_round_compute_the_prompt_once(
         bench.step()
         assert engine.forwarded <= len(PROMPT) + 2 * 3, when
         bench.run(freely)
-        assert {o.seq: o.parent for o in bench.heard[1] if o.parent is not None} == {1: 0, 2: 0}
+        assert {o.seq: o.parent for o in bench.received[1] if o.parent is not None} == {1: 0, 2: 0}
         bench.check_nothing_is_left()
         wanted[when] = bench.told(1).tokens
     assert wanted["before the forward"] == wanted["after it"]
@@ -293,7 +293,11 @@ def test_a_fork_that_splices_and_forks_in_its_first_round(bench: Bench, early: b
     )
     bench.run(freely)
     tokens = bench.told(1).tokens
-    assert {o.seq: o.parent for o in bench.heard[1] if o.parent is not None} == {1: 0, 2: 0, 3: 1}
+    assert {o.seq: o.parent for o in bench.received[1] if o.parent is not None} == {
+        1: 0,
+        2: 0,
+        3: 1,
+    }
     assert tokens[1] == [200, 300]
     assert [len(tokens[seq]) for seq in (0, 2, 3)] == [30, 30, 30]
     assert tokens[0] == tokens[2]
@@ -308,7 +312,7 @@ def test_each_fork_samples_under_its_own_mask(bench: Bench) -> None:
     bench.say(*results, masks=[only(SIZE, 10 + seq) for seq in range(3)])
     bench.step()
     assert bench.told(1).tokens == {0: [10], 1: [11], 2: [12]}
-    assert sorted((told.seq, *told.tokens) for told in bench.news) == [(0, 10), (1, 11), (2, 12)]
+    assert sorted((told.seq, *told.tokens) for told in bench.updates) == [(0, 10), (1, 11), (2, 12)]
 
 
 def test_children_go_on_where_their_parent_stops_in_the_round_of_the_fork(
@@ -363,11 +367,11 @@ def test_forks_that_the_engine_does_not_make_are_told_as_ended(embedded: LoadedM
     told = StepSequence(1, 0, [])
     bench.say(fork(told, 1, 2), sample(told), *(StepResult(1, seq, "suspend") for seq in (1, 2)))
     bench.step()
-    bench.news.clear()
+    bench.updates.clear()
     bench.say(fork(told, 3), sample(told), sample(told, 3))
     bench.step()
     assert "3 are allowed" in bench.told(1).errors[0]
-    assert {told.seq for told in bench.news if told.ended is not None} == {0, 3}
+    assert {told.seq for told in bench.updates if told.ended is not None} == {0, 3}
 
 
 # --- suspension -----------------------------------------------------------------------------------
@@ -377,7 +381,7 @@ def test_a_suspended_sequence_may_fork_when_it_wakes(bench: Bench, embedded: Loa
     begun(bench)
     bench.say(StepResult(1, 0, "sample"))
     bench.step()
-    told = bench.news.pop()
+    told = bench.updates.pop()
     bench.say(StepResult(1, 0, "suspend"))
     bench.step()
     bench.say(fork(told, 1), sample(told), sample(told, 1))
@@ -394,8 +398,8 @@ def test_a_fork_that_suspends_at_once_wakes_with_the_logits_of_its_text(
     bench.say(fork(told, 1), sample(told), StepResult(1, 1, "suspend"))
     for _ in range(10):
         bench.step()
-        bench.say(*(one for told in bench.news for one in freely(told)))
-        bench.news.clear()
+        bench.say(*(one for told in bench.updates for one in freely(told)))
+        bench.updates.clear()
     assert bench.tokens(1, 1) == []
     assert len(bench.tokens(1, 0)) == 10
     bench.say(StepResult(1, 1, "suspend"))
@@ -433,9 +437,9 @@ def test_a_late_controller_delays_its_own_sequence_only(
     bench.add(3, PROMPT[:17], SEEDED)
     bench.say(StepResult(1, 0, "sample"), StepResult(3, 0, "sample"))
     for number in range(400):
-        for told in list(bench.news):
+        for told in list(bench.updates):
             if told.request == 3 or number % 4 == 3:
-                bench.news.remove(told)
+                bench.updates.remove(told)
                 bench.say(*freely(told))
         bench.step()
         assert len(bench.tokens(2)) == min(30, number + 1)
@@ -475,15 +479,15 @@ def test_the_client_hears_of_an_end_when_the_controller_has_had_its_last_word(
     bench.add(1, PROMPT, Sampling(max_tokens=2, ignore_eos=True))
     bench.say(StepResult(1, 0, "sample"))
     bench.step()
-    bench.say(*freely(bench.news.pop()))
+    bench.say(*freely(bench.updates.pop()))
     bench.step()
-    [last] = bench.news
+    [last] = bench.updates
     assert (last.ended, len(last.tokens)) == ("length", 1)
     assert (len(bench.tokens(1)), bench.live[1]) == (1, 1)
     bench.say(StepResult(1, 0, "stop", logs="bye"))
     bench.step()
     assert (len(bench.tokens(1)), bench.live[1]) == (2, 0)
-    assert bench.heard[1][-1].logs == "bye"
+    assert bench.received[1][-1].logs == "bye"
 
 
 def test_a_sequence_that_the_engine_ends_by_an_error_is_told_to_its_controller(
@@ -495,7 +499,7 @@ def test_a_sequence_that_the_engine_ends_by_an_error_is_told_to_its_controller(
     bench.say(*results, masks=[only(SIZE)])
     bench.step()
     assert "no token" in bench.told(1).errors[1]
-    assert [(told.seq, told.tokens, told.ended) for told in bench.news] == [(1, [], "error")]
+    assert [(told.seq, told.tokens, told.ended) for told in bench.updates] == [(1, [], "error")]
     bench.say(StepResult(1, 1, "stop"))
     bench.step()
     assert bench.told(1).reasons == {1: "error"}
@@ -546,7 +550,7 @@ def test_a_mask_of_the_wrong_size_ends_its_sequence(bench: Bench) -> None:
 def test_an_error_of_a_controller_has_its_code(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(3, lambda told: [StepResult(1, 0, "error", error="no!", code="deadlock")]))
-    [end] = [o for o in bench.heard[1] if o.finish_reason]
+    [end] = [o for o in bench.received[1] if o.finish_reason]
     assert (end.finish_reason, end.error, end.code) == ("error", "no!", "deadlock")
 
 
@@ -581,7 +585,9 @@ def test_logs_and_writes_go_with_the_next_token_of_their_own_sequence(bench: Ben
     )
     for _ in range(3):
         bench.step()
-    said = [(o.seq, o.pos, o.logs, list(o.storage)) for o in bench.heard[1] if o.logs or o.storage]
+    said = [
+        (o.seq, o.pos, o.logs, list(o.storage)) for o in bench.received[1] if o.logs or o.storage
+    ]
     assert sorted(said) in (
         [(0, 0, "f", [1]), (0, 1, "a", [2]), (1, 1, "b", [])],
         [(0, 0, "fa", [1, 2]), (1, 1, "b", [])],
@@ -598,4 +604,4 @@ def test_the_logs_of_a_sequence_that_was_suspended_come_in_order(bench: Bench) -
     bench.step()
     bench.say(StepResult(1, 0, "stop", logs="4"))
     bench.step()
-    assert [(o.pos, o.logs) for o in bench.heard[1]] == [(0, "123"), (1, "4")]
+    assert [(o.pos, o.logs) for o in bench.received[1]] == [(0, "123"), (1, "4")]

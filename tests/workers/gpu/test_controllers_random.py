@@ -178,7 +178,7 @@ class Play:
                 bench.say(*results, masks=self.masks, while_waiting=rng.random() < 0.3)
         bench.starts.clear()
         bench.step()
-        news, bench.news = bench.news, []
+        news, bench.updates = bench.updates, []
         for told in news:
             self.hear(told)
 
@@ -189,7 +189,7 @@ class Play:
             assert told[key[0]].tokens[key[1]] == one.tokens, key
         heard = {
             (o.request, o.seq): o.parent
-            for outputs in self.bench.heard.values()
+            for outputs in self.bench.received.values()
             for o in outputs
             if o.parent is not None and (o.request, 0) in self.sequences
         }

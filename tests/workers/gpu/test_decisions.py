@@ -30,7 +30,7 @@ def bench(embedded: LoadedModel) -> Bench:
 
 def ends(bench: Bench, request: int) -> list[tuple[int, str | None, str | None]]:
     """The ends of a request's sequences: their numbers, reasons and codes."""
-    return [(o.seq, o.finish_reason, o.code) for o in bench.heard[request] if o.finish_reason]
+    return [(o.seq, o.finish_reason, o.code) for o in bench.received[request] if o.finish_reason]
 
 
 def entry(one: StepResult) -> Any:
@@ -41,7 +41,7 @@ def entry(one: StepResult) -> Any:
 def deliver(bench: Bench, *entries: Any, masks: list[bytes] | None = None, worker: int = 0) -> None:
     """A RESULT of these entries arrives."""
     body = msgspec.msgpack.encode({"sequences": entries, "host": machine_id()})
-    bench._hear(bench.steering.on_result(worker or bench.worker, body, masks or []))
+    bench._receive_outputs(bench.steering.on_result(worker or bench.worker, body, masks or []))
 
 
 # --- malformed ------------------------------------------------------------------------------------
@@ -195,10 +195,10 @@ def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(benc
     bench.say(sample(told, 1))
     bench.step()
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    bench.say(sample(told), *(sample(told) for told in bench.news if told.seq == 1))
-    bench.news.clear()
+    bench.say(sample(told), *(sample(told) for told in bench.updates if told.seq == 1))
+    bench.updates.clear()
     bench.step()
-    assert StepSequence(1, 0, [], "error") in bench.news
+    assert StepSequence(1, 0, [], "error") in bench.updates
     bench.run(freely)
     assert len(bench.tokens(1, 1)) == 30
     bench.check_nothing_is_left()
