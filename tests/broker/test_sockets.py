@@ -193,6 +193,7 @@ def test_a_worker_that_vanishes_is_reported() -> None:
             # Another worker, and the same client goes on.
             bus.workers.clear()
             bus.start_worker()
+            bus.wait_for_models("embedded")
             assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
 
 

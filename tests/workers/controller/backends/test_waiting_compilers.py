@@ -19,6 +19,7 @@ from ..played import BYTES, engine, vocabulary
 BOUND_S = 60.0
 
 
+@pytest.mark.process
 def test_other_starts_run_while_a_grammar_waits_for_its_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
