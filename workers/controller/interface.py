@@ -18,13 +18,14 @@ from .host import Host
 
 
 class Action(IntEnum):
-    """What a call wants to happen; the numbers are those of the native ABI."""
+    """What a controller decides in a call; the numbers are those of the native ABI."""
 
     STOP = 0
     CONTINUE = 1
     """pre_process: on to mid_process; post_process: on to pre_process; mid_process: sample."""
     SUSPEND = 2
-    """pre_process: sit out until a variable of the request changes or a fork of it ends."""
+    """pre_process: do not schedule the sequence until a variable of the request changes or a fork
+    of it ends."""
     FORK = 3
     """pre_process: become ``count`` sequences, this one included."""
     SPLICE = 4
@@ -72,7 +73,7 @@ class Controller(Protocol):
         """
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Told what was appended, after ``backtrack`` tokens were dropped; may stop.
+        """Tokens were appended, after ``backtrack`` were dropped; may stop.
 
         Limit: ``Limits.post_s``.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in seconds of CPU, so that a busy machine does not end anybody; sizes in bytes."""
+    """Times in seconds of CPU, so that a busy machine ends no sequence; sizes in bytes."""
 
     init_s: float = 1.0
     pre_s: float = 0.001

@@ -144,7 +144,7 @@ class Context:
 
     @awaitable_call
     async def wait_var(self, name: str) -> str:
-        """Sits out until the request has this variable, and returns its text."""
+        """Suspends the sequence until the request has this variable, and returns its text."""
         read = self._host.variables.get
         stored = await self._ask(
             lambda question: WaitFor(question, lambda: read(name)), "wait_var", name=name

@@ -17,7 +17,7 @@ Mask = TokenSet | Iterable[int] | None
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a call wants to happen; made by the functions of this file."""
+    """What a controller decides in a call; made by the functions of this file."""
 
     name: str
     action: Action
@@ -59,7 +59,7 @@ def go_on() -> Decision:
 
 
 def suspend() -> Decision:
-    """pre_process: sit out until a variable of the request changes or a fork of it ends.
+    """pre_process: suspend until a variable of the request changes or a fork of it ends.
 
     pre_process is called again then, and may suspend again.
     """
@@ -69,7 +69,7 @@ def suspend() -> Decision:
 def fork(count: int) -> Decision:
     """pre_process: become ``count`` sequences, this one included.
 
-    Each has a copy of the controller, and mid_process is told all their ids as ``fork_group``.
+    Each has a copy of the controller, and mid_process gets all their ids as ``fork_group``.
     """
     return Decision("fork", Action.FORK, count=count)
 

@@ -9,7 +9,7 @@
 //
 // What is where: this file has the four calls and their answers; tokenbus/memory.h an allocator and
 // growable bytes; tokenbus/text.h formats, the log, failure; tokenbus/host.h tokenize, variables
-// and what the call block tells; tokenbus/trie.h the tokens as a tree, and masks;
+// and the call block; tokenbus/trie.h the tokens as a tree, and masks;
 // tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
 // layer. Source of the layers: AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H
@@ -48,7 +48,7 @@ __attribute__((weak)) tb_answer tb_pre_process(void);
 // ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
 
-// Told which tokens were appended, after `backtrack` were dropped: tb_go_on or tb_stop. After an
+// After tokens were appended, and `backtrack` were dropped before that: tb_go_on or tb_stop. After an
 // end-of-sequence token the sequence ends, unless what follows is a splice, a fork or suspended. 1
 // ms.
 __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t n,
@@ -60,7 +60,7 @@ __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t
 
 enum { TB_INBOX_BYTES = 4096 };
 
-// Four bytes more than the host is told, for the 0 that ends the argument.
+// Four bytes more than the host may use, for the 0 that ends the argument.
 static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
 
 static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }

@@ -1,4 +1,4 @@
-// What the host tells and does: the call block, answers, tokenize, the variables of a request.
+// What the host provides: the call block, answers, tokenize, the variables of a request.
 #ifndef TOKENBUS_HOST_H
 #define TOKENBUS_HOST_H
 
@@ -71,8 +71,8 @@ static inline tb_answer tb_stop(void) { return (tb_answer){.then = TB_STOP}; }
 
 static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 
-// pre_process: sits out until a variable of the request changes or a fork of it ends; pre_process
-// is called again then.
+// pre_process: suspends the sequence until a variable of the request changes or a fork of it ends;
+// then pre_process is called again.
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
 // pre_process: become so many sequences, this one included. All go on with the same memory, this
@@ -129,10 +129,10 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 
 // --- variables -----------------------------------------------------------------------------------
 //
-// Shared by the sequences of one request, and by nobody else. Names are UTF-8. A version counts the
+// Shared by the sequences of one request, and by no other request. Names are UTF-8. A version counts the
 // writes of its variable; 0 is one that does not exist.
 
-// Reads a variable into `value`, which is emptied first; false where there is none. `version` may
+// Reads a variable into `value`, which is emptied first; false where it does not exist. `version` may
 // be 0.
 static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
     tb_bytes_cut(value, 0);
@@ -157,7 +157,7 @@ static inline uint32_t tb_var_set(const char *name, const void *value, uint32_t 
     return version;
 }
 
-// Appends to a variable, which is made where there is none; its new version.
+// Appends to a variable, which is created if it does not exist; its new version.
 static inline uint32_t tb_var_append(const char *name, const void *value, uint32_t n) {
     uint32_t version = 0;
     tb_host_var_append(name, strlen(name), value, n, -1, &version);

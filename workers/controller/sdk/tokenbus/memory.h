@@ -91,7 +91,7 @@ static inline void *tb_try_alloc(uint32_t n) {
     if (tb_heap_end - tb_heap_at < bytes) {
         const size_t before = __builtin_wasm_memory_grow(0, (bytes + TB_PAGE - 1) / TB_PAGE);
         if (before == (size_t)-1) return 0;
-        // The rest of the heap is used up first where nobody else took memory in between.
+        // The rest of the heap is used up first where no other block was allocated in between.
         if (before * TB_PAGE != tb_heap_end) tb_heap_at = before * TB_PAGE;
         tb_heap_end = __builtin_wasm_memory_size(0) * TB_PAGE;
     }
