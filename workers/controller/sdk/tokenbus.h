@@ -48,9 +48,9 @@ __attribute__((weak)) tb_answer tb_pre_process(void);
 // ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
 
-// After tokens were appended, and `backtrack` were dropped before that: tb_go_on or tb_stop. After an
-// end-of-sequence token the sequence ends, unless what follows is a splice, a fork or suspended. 1
-// ms.
+// After tokens were appended, and `backtrack` were dropped before that: tb_go_on or tb_stop. After
+// an end-of-sequence token the sequence ends, unless the controller then splices, forks or
+// suspends. 1 ms.
 __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t n,
                                                 uint32_t backtrack);
 

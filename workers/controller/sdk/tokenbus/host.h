@@ -129,11 +129,11 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 
 // --- variables -----------------------------------------------------------------------------------
 //
-// Shared by the sequences of one request, and by no other request. Names are UTF-8. A version counts the
-// writes of its variable; 0 is one that does not exist.
+// Shared by the sequences of one request, and by no other request. Names are UTF-8. A version
+// counts the writes of its variable; 0 is one that does not exist.
 
-// Reads a variable into `value`, which is emptied first; false where it does not exist. `version` may
-// be 0.
+// Reads a variable into `value`, which is emptied first; false where it does not exist. `version`
+// may be 0.
 static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
     tb_bytes_cut(value, 0);
     tb_bytes_reserve(value, 255);
