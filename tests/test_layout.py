@@ -22,9 +22,9 @@ ALLOWED = {
     "transport": {"protocol"},
     "broker": {"protocol"},
     "workers": {"protocol", "transport"},
-    "workers/gpu": {"protocol", "workers"},
-    "workers/controller": {"protocol", "workers", "grammars"},
-    "workers/state": {"protocol", "workers"},
+    "workers/gpu": {"protocol", "transport", "workers"},
+    "workers/controller": {"protocol", "transport", "workers", "grammars"},
+    "workers/state": {"protocol", "transport", "workers"},
     "grammars": set[str](),
     "clients": {"protocol", "transport"},
 }

@@ -14,6 +14,7 @@ import sys
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, load
+from ...transport.dealer import AddressError
 from .python import load_program
 from .worker import ControllerWorker
 
@@ -29,8 +30,7 @@ def main() -> int:
         )
         programs = dict(map(load_program, sys.argv[1:]))
     except (SettingError, ValueError, TokenbusError) as error:
-        print(f"tokenbus controller worker: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     if programs:
         first = shlex.quote(next(iter(programs)))
         log.info(
@@ -38,10 +38,18 @@ def main() -> int:
         )
     # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    worker = ControllerWorker(settings, programs=programs)
+    try:
+        worker = ControllerWorker(settings, programs=programs)
+    except AddressError as error:
+        return _refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
     return worker.run()
+
+
+def _refuse(error: Exception) -> int:
+    print(f"tokenbus controller worker: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

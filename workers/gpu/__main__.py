@@ -8,6 +8,7 @@ import signal
 import sys
 
 from ...protocol.settings import SettingError, load
+from ...transport.dealer import AddressError
 
 
 def main() -> int:
@@ -18,17 +19,24 @@ def main() -> int:
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
     except (SettingError, ValueError) as error:
-        print(f"tokenbus gpu worker: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # After the settings: a wrong one is reported without the seconds that importing torch takes.
     from .worker import GpuWorker
 
-    worker = GpuWorker(settings)
+    try:
+        worker = GpuWorker(settings)
+    except AddressError as error:
+        return _refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
     return worker.run()
+
+
+def _refuse(error: Exception) -> int:
+    print(f"tokenbus gpu worker: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from ...protocol.settings import SettingError, load
+from ...transport.dealer import AddressError
 from .folder import FolderError
 from .worker import StateWorker
 
@@ -22,7 +23,7 @@ def main() -> int:
         return _refuse(error)
     try:
         worker = StateWorker(settings)
-    except FolderError as error:
+    except (FolderError, AddressError) as error:
         return _refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
