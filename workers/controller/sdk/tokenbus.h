@@ -7,11 +7,11 @@
 //     python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry \
 //         -Wl,-z,stack-size=65536 -I SDK_FOLDER my.c -o my.wasm
 //
-// What is where: this file has the four calls and their answers; tokenbus/memory.h an allocator and
-// growable bytes; tokenbus/text.h formats, the log, failure; tokenbus/host.h tokenize, variables
-// and the call block; tokenbus/trie.h the tokens as a tree, and masks;
+// This file has the four calls and the exports of the ABI; tokenbus/memory.h an allocator and
+// growable buffers; tokenbus/text.h formats, the log and errors; tokenbus/host.h the actions,
+// tokenize, variables and the call block; tokenbus/trie.h the token trie and masks;
 // tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
-// layer. Source of the layers: AICI's aici_abi. The guide is docs/controllers.md.
+// layer. The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H
 #define TOKENBUS_H
 
@@ -20,7 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TB_NONE 0xffffffffu  // no token, no node, no such thing
+#define TB_NONE 0xffffffffu  // no token, no node, not found
 
 #include "tokenbus/memory.h"
 #include "tokenbus/text.h"
@@ -31,26 +31,27 @@
 
 // --- the four calls ------------------------------------------------------------------------------
 //
-// Define those that you need. Without one of yours: pre_process goes on, mid_process allows every
-// token and post_process goes on, or all three follow the recognizer that tb_use_recognizer got.
-// Arguments are there during the call only. Times are CPU time.
+// Define the calls that you need. By default pre_process continues, mid_process allows every token
+// and post_process continues, or all three follow the recognizer given to tb_use_recognizer.
+// Arguments are valid during the call only. Limits are CPU time.
 
-// Once, before all else, with the tokens of the prompt and the user's argument, which ends with a 0
-// byte that arg_len does not count. Load and prepare here: 1000 ms.
+// Called once, first, with the tokens of the prompt and the user's argument, which ends with a 0
+// byte that arg_len does not count. Load and prepare here. Limit: 1000 ms.
 __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg,
                                           uint32_t arg_len);
 
-// Before each token: tb_go_on, tb_stop, tb_suspend, tb_fork or tb_append. 1 ms.
+// Called before each token. Returns tb_go_on, tb_stop, tb_suspend, tb_fork or tb_append. Limit:
+// 1 ms.
 __attribute__((weak)) tb_answer tb_pre_process(void);
 
-// What may come next: tb_sample, tb_splice or tb_stop. After a fork it is the first call of each
-// sequence; fork_group then has the ids of all of them, and else only this one's (tb_seq_id). 20
-// ms.
+// Decides which tokens may come next. Returns tb_sample, tb_splice or tb_stop. After a fork it is
+// the first call of each sequence, and fork_group has the ids of all of them; otherwise fork_group
+// has only this sequence's id (tb_seq_id). Limit: 20 ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
 
-// After tokens were appended, and `backtrack` were dropped before that: tb_go_on or tb_stop. After
-// an end-of-sequence token the sequence ends, unless the controller then splices, forks or
-// suspends. 1 ms.
+// Called after `backtrack` tokens were dropped and `tokens` were appended. Returns tb_go_on or
+// tb_stop. After a sampled end-of-sequence token the sequence ends, unless the controller then
+// splices, forks or suspends. Limit: 1 ms.
 __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t n,
                                                 uint32_t backtrack);
 
@@ -60,7 +61,7 @@ __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t
 
 enum { TB_INBOX_BYTES = 4096 };
 
-// Four bytes more than the host may use, for the 0 that ends the argument.
+// Four bytes more than the host may use, for the 0 byte after the argument.
 static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
 
 static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }
@@ -81,7 +82,7 @@ TB_EXPORT("tokenbus_grow") int32_t tb_export_grow(uint32_t bytes) {
     return 1;
 }
 
-// Writes an answer where the host looks for it; `may` has a bit for each answer that fits the call.
+// Writes an answer to the call block; `may` has a bit for each answer that the call may return.
 static inline int32_t tb_give(tb_answer answer, uint32_t may, const char *call,
                               const char *choices) {
     if (!(may >> answer.then & 1))

@@ -1,14 +1,14 @@
-// Takes a word back as soon as it is there, and writes another in its place.
+// Drops a word as soon as it has been generated and writes another in its place.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/backtrack.c -o backtrack.wasm
 //
-// The argument is "WORD=OTHER". What is found is the bytes of WORD, inside a longer word too.
+// The argument is "WORD=OTHER". The bytes of WORD are also found inside a longer word.
 #include "tokenbus.h"
 
 static tb_bytes word, other;
-static tb_bytes text;  // what was generated
-static tb_bytes ends;  // u32 for each generated token: where in the text it ends
-static uint32_t searched;  // before it, no WORD begins
+static tb_bytes text;  // the generated text
+static tb_bytes ends;  // u32 for each generated token: its end in the text
+static uint32_t searched;  // no WORD begins before this position
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
@@ -23,7 +23,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 
 static uint32_t token_count(void) { return ends.len / 4; }
 
-// Where token i begins in the text.
+// The position in the text where token i begins.
 static uint32_t begin_of(uint32_t i) { return i ? ((uint32_t *)ends.data)[i - 1] : 0; }
 
 tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
@@ -33,7 +33,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
         if (text.len >= word.len) searched = text.len - word.len + 1;
         return tb_sample(0);
     }
-    // Drop the tokens from the one in which the word begins; write again what else they had.
+    // Drop the tokens from the one in which the word begins; append the rest of their text again.
     uint32_t first = token_count() - 1;
     while (begin_of(first) > at) first--;
     tb_bytes again = {0};
@@ -51,7 +51,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {
     tb_bytes_cut(&ends, 4 * (token_count() - backtrack));
     tb_bytes_cut(&text, begin_of(token_count()));
-    // A word may begin in what is left and end in what is new.
+    // A word may begin in the remaining text and end in the new tokens.
     const uint32_t whole = text.len + 1 > word.len ? text.len + 1 - word.len : 0;
     if (searched > whole) searched = whole;
     for (uint32_t i = 0; i < n; i++) {

@@ -1,10 +1,11 @@
-// The text is exactly one of the strings of a list, as the constraint "choice" has it.
+// The text is exactly one of the strings of a list, as with the constraint "choice".
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/choice.c -o choice.wasm
 //
-// The argument is JSON, a list of strings or {"choices": [...]}. Tokens that begin no choice are
-// not allowed, and the end of the sequence is where the text is a choice. Where only one is left,
-// the rest of it is appended as the model's tokenizer writes it, without a forward for each token.
+// The argument is JSON, a list of strings or {"choices": [...]}. Only tokens that continue a choice
+// are allowed, and the end of the sequence only where the text is a choice. When only one choice is
+// possible, the rest of it is appended, in the tokens of the model's tokenizer, without a forward
+// for each.
 #include "tokenbus.h"
 
 static tb_strings choices;
@@ -97,7 +98,7 @@ static void read_string(tb_bytes *out) {
     }
 }
 
-static bool empty_choice;  // tb_strings has no empty one
+static bool empty_choice;  // tb_strings cannot have an empty string
 
 static void read_list(void) {
     if (!take('[')) refuse("it does not begin as one");

@@ -1,11 +1,11 @@
-// Two sequences that talk through a variable: one finds a word, the other waits for it and goes on
-// with it.
+// Two sequences that communicate through a variable: one generates some text, the other waits for
+// it, appends it and continues.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/talk.c -o talk.wasm
 //
-// The argument is a text for the listener to begin with. The speaker writes up to 4 tokens of its
-// own and sets the variable "word" to them; the listener has then its beginning, and what the
-// speaker said, and goes on from there by itself.
+// The argument is the text with which the listener begins. The speaker generates up to 4 tokens and
+// sets the variable "word" to their text; the listener appends it after its beginning and then
+// generates freely.
 #include "tokenbus.h"
 
 enum { SPOKEN_TOKENS = 4 };

@@ -1,9 +1,9 @@
-// Every fourth byte of the generated text, where it is a letter of ASCII, is upper case.
+// Every fourth byte of the generated text is upper case if it is an ASCII letter.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/upper4.c -o upper4.wasm
 #include "tokenbus.h"
 
-// The state is how many bytes there are, modulo 4.
+// The state is the number of bytes so far, modulo 4.
 static uint32_t upper4_initial(void) { return 0; }
 
 static uint32_t upper4_append(uint32_t count, uint8_t byte) {

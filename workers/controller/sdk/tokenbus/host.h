@@ -1,4 +1,4 @@
-// What the host provides: the call block, answers, tokenize, the variables of a request.
+// The interface to the host: the call block, answers, tokenize, the variables of a request.
 #ifndef TOKENBUS_HOST_H
 #define TOKENBUS_HOST_H
 
@@ -15,7 +15,7 @@ TB_IMPORT("var_append")
 int32_t tb_host_var_append(const char *name, uint32_t name_len, const void *value, uint32_t n,
                            int32_t when_version, uint32_t *version);
 
-// --- the call block (docs/controllers.md has it as a table) --------------------------------------
+// --- the call block (documented in docs/controllers.md) ------------------------------------------
 
 enum {
     TB_BLOCK_VERSION,
@@ -37,10 +37,10 @@ enum {
 
 static uint32_t tb_block[TB_BLOCK_WORDS];
 
-// The id of this sequence, unique within its request; after a fork each has its own.
+// The id of this sequence, unique within its request; each fork has its own.
 static inline uint32_t tb_seq_id(void) { return tb_block[TB_BLOCK_SEQ]; }
 
-// Tokens of the vocabulary: ids are below it.
+// Size of the vocabulary; token ids are below it.
 static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY]; }
 
 // Tokens that this sequence may have beyond its prompt, appended ones included.
@@ -48,7 +48,7 @@ static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS
 
 typedef enum tb_special { TB_EOS } tb_special;
 
-// The id of a special token; TB_NONE where the vocabulary has none.
+// The id of a special token; TB_NONE if the vocabulary has none.
 static inline uint32_t tb_special_token(tb_special token) {
     return token == TB_EOS ? tb_block[TB_BLOCK_EOS] : TB_NONE;
 }
@@ -75,9 +75,9 @@ static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 // then pre_process is called again.
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
-// pre_process: become so many sequences, this one included. All go on with the same memory, this
-// one's, and each finds its place in fork_group of mid_process by its tb_seq_id. 1 changes nothing;
-// 0 fails.
+// pre_process: forks into `in_all` sequences, this one included. Each continues with a copy of this
+// sequence's memory and finds its position in mid_process's fork_group by its tb_seq_id. 1 changes
+// nothing; 0 is an error.
 static inline tb_answer tb_fork(uint32_t in_all) {
     if (!in_all)
         tb_fail("tb_fork(0): the number counts this sequence too; right would be 2 or more for a "
@@ -85,8 +85,8 @@ static inline tb_answer tb_fork(uint32_t in_all) {
     return (tb_answer){.then = TB_FORK, .forks = in_all};
 }
 
-// mid_process: drops `backtrack` tokens, of those that this sequence has beyond its prompt, and
-// appends these, which are copied. Nothing is sampled; post_process and pre_process follow.
+// mid_process: drops the last `backtrack` tokens that this sequence has beyond its prompt and
+// appends `tokens`, which are copied. Nothing is sampled; post_process and pre_process follow.
 static inline tb_answer tb_splice(uint32_t backtrack, const uint32_t *tokens, uint32_t n) {
     if (n > UINT32_MAX / 4) tb_fail("a splice of %u tokens", n);
     tb_bytes_cut(&tb_answer_tokens, 0);
@@ -101,8 +101,8 @@ static inline tb_answer tb_append(const uint32_t *tokens, uint32_t n) {
     return answer;
 }
 
-// mid_process: sample a token that the mask has (tb_mask_new); 0: any token. The mask must stay as
-// it is until the next call.
+// mid_process: samples a token that the mask allows (tb_mask_new); 0 allows any token. The mask
+// must not change until the next call.
 static inline tb_answer tb_sample(const uint32_t *mask) {
     return (tb_answer){.then = TB_SAMPLE, .mask = mask};
 }
@@ -114,8 +114,9 @@ typedef struct tb_tokens {
     uint32_t n;
 } tb_tokens;
 
-// UTF-8 text as the model's tokenizer writes it, without special tokens; the bytes of the tokens
-// are the text, always. Fails where the vocabulary cannot write it. Free with tb_free(ids).
+// Tokenizes UTF-8 text with the model's tokenizer, without special tokens; the bytes of the tokens
+// are always exactly the text. The sequence ends with an error if the vocabulary cannot represent
+// it. Free with tb_free(ids).
 static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
     uint32_t room = len + 8;
     for (;;) {
@@ -129,11 +130,11 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 
 // --- variables -----------------------------------------------------------------------------------
 //
-// Shared by the sequences of one request, and by no other request. Names are UTF-8. A version
-// counts the writes of its variable; 0 is one that does not exist.
+// Shared by the sequences of one request, and by no other request. Names are UTF-8. The version of
+// a variable is the number of its writes; 0: it does not exist.
 
-// Reads a variable into `value`, which is emptied first; false where it does not exist. `version`
-// may be 0.
+// Reads a variable into `value`, replacing its content; false if it does not exist. `version` may
+// be 0.
 static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
     tb_bytes_cut(value, 0);
     tb_bytes_reserve(value, 255);
@@ -150,22 +151,22 @@ static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *versi
     }
 }
 
-// Writes a variable; its new version.
+// Writes a variable; returns its new version.
 static inline uint32_t tb_var_set(const char *name, const void *value, uint32_t n) {
     uint32_t version = 0;
     tb_host_var_set(name, strlen(name), value, n, -1, &version);
     return version;
 }
 
-// Appends to a variable, which is created if it does not exist; its new version.
+// Appends to a variable, which is created if it does not exist; returns its new version.
 static inline uint32_t tb_var_append(const char *name, const void *value, uint32_t n) {
     uint32_t version = 0;
     tb_host_var_append(name, strlen(name), value, n, -1, &version);
     return version;
 }
 
-// Writes only where the variable has *version (0: where there is none). *version is then the one
-// that it has, written or not.
+// Writes only if the variable's version is *version (0: it does not exist); returns whether it
+// wrote, and sets *version to the current version in both cases.
 static inline bool tb_var_set_when(const char *name, const void *value, uint32_t n,
                                    uint32_t *version) {
     return tb_host_var_set(name, strlen(name), value, n, (int32_t)*version, version) == 1;

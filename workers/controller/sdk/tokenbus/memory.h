@@ -1,8 +1,8 @@
-// Memory without a libc: an allocator, bytes that grow, and the functions that compilers call.
+// Memory without a libc: an allocator, growable buffers, and the functions that compilers call.
 #ifndef TOKENBUS_MEMORY_H
 #define TOKENBUS_MEMORY_H
 
-// Ends this sequence with a text as its error; takes the formats of tb_log. Does not return.
+// Ends this sequence with this text as its error; takes the formats of tb_log. Does not return.
 __attribute__((noreturn, format(printf, 1, 2))) static inline void tb_fail(const char *format, ...);
 
 // --- what compilers call -------------------------------------------------------------------------
@@ -51,15 +51,15 @@ TB_LIBC int strcmp(const char *one, const char *other) {
 
 // --- the allocator -------------------------------------------------------------------------------
 //
-// Blocks of a few sizes, cut off the end of the heap; one that is freed goes to the list of its
-// size and is given again. Sizes go up by 16 bytes to 1 KiB, and then by a quarter of a power of
+// Blocks of fixed size classes, taken from the end of the heap; a freed block goes to the free list
+// of its class and is reused. Classes are 16 bytes apart up to 1 KiB, then a quarter of a power of
 // two.
 
 enum { TB_PAGE = 65536, TB_SMALL = 64, TB_SIZES = TB_SMALL + 4 * 22 };
 
 typedef struct tb_block_head {
     uint32_t size_class;
-    struct tb_block_head *next;  // where it is free
+    struct tb_block_head *next;  // while it is free
 } tb_block_head;
 
 static tb_block_head *tb_free_blocks[TB_SIZES];
@@ -78,7 +78,7 @@ static inline uint32_t tb_class_bytes(uint32_t size_class) {
     return (1u << power) + ((size_class - TB_SMALL) % 4 + 1) * (1u << (power - 2));
 }
 
-// At least n bytes, aligned to 8, with whatever was in them; 0 where the host gives no more.
+// Allocates at least n bytes, aligned to 8 and not initialized; 0 if the host gives no more memory.
 static inline void *tb_try_alloc(uint32_t n) {
     if (n > 1u << 30) return 0;
     const uint32_t size_class = tb_size_class(n);
@@ -91,7 +91,8 @@ static inline void *tb_try_alloc(uint32_t n) {
     if (tb_heap_end - tb_heap_at < bytes) {
         const size_t before = __builtin_wasm_memory_grow(0, (bytes + TB_PAGE - 1) / TB_PAGE);
         if (before == (size_t)-1) return 0;
-        // The rest of the heap is used up first where no other block was allocated in between.
+        // If other code has grown the memory, the new pages do not follow the heap, and the rest of
+        // the old heap is abandoned.
         if (before * TB_PAGE != tb_heap_end) tb_heap_at = before * TB_PAGE;
         tb_heap_end = __builtin_wasm_memory_size(0) * TB_PAGE;
     }
@@ -101,14 +102,14 @@ static inline void *tb_try_alloc(uint32_t n) {
     return block + 1;
 }
 
-// As tb_try_alloc; the sequence fails where there is no more memory.
+// As tb_try_alloc; ends the sequence with an error if there is no more memory.
 static inline void *tb_alloc(uint32_t n) {
     void *block = tb_try_alloc(n);
     if (!block) tb_fail("out of memory: %u bytes more", n);
     return block;
 }
 
-// Gives a block back; 0 is none.
+// Frees a block; `at` may be 0.
 static inline void tb_free(void *at) {
     if (!at) return;
     tb_block_head *block = (tb_block_head *)at - 1;
@@ -116,7 +117,7 @@ static inline void tb_free(void *at) {
     tb_free_blocks[block->size_class] = block;
 }
 
-// The block with room for n bytes, moved where it must be; `at` may be 0.
+// Grows a block to at least n bytes, moving it if necessary; `at` may be 0.
 static inline void *tb_realloc(void *at, uint32_t n) {
     if (!at) return tb_alloc(n);
     const uint32_t room = tb_class_bytes(((tb_block_head *)at - 1)->size_class);
@@ -127,16 +128,16 @@ static inline void *tb_realloc(void *at, uint32_t n) {
     return larger;
 }
 
-// --- bytes that grow -----------------------------------------------------------------------------
+// --- growable buffers ----------------------------------------------------------------------------
 
-// Starts as {0}. What is in it is followed by a 0 byte, once something was appended or read into
+// Starts as {0}. Its content is followed by a 0 byte as soon as something was appended or read into
 // it.
 typedef struct tb_bytes {
     uint8_t *data;
     uint32_t len, room;
 } tb_bytes;
 
-// Makes room for n bytes in all, and for the 0 after them.
+// Ensures capacity for n bytes in total, and for the 0 byte after them.
 static inline void tb_bytes_reserve(tb_bytes *bytes, uint32_t n) {
     if (n < bytes->room) return;
     const uint32_t twice = bytes->room < 1u << 28 ? 2 * bytes->room : n;
@@ -152,7 +153,7 @@ static inline void tb_bytes_append(tb_bytes *bytes, const void *data, uint32_t n
     bytes->data[bytes->len] = 0;
 }
 
-// Drops what is beyond the first n bytes; keeps the room.
+// Truncates to the first n bytes; keeps the capacity.
 static inline void tb_bytes_cut(tb_bytes *bytes, uint32_t n) {
     if (n >= bytes->len) return;
     bytes->len = n;

@@ -1,35 +1,35 @@
-// The byte stack (AICI's Recognizer), the walk that makes a mask of it, and the functional layer.
+// The byte stack (AICI's Recognizer), the walk that computes its mask, and the functional layer.
 #ifndef TOKENBUS_RECOGNIZER_H
 #define TOKENBUS_RECOGNIZER_H
 
-// A constraint on bytes: a stack of states. Put one first in a struct of your own.
+// A constraint on bytes: a stack of states. Make it the first member of your own struct.
 typedef struct tb_recognizer tb_recognizer;
 struct tb_recognizer {
-    // If the top goes over to X by a byte: push X. Only called with a byte that is allowed.
+    // Pushes the state that follows the top state by a byte. Only called with an allowed byte.
     void (*push_byte)(tb_recognizer *self, uint8_t byte);
-    // Pops so many states.
+    // Pops n states.
     void (*pop_bytes)(tb_recognizer *self, uint32_t n);
-    // Leaves only the top on the stack.
+    // Removes all states but the top one.
     void (*collapse)(tb_recognizer *self);
-    // Whether the top goes over to a viable state by a byte.
+    // Whether a byte is allowed in the top state.
     bool (*byte_allowed)(tb_recognizer *self, uint8_t byte);
-    // Whether it does by a special token.
+    // Whether a special token is allowed in the top state.
     bool (*special_allowed)(tb_recognizer *self, tb_special token);
-    // A walk is over: the stack is as it was before. 0: nothing to do.
+    // Called after a walk; the stack is as it was before the walk. May be 0.
     void (*trie_finished)(tb_recognizer *self);
-    // byte_allowed, and push_byte if so. 0: by those two.
+    // byte_allowed, then push_byte if it is allowed. May be 0: those two are called instead.
     bool (*try_push_byte)(tb_recognizer *self, uint8_t byte);
-    // The walk over the tree with this recognizer's own calls in line. 0: the general one.
+    // The walk over the trie with this recognizer's functions inlined. May be 0: the generic walk.
     void (*walk)(tb_recognizer *self, uint32_t *mask);
 };
 
-// Allows the token of a node, 0xffffff being none. No branch: it would be guessed wrong too often.
+// Allows the token of a node (0xffffff: none). Branchless: a branch would often be mispredicted.
 static inline void tb_mask_add(uint32_t *mask, uint32_t token) {
     const bool some = token != 0xffffff;
     mask[some ? token / 32 : 0] |= (uint32_t)some << token % 32;
 }
 
-// AICI's walk: into the subtree of a byte that is allowed, past one of a byte that is not.
+// AICI's walk: enters the subtree of an allowed byte and skips that of any other byte.
 __attribute__((always_inline)) static inline void tb_walk_with(
     tb_recognizer *recognizer, bool (*try_push_byte)(tb_recognizer *, uint8_t),
     void (*pop_bytes)(tb_recognizer *, uint32_t), uint32_t *mask) {
@@ -55,8 +55,8 @@ static inline bool tb_check_and_push(tb_recognizer *recognizer, uint8_t byte) {
     return true;
 }
 
-// The mask (tb_mask_new) of the tokens that a recognizer allows next: those whose bytes it allows
-// one after the other, and the end of the sequence by special_allowed.
+// Computes the mask (tb_mask_new) of the tokens that a recognizer allows next: those whose bytes it
+// allows one after the other, and the end-of-sequence token if special_allowed says so.
 static inline void tb_compute_bias(tb_recognizer *recognizer, uint32_t *mask) {
     tb_mask_clear_all(mask);
     if (recognizer->walk)
@@ -72,7 +72,7 @@ static inline void tb_compute_bias(tb_recognizer *recognizer, uint32_t *mask) {
     if (recognizer->trie_finished) recognizer->trie_finished(recognizer);
 }
 
-// Moves a recognizer over a token that was appended; false where it does not allow its bytes.
+// Advances a recognizer by an appended token; false if it does not allow the token's bytes.
 static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
     uint32_t len;
     const uint8_t *bytes = tb_token(token, &len);
@@ -89,15 +89,15 @@ static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
 
 static tb_recognizer *tb_used;
 
-// This sequence follows a recognizer from here on, in the calls that the module does not define
-// itself. Call it in tb_init_prompt.
+// The calls that the module does not define follow this recognizer from now on. Call it in
+// tb_init_prompt.
 static inline void tb_use_recognizer(tb_recognizer *recognizer) {
     tb_trie_get();
     tb_used = recognizer;
 }
 
-// mid_process under a recognizer: samples what it allows. Where it allows only the end and the
-// vocabulary has no token for that, it stops.
+// mid_process under a recognizer: samples under its mask. Stops if it allows only the end of the
+// sequence and the vocabulary has no end-of-sequence token.
 static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
     static uint32_t *mask;
     if (!mask) mask = tb_mask_new();
@@ -107,7 +107,7 @@ static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
     tb_fail("no token of this vocabulary may follow by the recognizer");
 }
 
-// post_process under a recognizer: moves it over the tokens; stops at the end-of-sequence token.
+// post_process under a recognizer: advances it by the tokens; stops at the end-of-sequence token.
 static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint32_t *tokens,
                                            uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
@@ -122,21 +122,21 @@ static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint
 
 enum { TB_KEPT_MASKS = 8 };
 
-// The masks of the states that were walked last: a state is all that its mask depends on.
+// A cache of the masks of the last states; a mask depends on its state only.
 typedef struct tb_masks {
     void *states[TB_KEPT_MASKS];
     uint32_t *masks[TB_KEPT_MASKS];
     uint32_t next;
 } tb_masks;
 
-// The mask of a state of n bytes; 0 where it is not kept.
+// The cached mask of a state of n bytes; 0 if there is none.
 static inline uint32_t *tb_masks_find(const tb_masks *kept, const void *state, uint32_t n) {
     for (uint32_t i = 0; i < TB_KEPT_MASKS; i++)
         if (kept->states[i] && !memcmp(kept->states[i], state, n)) return kept->masks[i];
     return 0;
 }
 
-// The place of a state's mask, in which no token is allowed.
+// Adds a mask for a state to the cache, replacing the oldest; it allows no token yet.
 static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t n) {
     const uint32_t at = kept->next++ % TB_KEPT_MASKS;
     if (!kept->states[at]) {
@@ -148,16 +148,15 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
     return kept->masks[at];
 }
 
-// TB_FUNCTIONAL_RECOGNIZER(name, S) makes `tb_recognizer *name_recognizer(void)` of a state S, a
-// number or a struct that may be copied, and four functions that change nothing but what they
-// return:
+// TB_FUNCTIONAL_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
+// number or a struct that may be copied, and four functions without side effects:
 //
 //     static S name_initial(void);
 //     static S name_append(S state, uint8_t byte);                // byte is allowed
 //     static bool name_byte_allowed(S state, uint8_t byte);
 //     static bool name_special_allowed(S state, tb_special token);
 //
-// Its stack (AICI's StackRecognizer) is as deep as the longest token; collapse in between.
+// Its stack (AICI's StackRecognizer) is as deep as the longest token; collapse it between tokens.
 #define TB_FUNCTIONAL_RECOGNIZER(name, S)                                                          \
     typedef struct name##_stack {                                                                  \
         tb_recognizer base;                                                                        \

@@ -1,26 +1,26 @@
-// The string layer, which AICI sketched as StringRecognizer: in each state a set of strings may
-// come next, and text is one after another of them. It runs on the byte stack.
+// The string layer, which AICI sketched as StringRecognizer: each state has a set of strings that
+// may come next, and a text is a concatenation of them. It is built on the byte stack.
 //
-// Strings of one state may begin alike, and one may go on where another ends: all readings of the
-// bytes so far are followed at once.
+// Strings of one state may share a prefix, and one may be a prefix of another: all readings of the
+// bytes so far are followed in parallel.
 #ifndef TOKENBUS_STRINGS_H
 #define TOKENBUS_STRINGS_H
 
 enum { TB_MOST_READINGS = 1024 };
 
-// Where a string of a list is in its text.
+// The position of a string of a list in the list's text.
 typedef struct tb_string {
     uint32_t at, len;
 } tb_string;
 
-// The strings that a state allows; `items` is sorted and without doubles once they are all there.
+// The strings that a state allows; after tb_strings_sort `items` is sorted, without duplicates.
 typedef struct tb_strings {
     tb_bytes text;
     tb_string *items;
     uint32_t count, room;
 } tb_strings;
 
-// Adds a string, which is copied. An empty one fails.
+// Adds a copy of a string. An empty string is an error.
 static inline void tb_strings_add(tb_strings *strings, const void *string, uint32_t len) {
     if (!len) tb_fail("an allowed string is empty; the end is for special_allowed to allow");
     if (strings->count == strings->room) {
@@ -37,7 +37,7 @@ static inline int tb_strings_compare(const tb_strings *strings, tb_string a, tb_
     return order ? order : (a.len > b.len) - (a.len < b.len);
 }
 
-// Sorts by bytes (heap sort: no recursion, no worst case) and drops doubles.
+// Sorts by bytes (heap sort: no recursion, no quadratic worst case) and removes duplicates.
 static inline void tb_strings_sort(tb_strings *strings) {
     tb_string *items = strings->items;
     uint32_t end = strings->count, start = end / 2;
@@ -65,8 +65,8 @@ static inline void tb_strings_sort(tb_strings *strings) {
     strings->count = kept;
 }
 
-// The first of the sorted strings [from, to), which are alike up to `offset` and longer, whose byte
-// there is at least this one.
+// Of the sorted strings [from, to), which are longer than `offset` and equal up to there, the first
+// whose byte at `offset` is at least `byte`.
 static inline uint32_t tb_strings_from(const tb_strings *strings, uint32_t offset, uint32_t byte,
                                        uint32_t from, uint32_t to) {
     const uint8_t *column = strings->text.data + offset;
@@ -80,7 +80,7 @@ static inline uint32_t tb_strings_from(const tb_strings *strings, uint32_t offse
     return from;
 }
 
-// Of those strings, the ones with this byte there; false where there is none.
+// Narrows [from, to) to the strings with this byte at `offset`; false if there is none.
 static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset, uint8_t byte,
                                      uint32_t *from, uint32_t *to) {
     const uint8_t *column = strings->text.data + offset;
@@ -94,28 +94,28 @@ static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset,
     return true;
 }
 
-// What a string recognizer is made of; TB_STRING_RECOGNIZER fills it.
+// The functions of a string recognizer; TB_STRING_RECOGNIZER fills it in.
 typedef struct tb_string_calls {
-    uint32_t state_words;  // of 8 bytes, zeros behind the state
+    uint32_t state_words;  // words of 8 bytes; zeros after the state
     void (*initial)(void *state);
     void (*append)(void *state, const char *suffix, uint32_t len);
     void (*allowed)(const void *state, tb_strings *strings);
     bool (*special_allowed)(const void *state, tb_special token);
 } tb_string_calls;
 
-// A state that some reading is in, with its strings.
+// A state of some reading, with its strings.
 typedef struct tb_string_state {
     uint64_t *state;
     tb_strings strings;
     bool known;  // strings are those of state
 } tb_string_state;
 
-// One way to read the bytes so far: in a state, `offset` bytes into one of its strings [from, to).
+// One reading of the bytes so far: a state, and `offset` bytes of one of its strings [from, to).
 typedef struct tb_reading {
     uint32_t state, offset, from, to;
 } tb_reading;
 
-// The first reading of a top, and how many states were there before it.
+// A frame of the stack: its first reading, and the number of states before it.
 typedef struct tb_string_frame {
     uint32_t readings, states;
 } tb_string_frame;
@@ -136,9 +136,8 @@ static inline bool tb_string_same(const uint64_t *one, const uint64_t *other, ui
     return true;
 }
 
-// Where a state is among those that are read in: the same one where it is there already, and else
-// the next place, with its strings. Those are left from the last state at that place if it was
-// equal.
+// The index of a state among those of the readings. A state that is not there yet is added, with
+// its strings; if an equal state was last at that index, its strings are reused.
 static inline uint32_t tb_string_enter(tb_string_stack *stack, const uint64_t *state) {
     const uint32_t words = stack->calls.state_words;
     for (uint32_t i = stack->state_count; i--;)
@@ -178,7 +177,7 @@ static inline void tb_string_read(tb_string_stack *stack, tb_reading reading, ui
     stack->readings[stack->reading_count++] = reading;
 }
 
-// Adds the reading at the beginning of a state, unless nothing can come of it.
+// Adds the reading at the start of a state, unless neither a string nor the end is allowed there.
 static inline void tb_string_begin(tb_string_stack *stack, const uint64_t *state, uint32_t first) {
     const uint32_t at = tb_string_enter(stack, state);
     const tb_string_state *entered = &stack->states[at];
@@ -236,7 +235,7 @@ static inline void tb_string_collapse(tb_recognizer *self) {
     for (uint32_t i = 0; i < stack->reading_count; i++) {
         tb_reading *reading = &stack->readings[i];
         *reading = stack->readings[first + i];
-        // Its state goes to the front, once; later readings that name either follow.
+        // Moves its state to the front, once, and updates later readings of either state.
         if (reading->state < kept) continue;
         const uint32_t from = reading->state;
         const tb_string_state moved = stack->states[from];
@@ -277,7 +276,7 @@ static inline bool tb_string_allows_special(tb_recognizer *self, tb_special toke
     return false;
 }
 
-// The walk, unless there is one reading, and one like it was walked from before.
+// The walk; if there is one reading only, its mask is cached.
 static inline void tb_string_walk(tb_recognizer *self, uint32_t *mask) {
     tb_string_stack *stack = (tb_string_stack *)self;
     const uint32_t first = stack->frames[stack->depth].readings, words = stack->calls.state_words;
@@ -315,8 +314,8 @@ static inline tb_recognizer *tb_string_recognizer(const tb_string_calls *calls) 
     return &stack->base;
 }
 
-// TB_STRING_RECOGNIZER(name, S) makes `tb_recognizer *name_recognizer(void)` of a state S, a number
-// or a struct that may be copied, and four functions that change nothing but what they return:
+// TB_STRING_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
+// number or a struct that may be copied, and four functions without side effects:
 //
 //     static S name_initial(void);
 //     static S name_append(S state, const char *suffix, uint32_t len);  // one that was allowed
@@ -324,7 +323,7 @@ static inline tb_recognizer *tb_string_recognizer(const tb_string_calls *calls) 
 //     static bool name_special_allowed(S state, tb_special token);
 //
 // `allowed` is called often: for each string that ends inside a token. States that are equal byte
-// by byte share the answer.
+// by byte share the result.
 #define TB_STRING_RECOGNIZER(name, S)                                                              \
     static void name##_initial_at(void *state) { *(S *)state = name##_initial(); }                 \
     static void name##_append_at(void *state, const char *suffix, uint32_t len) {                  \

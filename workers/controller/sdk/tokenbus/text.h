@@ -1,4 +1,4 @@
-// Text: formats, the log, failure, numbers, search.
+// Text: formats, the log, errors, numbers, search.
 #ifndef TOKENBUS_TEXT_H
 #define TOKENBUS_TEXT_H
 
@@ -7,8 +7,8 @@
 TB_IMPORT("log") void tb_host_log(const void *text, uint32_t n);
 TB_IMPORT("fail") void tb_host_fail(const void *text, uint32_t n);
 
-// Appends text by a format: %d %i %u %x %c %s %%, with l, ll and z, a width, 0 before it, and for %s
-// a precision (%.*s). Fails at any other: there is no floating point (%f), no %p and no %-8s.
+// Appends formatted text: %d %i %u %x %c %s %%, with l, ll and z, a width (a leading 0 pads with
+// zeros), and for %s a precision (%.*s). Any other format is an error: no %f, %p or %-8s.
 static inline void tb_format_list(tb_bytes *out, const char *format, va_list list) {
     for (const char *at = format; *at;) {
         if (*at != '%') {
@@ -91,8 +91,8 @@ __attribute__((format(printf, 1, 2))) static inline void tb_log(const char *form
 }
 
 static inline void tb_fail(const char *format, ...) {
-    // The second time is the failure of the text itself: its format is wrong, or there is no memory
-    // for it; and where there is none for saying so, that is said.
+    // A second call means that formatting the text failed, by a wrong format or for lack of memory.
+    // At the third there is no memory for that error's text either, and a constant is sent.
     static uint32_t times;
     if (times++ < 2) {
         tb_bytes text = {0};
@@ -106,8 +106,7 @@ static inline void tb_fail(const char *format, ...) {
     __builtin_trap();
 }
 
-// Reads a whole number in decimal at *at, moves *at behind it; false where there is none below
-// 2^32.
+// Reads a decimal integer below 2^32 at *at and moves *at past it; false if there is none.
 static inline bool tb_read_number(const char **at, const char *end, uint32_t *number) {
     const char *p = *at;
     uint64_t value = 0;
@@ -119,7 +118,7 @@ static inline bool tb_read_number(const char **at, const char *end, uint32_t *nu
     return true;
 }
 
-// Where `what` first occurs in `in` at or after `from`; TB_NONE where it does not.
+// The first position of `what` in `in` at or after `from`; TB_NONE if it does not occur.
 static inline uint32_t tb_find(const void *in, uint32_t in_len, const void *what, uint32_t what_len,
                                uint32_t from) {
     for (uint32_t i = from; what_len <= in_len && i <= in_len - what_len; i++)

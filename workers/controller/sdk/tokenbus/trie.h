@@ -1,17 +1,17 @@
-// The vocabulary as a tree of its tokens' bytes, in AICI's form (its TokTrie), and masks over it.
+// The token trie, a tree of the tokens' bytes in AICI's format (its TokTrie), and token masks.
 //
-// It is read and checked once, at the first use of a function below: begin in tb_init_prompt, which
-// has the time for it. A fork has it already.
+// It is read and checked once, at the first use of a function below: do this in tb_init_prompt,
+// whose time limit allows it. A fork has a copy already.
 #ifndef TOKENBUS_TRIE_H
 #define TOKENBUS_TRIE_H
 
 TB_IMPORT("trie_size") uint32_t tb_host_trie_size(void);
 TB_IMPORT("trie_read") uint32_t tb_host_trie_read(void *to, uint32_t offset, uint32_t n);
 
-// A node of the tree: (token << 8) | byte, and (nodes of its subtree << 8) | num_parents. Children
-// follow their parent, by ascending byte; num_parents is how many levels end with the subtree.
-// Tokens with the same bytes are siblings with the same byte: the first has the subtree, the others
-// are leaves.
+// A node of the trie: (token << 8) | byte, and (nodes of its subtree << 8) | num_parents. Children
+// follow their parent, by ascending byte; num_parents is the number of levels that end with the
+// subtree. Tokens with the same bytes are siblings with the same byte: the first has the subtree,
+// the others are leaves.
 typedef struct tb_node {
     uint32_t token_byte, size_parents;
 } tb_node;
@@ -28,7 +28,7 @@ typedef struct tb_trie {
 
 static inline uint8_t tb_node_byte(const tb_node *node) { return (uint8_t)node->token_byte; }
 
-// The token that ends at a node; TB_NONE where none does.
+// The token that ends at a node; TB_NONE if none does.
 static inline uint32_t tb_node_token(const tb_node *node) {
     const uint32_t token = node->token_byte >> 8;
     return token == 0xffffff ? TB_NONE : token;
@@ -48,7 +48,7 @@ static inline const tb_node *tb_next_child(const tb_node *node, const tb_node *c
     return child < node + tb_node_size(node) ? child : 0;
 }
 
-// The first child with this byte; 0 where there is none.
+// The first child with this byte; 0 if there is none.
 static inline const tb_node *tb_child(const tb_node *node, uint8_t byte) {
     for (const tb_node *c = tb_first_child(node); c; c = tb_next_child(node, c))
         if (tb_node_byte(c) == byte) return c;
@@ -62,7 +62,7 @@ static inline uint32_t tb_mask_words(void) { return (tb_vocab_size() + 31) / 32;
 // Forbids every token.
 static inline void tb_mask_clear_all(uint32_t *mask) { memset(mask, 0, 4 * tb_mask_words()); }
 
-// A mask that forbids every token, from the allocator.
+// Allocates a mask that forbids every token; free with tb_free.
 static inline uint32_t *tb_mask_new(void) {
     uint32_t *mask = tb_alloc(4 * tb_mask_words());
     tb_mask_clear_all(mask);
@@ -87,19 +87,19 @@ static inline bool tb_mask_has(const uint32_t *mask, uint32_t token) {
     return token < tb_vocab_size() && mask[token / 32] >> token % 32 & 1;
 }
 
-// How many tokens it allows.
+// The number of tokens that a mask allows.
 static inline uint32_t tb_mask_count(const uint32_t *mask) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < tb_mask_words(); i++) count += (uint32_t)__builtin_popcount(mask[i]);
     return count;
 }
 
-// --- the tree ------------------------------------------------------------------------------------
+// --- the trie ------------------------------------------------------------------------------------
 
 static tb_trie tb_loaded;
 
-// Fails unless the nodes are a tree in preorder whose marks are those that the walk relies on; sets
-// `seen` for each token in it.
+// Ends the sequence with an error unless the nodes are a tree in preorder with the sizes and levels
+// that the walk relies on; sets the bit of each token in `seen`.
 static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
     uint32_t end[TB_LONGEST_TOKEN + 1], parents[TB_LONGEST_TOKEN + 1], last[TB_LONGEST_TOKEN + 1];
     const uint32_t count = trie->node_count;
@@ -140,7 +140,7 @@ static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
     }
 }
 
-// The tree, read and checked at the first call.
+// The trie, read and checked at the first call.
 static inline const tb_trie *tb_trie_get(void) {
     tb_trie *trie = &tb_loaded;
     if (trie->nodes) return trie;
@@ -178,7 +178,7 @@ static inline const tb_trie *tb_trie_get(void) {
 
 static inline const tb_node *tb_trie_root(void) { return tb_trie_get()->nodes; }
 
-// The bytes of a token, not ended by a 0; none for a special one and for an id that is none.
+// The bytes of a token, without a terminating 0; none for special tokens and for unknown ids.
 static inline const uint8_t *tb_token(uint32_t token, uint32_t *len) {
     const tb_trie *trie = tb_trie_get();
     const uint32_t offset = token < tb_vocab_size() ? trie->offsets[token] : 0;
@@ -195,9 +195,8 @@ static inline void tb_token_bytes(const uint32_t *tokens, uint32_t n, tb_bytes *
     }
 }
 
-// Bytes as tokens, the longest that fits each time, which is not always what the model's tokenizer
-// would write (tb_tokenize), but works for any bytes. False where some byte begins no token. Free
-// with tb_free(tokens->ids).
+// Tokenizes any bytes by longest match. The model's tokenizer (tb_tokenize) may give other tokens
+// for the same text. False if no token begins with some byte. Free with tb_free(tokens->ids).
 static inline bool tb_tokenize_greedy(const uint8_t *bytes, uint32_t len, tb_tokens *tokens) {
     *tokens = (tb_tokens){tb_alloc(4 * len), 0};
     for (uint32_t at = 0; at < len;) {
