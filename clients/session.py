@@ -241,13 +241,19 @@ class ClientSession:
         per_call: dict[int, tuple[Call, list[Event]]] = {}
         for entry in entries:
             call = self._calls.get(entry.stream_id)
-            if call is None or call.attaching:
+            if call is None:
+                continue
+            ended = entry.finish_reason is not None and entry.live == 0
+            if call.attaching:
+                if ended:
+                    # Its worker no longer has the stream, and does not answer the ATTACH.
+                    self._failed(call, _ended_offline(), now, tell_broker=False)
                 continue
             call.heard = now
             call.failed_at = None
             if call.is_new(entry):
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(entry)
-            if entry.finish_reason is not None and entry.live == 0:
+            if ended:
                 call.over = True
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(Ended(None))
                 self._forget(call, None)
@@ -295,9 +301,7 @@ class ClientSession:
         call = self._calls.get(body.stream_id) if body.stream_id is not None else None
         if call is not None:
             if call.attaching and body.code == Code.UNKNOWN_STREAM:
-                error = ConnectionLostError(
-                    Code.CONNECTION_LOST, "the stream ended while the connection was lost"
-                )
+                error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
         elif body.type == "BUFFER" and self._barriers:
             refused = next(iter(self._barriers.values()))
@@ -367,3 +371,8 @@ class ClientSession:
 
 def _buffer_name(call: Call) -> str:
     return call.message.name if isinstance(call.message, Buffer) else ""
+
+
+def _ended_offline() -> ConnectionLostError:
+    what = "the stream ended while the connection was lost"
+    return ConnectionLostError(Code.CONNECTION_LOST, what)

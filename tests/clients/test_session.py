@@ -129,6 +129,38 @@ def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
     assert ids(bench.events(call)) == [5, 6, 7, 8]
 
 
+def test_a_stream_that_ended_before_its_attach_arrived_is_sent_again(bench: Bench) -> None:
+    """Its worker has no such stream any more when the ATTACH arrives, and does not answer it."""
+    call = bench.submit(generate(retry_s=30.0))
+    bench.tokens(call, 5, 6)
+    bench.session.connected(bench.now)
+    bench.welcome(resumed=True, streams=[call.number])
+    bench.sent()
+    end = Token(token=8, stream_id=call.number, logprob=0.0, finish_reason="length", pos=3)
+    bench.hear("TOKEN", [end])
+    bench.pass_time(1.0)
+    assert "GENERATE" in [word for word, _ in bench.sent()]
+    bench.tokens(call, 5, 6, 7, 8, last=True)
+    events = bench.events(call)
+    assert ids(events) == [5, 6, 7, 8]
+    assert error_of(events) is None
+
+
+def test_a_fork_that_ends_before_the_attach_arrives_does_not_end_the_stream(bench: Bench) -> None:
+    call = bench.submit(generate(n=2))
+    bench.session.connected(bench.now)
+    bench.welcome(resumed=True, streams=[call.number])
+    bench.sent()
+    end = Token(token=8, stream_id=call.number, logprob=0.0, finish_reason="length", live=1)
+    bench.hear("TOKEN", [end])
+    bench.hear("MSG", {"stream_id": call.number, "attached": 0})
+    bench.hear("TOKEN", [end])
+    bench.tokens(call, 5, last=True, seq=1)
+    events = bench.events(call)
+    assert ids(events) == [8, 5]
+    assert error_of(events) is None
+
+
 def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: Bench) -> None:
     call = bench.submit(generate(temperature=1.0, n=2, retry_s=30.0))
     [(_, first)] = bench.sent()
