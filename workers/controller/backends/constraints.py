@@ -1,4 +1,4 @@
-"""The built-in constraints: what users name, and what makes their controllers."""
+"""The built-in constraints by name, and the programs that make their controllers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .llguidance.matchers import Matchers
 from .llguidance.schema_and_lark import JsonSchemaProgram, LarkProgram
 
 COMBINATIONS_KEPT = 64
-"""Combinations whose tables are kept in memory; one may have a megabyte and more."""
+"""Combinations whose tables are cached in memory; one may take a megabyte and more."""
 
 
 class GrammarProgram:
-    """A constraint whose argument becomes tables, which the guest of these tables runs."""
+    """A constraint whose argument is compiled to tables, which a grammar instance runs."""
 
-    def __init__(self, guests: SharedInstances, tables: Callable[[bytes], bytes]) -> None:
-        self._guests = guests
+    def __init__(self, instances: SharedInstances, tables: Callable[[bytes], bytes]) -> None:
+        self._instances = instances
         self._tables = tables
 
     def start(self, host: Host) -> Controller:
-        """Raises RequestError where the argument is wrong."""
-        shared = self._guests.get(self._tables(host.arg), host.vocabulary)
+        """Raises RequestError if the argument is not valid."""
+        shared = self._instances.get(self._tables(host.arg), host.vocabulary)
         try:
             return GrammarController(shared, host, shared.guest.start(), [])
         except BaseException:
@@ -46,7 +46,7 @@ class GrammarProgram:
 
 
 class Combination(NamedTuple):
-    """An argument of ``combination``, ready to run: its tables by the places of their parts."""
+    """A compiled argument of ``combination``: its tables, by the path of their part."""
 
     root: Part
     plan: Plan
@@ -63,28 +63,28 @@ def _combination(arg: bytes) -> Combination:
 
 
 class CombinationProgram:
-    """The constraint ``combination``: one automaton where it can be, else parts in turn."""
+    """The constraint ``combination``: one automaton if possible, else its parts in turn."""
 
-    def __init__(self, guests: SharedInstances, others: Mapping[str, Program]) -> None:
-        """``others``: what makes the controllers of parts that are no automata."""
-        self._guests = guests
+    def __init__(self, instances: SharedInstances, others: Mapping[str, Program]) -> None:
+        """``others``: the programs for parts that are not automata, by their kind."""
+        self._instances = instances
         self._others = others
 
     def start(self, host: Host) -> Controller:
-        """Raises RequestError where the argument is wrong."""
+        """Raises RequestError if the argument is not valid."""
         made = _combination(host.arg)
         if made.root.max_tokens is not None:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
             return self._part(made, made.root, host)
-        # A part that is wrong is so now, and not when its turn comes.
+        # An invalid part is refused now, not when the sequence reaches it.
         for part in {part.place: part for part in made.plan.parts}.values():
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)
 
     def _part(self, made: Combination, part: Part, host: Host) -> Controller:
         if part.regular:
-            return GrammarProgram(self._guests, lambda _: made.tables[part.place]).start(host)
+            return GrammarProgram(self._instances, lambda _: made.tables[part.place]).start(host)
         value = part.value
         arg = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
         try:
@@ -94,35 +94,35 @@ class CombinationProgram:
 
 
 class Constraints:
-    """The constraints that this worker has, by name."""
+    """The built-in constraints of this worker, by name."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where tables and masks are kept between runs; None: nowhere."""
-        prepare()  # or else the first pattern waits for it
-        memories = folder / "memories" if folder is not None else None
+        """``folder`` is where tables and masks are stored between runs; None: nowhere."""
+        prepare()  # Otherwise the first pattern waits for it.
+        snapshots = folder / "memories" if folder is not None else None
         tables = folder / "tables" if folder is not None else None
-        self._guests = SharedInstances(engine, memories)
+        self._instances = SharedInstances(engine, snapshots)
         self._matchers = Matchers()
         self._programs: dict[str, Program] = {
-            "choice": GrammarProgram(self._guests, choice_tables),
+            "choice": GrammarProgram(self._instances, choice_tables),
             "json_schema": JsonSchemaProgram(self._matchers),
             "lark": LarkProgram(self._matchers),
-            "regex": GrammarProgram(self._guests, regex_tables),
-            "substring": GrammarProgram(self._guests, substring_tables),
-            "yacc": GrammarProgram(self._guests, GrammarTables(tables)),
+            "regex": GrammarProgram(self._instances, regex_tables),
+            "substring": GrammarProgram(self._instances, substring_tables),
+            "yacc": GrammarProgram(self._instances, GrammarTables(tables)),
         }
-        self._programs["combination"] = CombinationProgram(self._guests, self._programs)
+        self._programs["combination"] = CombinationProgram(self._instances, self._programs)
 
     @property
     def names(self) -> set[str]:
-        """What users name them."""
+        """The names that a request can give."""
         return set(self._programs)
 
     def get(self, name: str) -> Program | None:
-        """The constraint of a name; None where there is none."""
+        """The constraint with this name; None if it is unknown."""
         return self._programs.get(name)
 
     def close(self) -> None:
-        """Writes what is to be kept: the worker ends."""
-        self._guests.close()
+        """Writes snapshots to disk and frees everything, when the worker stops."""
+        self._instances.close()
         self._matchers.close()

@@ -278,7 +278,9 @@ def test_a_grammar_without_a_token_that_goes_on_ends_with_the_text_so_far(
 @pytest.mark.process
 def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> None:
     run = Steered(named(constraints, "yacc"), WORDS, '%start s\n%%\ns: "cat" ;')
-    with pytest.raises(ControllerError, match=f"tokens .{WORDS.index(b'dog')}. cannot follow"):
+    with pytest.raises(
+        ControllerError, match=f"does not allow the tokens .{WORDS.index(b'dog')}. here"
+    ):
         run.post([WORDS.index(b"dog")])
 
 
@@ -293,46 +295,66 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         ("choice", "[]", "at least one text"),
         ("choice", '["a", 1]', "JSON list of strings"),
         ("choice", '{"choice": ["a"]}', "JSON list of strings"),
-        ("regex", "", "needs a regular expression"),
+        ("regex", "", "is empty; it must be a regular expression"),
         ("regex", "(a", "missing \\)"),
         ("regex", r"(a)\1", "back-reference"),
         ("regex", "(a|b)*a(a|b){20}", "states"),
         ("regex", b"\xff", "UTF-8"),
         ("regex", '{"library": "nope"}', "'nope' is not in the library; there are email, iso_date"),
-        ("regex", '{"pattern": "a", "flags": 1}', "this has pattern, flags"),
+        ("regex", '{"pattern": "a", "flags": 1}', "an object with the fields pattern, flags"),
         ("substring", "a" * 70_000, "65,536"),
-        ("substring", '{"library": "c"}', 'text, {"text": TEXT}; this has library'),
-        ("combination", "x", "is JSON"),
+        ("substring", '{"library": "c"}', 'the field.* library; it must be text, {"text": TEXT}'),
+        ("combination", "x", "is not valid JSON"),
         (
             "combination",
             '{"regex": "a", "choice": ["b"]}',
-            "is a text or an object of one of regex",
+            "which is not a part; a part is a text or an object with exactly one of regex",
         ),
-        ("combination", '{"grammar": "json"}', "is a text or an object of one of regex"),
+        ("combination", '{"grammar": "json"}', "an object with exactly one of regex"),
         ("combination", '{"sequence": ["a", {"regex": "(b"}]}', r"\$.sequence\[1\].regex: missing"),
-        ("combination", '{"repetition": "a", "least": -1}', "least is a whole number from 0"),
+        (
+            "combination",
+            '{"repetition": "a", "least": -1}',
+            "least is -1; it must be an integer of at least 0",
+        ),
         (
             "combination",
             '{"repetition": "a", "least": 2, "most": 1}',
-            "most is a whole number from 2",
+            "most is 1; it must be an integer of at least 2",
         ),
-        ("substring", "", "needs a text"),
+        ("substring", "", "is empty; it must be a text"),
         ("yacc", "jsno", "'jsno' is not in the library; there are arithmetic, c, json"),
-        ("combination", '{"regex": "a", "flags": 1}', "has 'flags'; regex knows max_tokens, regex"),
+        (
+            "combination",
+            '{"regex": "a", "flags": 1}',
+            "unknown field 'flags'; regex takes max_tokens, regex",
+        ),
         ("combination", '{"regex": {"library": "x"}}', "'x' is not in the library"),
-        ("combination", '{"regex": "a", "max_tokens": 0}', "max_tokens is a whole number from 1"),
-        ("combination", '{"sequence": "ab"}', "sequence is a list"),
+        (
+            "combination",
+            '{"regex": "a", "max_tokens": 0}',
+            "max_tokens is 0; it must be an integer",
+        ),
+        ("combination", '{"sequence": "ab"}', 'sequence is "ab"; it must be a list'),
         (
             "combination",
             '{"sequence": ["a", {"yacc": "x :"}]}',
             r"\$.sequence\[1\].yacc: yacc: line",
         ),
-        ("combination", '{"stop_at": "x", "of": {"yacc": "json"}}', "stop_at.of is a text, regex"),
-        ("combination", '{"repetition": {"yacc": "json"}, "most": 300}', "more than 256 parts"),
-        ("combination", '{"yacc": 3}', "yacc is a text"),
+        (
+            "combination",
+            '{"stop_at": "x", "of": {"yacc": "json"}}',
+            "stop_at.of is yacc, .* must be a text, regex",
+        ),
+        (
+            "combination",
+            '{"repetition": {"yacc": "json"}, "most": 300}',
+            "exceeds the limit of 256 parts",
+        ),
+        ("combination", '{"yacc": 3}', "yacc is 3; it must be a text"),
         ("combination", "[" * 60 + "]" * 60, "is a text or an object"),
         ("combination", '{"sequence": [' * 60 + "]}" * 60, "50 deep"),
-        ("yacc", " ", "the library: arithmetic, c, json"),
+        ("yacc", " ", "library grammar: arithmetic, c, json"),
         ("yacc", b"\xff", "UTF-8"),
         ("yacc", "%start s\n%%\ns: t ;", "line 3, column 4: the rule 't' is not defined"),
         ("yacc", '%start s\n%%\ns: "a" ;\nt: "b" ;', "line 4, column 4: .* never used"),
@@ -340,7 +362,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         ("yacc", '%start s\n%%\ns: s "a" ;', "finite"),
         ("yacc", '%start s\n%%\ns: "/(a/" ;', "line 3, column 6: missing"),
         ("yacc", '%start s\n%%\ns: "a', "line 3"),
-        ("yacc", "%start s\n" + "//" * 5_000_000, "1048576 characters; this one has 10000009"),
+        ("yacc", "%start s\n" + "//" * 5_000_000, "has 10000009 characters; at most 1048576"),
         ("yacc", '{"library": "nope"}', "'nope' is not in the library"),
     ],
 )

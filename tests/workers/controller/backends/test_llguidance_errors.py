@@ -34,8 +34,8 @@ def matchers() -> Iterator[Matchers]:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("", "needs a JSON schema"),
-        ("  ", "needs a JSON schema"),
+        ("", "is empty; it must be a JSON schema"),
+        ("  ", "is empty; it must be a JSON schema"),
         (b"\xff", "UTF-8"),
         ("{", "EOF while parsing"),
         ("[1]", "Expecting object schema"),
@@ -66,7 +66,7 @@ def test_what_is_no_schema_is_refused_with_llguidances_reason(
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ("", "needs a grammar"),
+        ("", "is empty; it must be a grammar"),
         ("start", r"1\(6\): Expected token ':'"),
         ("start: FOO", r"at 1\(8\): unknown name: \"FOO\""),
         ('foo: "a"', "no start rule"),

@@ -1,1 +1,1 @@
-"""Constraints that need no code: grammars and regular expressions, run by one guest for each."""
+"""Our grammar backend: regular expressions, grammars and combinations, each run by one guest."""

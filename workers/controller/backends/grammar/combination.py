@@ -1,15 +1,16 @@
-"""The constraint ``combination``: what its argument says, as a tree of parts.
+"""The constraint ``combination``: its argument, parsed into a tree of parts.
 
-A part is a text, taken as it is, or an object of one of these:
+A part is a literal text or an object of one of these forms:
 
     {"regex": PATTERN}  {"choice": [TEXT, ...]}  {"substring": TEXT}
     {"yacc": GRAMMAR}  {"json_schema": SCHEMA}  {"lark": GRAMMAR}
     {"sequence": [PART, ...]}  {"alternation": [PART, ...]}
-    {"repetition": PART, "least": N, "most": N}   "least" is 0 and "most" any number where left out
-    {"stop_at": TEXT, "of": PART}                 of any text where left out
+    {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
+    {"stop_at": TEXT, "of": PART}                 default: of any text
 
-and ``max_tokens`` beside any of them. Parts of the first and last two lines become one automaton;
-where others are among them, ``parts`` plays them one after another.
+each with an optional ``max_tokens``. Parts made of literal texts and of the first and last three
+lines' forms are compiled to one automaton; if a part contains others, or one with ``max_tokens``,
+``parts`` runs its parts one after another.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .....grammars.substring import compile_substring
 from .refusals import refusal
 
 COMBINE_S = 2.0
-"""How long the automata of an argument may take in all, in seconds: other rounds share the
-interpreter."""
+"""Bound on compiling all automata of an argument, in seconds of CPU time: other rounds share the
+interpreter lock."""
 MOST_PARTS = 1_000
 DEEPEST = 50
 
@@ -50,7 +51,7 @@ _OTHERS = {"yacc": str | dict, "json_schema": dict | str | bool, "lark": str}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an argument. ``place`` is where it stands there, for messages."""
+    """A part of an argument. ``place`` is its path in the argument, for error messages."""
 
     kind: str
     """A key of ``_FIELDS``, or "text"."""
@@ -63,17 +64,17 @@ class Part:
 
     @property
     def regular(self) -> bool:
-        """Whether it is one automaton: of such parts, none of which has tokens of its own."""
+        """Whether it compiles to one automaton: its inner parts do, and have no ``max_tokens``."""
         inside = all(part.regular and part.max_tokens is None for part in self.parts)
         return self.kind not in _OTHERS and inside
 
 
 def read_combination(arg: bytes) -> Part:
-    """The tree of an argument. Raises RequestError where it is wrong."""
+    """The tree of an argument. Raises RequestError if it is not valid."""
     try:
         given = msgspec.json.decode(arg)
     except msgspec.DecodeError as error:
-        raise refusal(f"the argument of combination is JSON, and this is not: {error}") from None
+        raise refusal(f"the argument of combination is not valid JSON: {error}") from None
     return _Reading().part(given, "$", 0)
 
 
@@ -85,21 +86,25 @@ class _Reading:
         self._parts += 1
         if self._parts > MOST_PARTS or depth > DEEPEST:
             raise refusal(
-                f"combination: at most {MOST_PARTS:,} parts, {DEEPEST} deep, are taken ({place})"
+                f"combination: {place} is beyond the bounds: at most {MOST_PARTS:,} parts, nested "
+                f"at most {DEEPEST} deep, are allowed"
             )
         if isinstance(given, str):
             return Part("text", place, given)
         named = [name for name in _FIELDS if isinstance(given, dict) and name in given]
         if len(named) != 1:
             raise refusal(
-                f"combination: {place} is a text or an object of one of {', '.join(_FIELDS)}; this "
-                f"is {msgspec.json.encode(given).decode()[:100]}"
+                f"combination: {place} is {msgspec.json.encode(given).decode()[:100]}, which is "
+                f"not a part; a part is a text or an object with exactly one of "
+                f"{', '.join(_FIELDS)}"
             )
         [name] = named
         unknown = set(given) - _FIELDS[name] - {"max_tokens"}
         if unknown:
             known = ", ".join(sorted(_FIELDS[name] | {"max_tokens"}))
-            raise refusal(f"combination: {place} has {min(unknown)!r}; {name} knows {known}")
+            raise refusal(
+                f"combination: {place} has the unknown field {min(unknown)!r}; {name} takes {known}"
+            )
         most = given.get("max_tokens")
         most = None if most is None else _number(most, f"{place}: max_tokens", 1)
         return self._of(name, given, f"{place}.{name}", depth + 1, most)
@@ -134,18 +139,20 @@ class _Reading:
                 of = (self.part(given["of"], f"{place}.of", depth),) if "of" in given else ()
                 if of and not (of[0].regular and of[0].max_tokens is None):
                     raise refusal(
-                        f"combination: {place}.of is a text, regex, choice, substring, or made of "
-                        f"these, without max_tokens; this is {of[0].kind}"
+                        f"combination: {place}.of is {of[0].kind}, which is not one automaton; it "
+                        "must be a text, regex, choice, substring, or made of these, without "
+                        "max_tokens"
                     )
                 return Part(name, place, value, of, max_tokens=max_tokens)
         wanted = "a list of texts" if name == "choice" else "a list of parts"
         if name not in ("choice", "sequence", "alternation"):
             wanted = "a schema" if name == "json_schema" else "a text"
-        raise refusal(f"combination: {place} is {wanted}")
+        shown = msgspec.json.encode(value).decode()[:100]
+        raise refusal(f"combination: {place} is {shown}; it must be {wanted}")
 
 
 def automaton(part: Part) -> Dfa:
-    """The automaton of a regular part. Raises RequestError where it grows beyond its bounds."""
+    """The automaton of a regular part. Raises RequestError if it exceeds the bounds."""
     return _Making(time.thread_time() + COMBINE_S).of(part)
 
 
@@ -180,7 +187,7 @@ class _Making:
     def _made(self, place: str, make: Callable[[float], Dfa]) -> Dfa:
         left = self._deadline - time.thread_time()
         if left <= 0:
-            raise refusal(f"combination: it takes more than {COMBINE_S:g} s, at {place}")
+            raise refusal(f"combination: compiling it takes more than {COMBINE_S:g} s, at {place}")
         try:
             return make(left)
         except (ValueError, UnicodeEncodeError) as error:
@@ -189,5 +196,7 @@ class _Making:
 
 def _number(given: Any, what: str, least: int) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise refusal(f"combination: {what} is a whole number from {least} on, not {given!r}")
+        raise refusal(
+            f"combination: {what} is {given!r}; it must be an integer of at least {least}"
+        )
     return given

@@ -1,4 +1,4 @@
-"""A folder of files by key that may grow so far and no further."""
+"""A cache of files by key in a folder of bounded size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from pathlib import Path
 
 
 class FileCache:
-    """Files of this user alone, written under another name and renamed. Safe from any process."""
+    """Files that only this user can read, written under a temporary name and renamed, so that
+    several processes can share the folder."""
 
     def __init__(self, folder: Path, suffix: str, most_bytes: int) -> None:
-        """Beyond ``most_bytes`` in all the files that were used least recently go."""
+        """If all files together exceed ``most_bytes``, the least recently used are removed."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._suffix = suffix
         self._most = most_bytes
 
     def path(self, key: str) -> Path:
-        """Where the file of a key is, or would be; it counts as used now."""
+        """The path of a key's file, whether it exists or not; marks it as used."""
         path = self._folder / f"{key}{self._suffix}"
         with suppress(OSError):
             os.utime(path)
         return path
 
     def write(self, key: str, *parts: bytes) -> None:
-        """Writes a file. Raises OSError where that cannot be done."""
+        """Writes a file. Raises OSError."""
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
             try:
                 for part in parts:
@@ -36,9 +37,9 @@ class FileCache:
             except BaseException:
                 Path(new.name).unlink(missing_ok=True)
                 raise
-        self._bound()
+        self._evict()
 
-    def _bound(self) -> None:
+    def _evict(self) -> None:
         files = []
         for path in self._folder.iterdir():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The controller of a sequence under a grammar."""
+"""The controller of a sequence that is constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
 SHOWN = 200
-"""Characters of the text so far that an error shows."""
+"""Characters of the text so far that an error message shows."""
 SPARE = 8
-"""Tokens that the model may add to what is needed to close the text, in one token of its own; of
-short texts a sixteenth."""
+"""The text is closed when at most so many tokens are left beyond those that closing it takes; at
+most a sixteenth of ``max_tokens``."""
 LOOK_EVERY = 32
-"""How often a sequence is asked what closing it needs, in tokens, where there is time."""
+"""The cost of closing a text is computed at least every so many tokens."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class GrammarController:
-    """One sequence: its place in the guest of its grammar, and its text so far."""
+    """One sequence: its number in the grammar instance, and its text so far."""
 
     def __init__(self, shared: Shared, host: Host, place: int, text: list[int]) -> None:
         self._shared = shared
@@ -32,27 +32,27 @@ class GrammarController:
         self._place = place
         self._text = text
         self._spare = min(SPARE, host.max_tokens // 16)
-        self._look_at = 0
-        """The length at which it is asked again."""
-        self._way_back: tuple[int, list[int]] | None = None
-        """The last length from which there was time for a closing, and that."""
+        self._check_at = 0
+        """The length at which the closing is computed again."""
+        self._last_closing: tuple[int, list[int]] | None = None
+        """The last length at which a closing fitted in ``max_tokens``, and its tokens."""
         self._closed = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Nothing: the grammar is of what comes after the prompt."""
+        """Does nothing: the grammar constrains only what comes after the prompt."""
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """What the grammar allows next; appends what must come, and stops where nothing can."""
+        """Writes the token mask; appends forced tokens, and stops if no token is allowed."""
         if self._closed:
             return interface.COMPLETE
         left = self._host.max_tokens - len(self._text)
         if left <= 0:
             return STOP
-        if len(self._text) >= self._look_at and (closing := self._closing()) is not None:
+        if len(self._text) >= self._check_at and (closing := self._closing()) is not None:
             return closing
         flags = self._guest.mask(self._place, mask)
         if flags & ANY:
@@ -65,12 +65,12 @@ class GrammarController:
             return interface.COMPLETE
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            "no token of this model can go on with the text as the grammar needs it; the text so "
-            f"far: {self._shown()}",
+            "no token of this model's vocabulary can follow under the grammar; the text so far: "
+            f"{self._shown()}",
         )
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Follows what was appended; stops at the end of the sequence."""
+        """Advances by the appended tokens; stops at an end-of-sequence token."""
         eos = self._host.vocabulary.eos_ids
         if tokens and tokens[-1] in eos:
             return STOP
@@ -79,51 +79,52 @@ class GrammarController:
         if self._guest.append(self._place, tokens) < len(tokens):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the tokens {list(tokens)} cannot follow here; the text so far: {self._shown()}",
+                f"the grammar does not allow the tokens {list(tokens)} here; the text so far: "
+                f"{self._shown()}",
             )
         self._text += tokens
         return CONTINUE
 
     def fork(self, host: Host) -> Controller:
-        """As ``interface.Controller`` says; the fork has the same place in the text."""
+        """A controller whose sequence has the same text."""
         place = self._guest.fork(self._place)
         self._shared.share()
         return GrammarController(self._shared, host, place, list(self._text))
 
     def close(self) -> None:
-        """As ``interface.Controller`` says."""
+        """Ends the sequence in the instance."""
         self._guest.end(self._place)
         self._shared.release()
 
     def _closing(self) -> Answer | None:
-        """Closes the text, where it is time: later there might be no room for it."""
-        # With its last token a sequence has ended by its length, complete or not.
+        """The splice that closes the text, if there would be no room for it later; else None."""
+        # The last token ends a sequence by its length, whether its text is complete or not.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         closing = self._guest.closing(self._place)
         if closing is not None and len(closing) <= room:
-            self._way_back = length, closing
+            self._last_closing = length, closing
             spare = room - len(closing)
             if spare > self._spare:
-                self._look_at = length + max(1, min(LOOK_EVERY, spare // 8))
+                self._check_at = length + max(1, min(LOOK_EVERY, spare // 8))
                 return None
         elif room > 0:
-            self._look_at = length + 1
+            self._check_at = length + 1
             return None
-        if self._way_back is None:
-            self._say(f"not closed: there was no time for it, as max_tokens is {most}")
+        if self._last_closing is None:
+            self._log(f"not closed: max_tokens is {most}, which leaves no room for it")
             return None
-        at, tokens = self._way_back
+        at, tokens = self._last_closing
         back = length - at
         self._closed = True
-        after = f" after {back} were taken back" if back else ""
-        self._say(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
+        after = f" after {back} were dropped" if back else ""
+        self._log(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
         if not tokens and not back:
             return interface.COMPLETE
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
-    def _say(self, what: str) -> None:
-        self._host.log.write(f"{what}\n".encode())
+    def _log(self, message: str) -> None:
+        self._host.log.write(f"{message}\n".encode())
 
     def _shown(self) -> str:
         token = self._host.vocabulary.token

@@ -1,7 +1,7 @@
 """The guest that runs one grammar over one vocabulary, for all sequences of a worker.
 
-What is found out for one sequence is known to all: masks are looked up wherever the lexer state and
-as much of the parser's stack as matters were seen before. The guest is ``grammars/guest``.
+All sequences share its cache of masks, whose key is the lexer state and the part of the parser's
+stack that the mask depends on. The guest's source is ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ...wasm.host_functions import HostFunction, make_linker
 from ...wasm.instance import Guest, Template
 
 MEMORY_BYTES = 128 * 1024 * 1024
-"""Of one guest: the vocabulary takes 8 MB of it at 131,072 tokens, the rest is for masks. When it
-is full, all masks are forgotten."""
+"""Memory of one guest: a vocabulary of 131,072 tokens takes 8 MB, the rest is for masks. When it is
+full, the cache of masks is cleared."""
 OPEN_S = 5.0
-"""CPU time that a guest may take to read vocabulary and tables, in seconds."""
+"""Limit on reading the vocabulary and the tables, in seconds of CPU time."""
 MASK_S = 2.0
-"""CPU time of one mask, in seconds. The first one in a lexer state takes milliseconds."""
+"""Limit on one mask, in seconds of CPU time. The first in a lexer state takes milliseconds."""
 
 ANY: Final = 1
-"""Of ``GrammarInstance.mask``: some token is allowed, the end of the sequence apart."""
+"""Flag of ``GrammarInstance.mask``: some token other than the end of the sequence is allowed."""
 FORCED: Final = 2
-"""The next byte can only be one, and the text is not complete."""
+"""Flag: only one byte can come next, and the text is not complete."""
 COMPLETE: Final = 4
-"""The text may end here."""
+"""Flag: the text may end here."""
 
 (
     _INBOX,
@@ -72,10 +72,10 @@ class GrammarModule:
 
 
 class GrammarInstance:
-    """A grammar at work. Safe from any thread: one call at a time.
+    """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
-    A sequence is a number, its place. Whatever fails raises ControllerError; where that was the
-    guest itself (``dead``), all its sequences have failed.
+    Each sequence in it has a number, its ``place``. Every failure raises ControllerError; if the
+    guest itself failed (``dead``), all its sequences have failed.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class GrammarInstance:
         tables: bytes,
         memory: memoryview | None = None,
     ) -> None:
-        """``tables`` is what ``Dfa.to_bytes`` or ``CompiledGrammar.to_bytes`` gives; ``memory``
-        what ``memory`` gave of a guest of the same module, vocabulary and tables."""
+        """``tables`` comes from ``Dfa.to_bytes`` or ``CompiledGrammar.to_bytes``; ``memory`` is a
+        snapshot that ``memory()`` took of an instance with the same module, vocabulary and
+        tables."""
         self.vocabulary = vocabulary
         self.dead = False
         self._lock = threading.Lock()
@@ -103,7 +104,7 @@ class GrammarInstance:
         words = -(-vocabulary.size // 32)
         self._mask = ctypes.c_char * (4 * words)
         self._views: dict[int, memoryview] = {}
-        """Masks by address: its memory stays where it is."""
+        """Masks by their address, which is fixed: the guest's memory does not move."""
         try:
             if memory is not None:
                 guest.restore(memory)
@@ -122,24 +123,25 @@ class GrammarInstance:
     # --- sequences ------------------------------------------------------------------------------
 
     def start(self) -> int:
-        """A new sequence, at the beginning of its text."""
+        """Adds a sequence at the beginning of its text; its number."""
         with self._lock:
             return self._place("start", 0)
 
     def fork(self, place: int) -> int:
-        """A new sequence, where another one stands."""
+        """Adds a sequence with the state of another one; its number."""
         with self._lock:
             return self._place("fork", place)
 
     def end(self, place: int) -> None:
-        """A sequence is over."""
+        """Removes a sequence."""
         with self._lock:
             if not self.dead:
                 self._block[_ARG] = place
                 self._call("end")
 
     def append(self, place: int, tokens: Sequence[int]) -> int:
-        """Adds tokens to a sequence's text, as far as they can follow; how many could."""
+        """Appends tokens to a sequence's text up to the first that the grammar does not allow; how
+        many were appended."""
         with self._lock:
             block = self._alive()
             if len(tokens) == 1:
@@ -161,14 +163,15 @@ class GrammarInstance:
             return taken
 
     def mask(self, place: int, into: memoryview) -> int:
-        """Writes what may come next into ``into``, bytes ``[4 * ceil(vocab / 32)]``, the end of the
-        sequence with it where the text is complete; ``ANY``, ``FORCED`` and ``COMPLETE``."""
+        """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``, with
+        the end of the sequence if the text is complete; the flags above."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
             if flags < 0:
                 raise ControllerError(
-                    Code.CONTROLLER_FAILED, "the text is nested too deeply to be followed"
+                    Code.CONTROLLER_FAILED,
+                    "the text is nested deeper than the grammar engine can follow",
                 )
             address = self._block[_MASK]
             found = self._views.get(address)
@@ -179,14 +182,14 @@ class GrammarInstance:
             return flags
 
     def complete(self, place: int) -> bool:
-        """Whether the text so far is one of the language."""
+        """Whether the text so far is in the language of the grammar."""
         with self._lock:
             self._alive()[_ARG] = place
             return bool(self._call("complete"))
 
     def forced(self, place: int) -> list[int]:
-        """The tokens that must come next, as the tokenizer writes them: those that no longer token
-        could stand for."""
+        """The forced tokens, for jump-forward: the tokenization of the text that must come next, up
+        to where a longer token could still match."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("forced")
@@ -194,7 +197,7 @@ class GrammarInstance:
             try:
                 tokens = self.vocabulary.tokenize(text)
             except ControllerError:
-                return []  # Some of it cannot be written: the mask says how far one gets.
+                return []  # The vocabulary cannot write all of it; the mask allows what it can.
             at, kept = len(text), len(tokens)
             for number in range(len(tokens) - 1, -1, -1):
                 at -= len(self.vocabulary.token(tokens[number]))
@@ -204,8 +207,8 @@ class GrammarInstance:
             return tokens[:kept]
 
     def closing(self, place: int) -> list[int] | None:
-        """Tokens that bring the text to its end, about as few as there can be; none where it is
-        complete. None where none were found: some texts are too deep for that."""
+        """Tokens that complete the text, close to the fewest possible; empty if it is complete.
+        None if no such tokens were found, as for a text that is nested very deeply."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("closing")
@@ -220,24 +223,25 @@ class GrammarInstance:
 
     @property
     def size(self) -> int:
-        """Bytes of its memory."""
+        """Bytes of the guest's memory."""
         with self._lock:
             return 0 if self.dead else self._guest.measure()
 
     @property
     def found(self) -> int:
-        """How many masks it has found since its memory was new; those looked up do not count."""
+        """How many masks were computed since its memory was new, without those from the cache."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 
     def memory(self) -> bytes:
-        """A copy of all that it has found out; sequences in it are over when it is used."""
+        """A snapshot of the guest's memory, with its cache of masks. An instance made from it has
+        no sequences."""
         with self._lock:
             self._alive()
             return self._guest.read(0, self._guest.measure())
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the guest."""
         with self._lock:
             self.dead = True
             self._guest.close()
@@ -259,12 +263,12 @@ class GrammarInstance:
         if place < 0:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "this worker has as many sequences of this grammar as it can take; try again",
+                "this grammar has as many sequences on this worker as it can hold; try again",
             )
         return place
 
     def _alive(self) -> ctypes.Array[ctypes.c_uint32]:
-        """The block, where there still is one."""
+        """The shared block; raises ControllerError if the guest has failed."""
         if self.dead:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, "the grammar failed for another sequence; try again"

@@ -1,7 +1,7 @@
-"""Tables of what users write: regular expressions, grammars, texts whose parts are wanted.
+"""Compiles the arguments of constraints to tables: regular expressions, choices, grammars.
 
-Each takes the argument of its constraint, and raises RequestError at ``$.controller_arg`` where it
-is wrong. Tables are kept: in memory, and those that take long to make on disk too.
+Each function takes the argument of its constraint, and raises RequestError with the path
+``$.controller_arg`` if it is not valid. Tables are cached in memory, those of grammars on disk too.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from .yacc_compiler import compile_apart
 log = logging.getLogger(__name__)
 
 REGEX_S = 1.0
-"""How long a pattern may take to compile, in seconds: other rounds share the interpreter."""
+"""Bound on compiling a pattern, in seconds of CPU time: other rounds share the interpreter lock."""
 MOST_STATES = 65_000
-"""Of an automaton; the guest counts them in 16 bits."""
+"""Most states of an automaton; the guest counts them in 16 bits."""
 WAIT_S = 5.0
-"""How long a request waits for the same grammar to be compiled for another one, in seconds."""
+"""How long a request waits, in seconds, while another request has the same grammar compiled."""
 MOST_BYTES = 256 * 1024**2
-"""Of tables on disk."""
+"""Most bytes of tables on disk."""
 KEPT = 256
-"""Tables of patterns, and of grammars, that are kept in memory."""
+"""Sizes of the in-memory caches: tables of patterns, of choices, of texts and of grammars each."""
 GRAMMAR_CHARACTERS = 1 << 20
-"""Characters of a grammar, as the compiler takes them."""
+"""Most characters of a grammar that the compiler takes."""
 
 
 def regex_tables(arg: bytes) -> bytes:
-    """Of a pattern, or of one of the library as ``{"library": NAME}``."""
+    """The tables of a pattern, or of a library pattern given as ``{"library": NAME}``."""
     pattern = _named(arg, "regex", "pattern", library.regex)
     if not pattern:
-        raise refusal("regex needs a regular expression as its argument")
+        raise refusal("the argument of regex is empty; it must be a regular expression")
     return _automaton(pattern)
 
 
@@ -64,7 +64,7 @@ def _automaton(pattern: str) -> bytes:
 
 
 def choice_tables(arg: bytes) -> bytes:
-    """Of a list of texts, or of ``{"choices": [...]}``."""
+    """The tables of a JSON list of texts, or of ``{"choices": [...]}``."""
     try:
         given = msgspec.json.decode(arg)
         if isinstance(given, dict) and list(given) == ["choices"]:
@@ -72,11 +72,11 @@ def choice_tables(arg: bytes) -> bytes:
         choices = msgspec.convert(given, list[str])
     except msgspec.MsgspecError as error:
         raise refusal(
-            'the argument of choice is a JSON list of strings, or {"choices": [...]}; this is '
-            f"{arg[:100].decode('utf-8', 'replace')!r}: {error}"
+            f"the argument of choice is {arg[:100].decode('utf-8', 'replace')!r}: {error}; it must "
+            'be a JSON list of strings, or {"choices": [...]}'
         ) from None
     if not choices:
-        raise refusal("the argument of choice is a list of at least one text; this one is empty")
+        raise refusal("the argument of choice is an empty list; it must have at least one text")
     return _choices(tuple(choices))
 
 
@@ -90,10 +90,10 @@ def _choices(choices: tuple[str, ...]) -> bytes:
 
 @lru_cache(maxsize=KEPT)
 def substring_tables(arg: bytes) -> bytes:
-    """Of the text whose parts are wanted, itself or as ``{"text": TEXT}``."""
+    """The tables of a text whose substrings are allowed, given plain or as ``{"text": TEXT}``."""
     text = _named(arg, "substring", "text")
     if not text:
-        raise refusal("substring needs a text as its argument")
+        raise refusal("the argument of substring is empty; it must be a text")
     try:
         return compile_substring(text).to_bytes()
     except ValueError as error:
@@ -101,24 +101,24 @@ def substring_tables(arg: bytes) -> bytes:
 
 
 class GrammarTables:
-    """Tables of grammars: by their text, or one of the library by its name."""
+    """Tables of grammars, given by their text or by a library name."""
 
     def __init__(self, folder: Path | None) -> None:
-        """``folder`` is where they are kept; None: nowhere. It is made for this user alone."""
+        """``folder`` stores tables between runs and is created with mode 0700; None: no storage."""
         self._files = None if folder is None else FileCache(folder, ".tables", MOST_BYTES)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._cached: OrderedDict[str, bytes] = OrderedDict()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        self._made_by = f"{version('tokenbus')}, tables {VERSION}"
+        self._version = f"{version('tokenbus')}, tables {VERSION}"
         self._names = frozenset(library.names())
 
     def __call__(self, arg: bytes) -> bytes:
-        """Of a grammar's text, of a name of the library, or ``{"library": NAME}``."""
+        """The tables of a grammar's text, of a library name, or of ``{"library": NAME}``."""
         text = _named(arg, "yacc", "grammar", library.grammar)
         if not text.strip():
             raise refusal(
-                "yacc needs a grammar as its argument, or the name of one in the library: "
-                + ", ".join(library.names())
+                "the argument of yacc is empty; it must be a grammar, or the name of a library "
+                "grammar: " + ", ".join(library.names())
             )
         if re.fullmatch(r"\w+", text) and text not in self._names:
             known = ", ".join(sorted(self._names))
@@ -127,14 +127,14 @@ class GrammarTables:
             text = library.grammar(text)
         if len(text) > GRAMMAR_CHARACTERS:
             raise refusal(
-                f"yacc: a grammar has at most {GRAMMAR_CHARACTERS} characters; this one has "
-                f"{len(text)}"
+                f"yacc: the grammar has {len(text)} characters; at most {GRAMMAR_CHARACTERS} are "
+                "allowed"
             )
-        key = hashlib.sha256(f"{self._made_by}\n{text}".encode()).hexdigest()
+        key = hashlib.sha256(f"{self._version}\n{text}".encode()).hexdigest()
         with self._lock:
-            tables = self._kept.get(key)
+            tables = self._cached.get(key)
             if tables is not None:
-                self._kept.move_to_end(key)
+                self._cached.move_to_end(key)
                 return tables
             turn = self._turns.setdefault(key, threading.Lock())
         with waiting():
@@ -142,17 +142,17 @@ class GrammarTables:
         if not has_turn:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"this grammar has been compiled for {WAIT_S:g} s; try again",
+                f"another request has had this grammar compiled for {WAIT_S:g} s; try again",
                 retry_after_s=WAIT_S,
             )
         try:
-            return self._made(key, text)
+            return self._compiled(key, text)
         finally:
             turn.release()
 
-    def _made(self, key: str, text: str) -> bytes:
-        """The tables of a text that were not at hand before this thread had its turn."""
-        tables = self._kept.get(key) or self._read(key)
+    def _compiled(self, key: str, text: str) -> bytes:
+        """The tables of a grammar, for the thread that holds the lock of its key."""
+        tables = self._cached.get(key) or self._read(key)
         if tables is None:
             try:
                 with waiting():
@@ -161,9 +161,9 @@ class GrammarTables:
                 raise refusal(f"yacc: {error}") from None
             self._write(key, tables)
         with self._lock:
-            self._kept[key] = tables
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            self._cached[key] = tables
+            while len(self._cached) > KEPT:
+                self._cached.popitem(last=False)
             self._turns.pop(key, None)
         return tables
 
@@ -176,7 +176,9 @@ class GrammarTables:
         except OSError:
             return None
         except ValueError as error:
-            log.warning("the tables %s are made again: %s", key[:12], error)
+            log.warning(
+                "the tables %s on disk cannot be used and are compiled again: %s", key[:12], error
+            )
             return None
         return tables
 
@@ -186,19 +188,17 @@ class GrammarTables:
         try:
             self._files.write(key, tables)
         except OSError as error:
-            log.warning("the tables %s cannot be kept: %s", key[:12], error)
+            log.warning("the tables %s cannot be written to disk: %s", key[:12], error)
 
 
 def _named(
     arg: bytes, constraint: str, field: str, of_library: Callable[[str], str] | None = None
 ) -> str:
-    """The text of an argument: itself, or an object's ``field`` or ``library``."""
+    """The text of an argument: plain, or in the ``field`` or ``library`` of an object."""
     try:
         text = arg.decode()
     except UnicodeDecodeError as error:
-        raise refusal(
-            f"the argument of {constraint} is text, and this is not UTF-8: {error}"
-        ) from None
+        raise refusal(f"the argument of {constraint} is not UTF-8 text: {error}") from None
     if not text.startswith('{"'):
         return text
     try:
@@ -213,8 +213,8 @@ def _named(
                 raise refusal(f"{constraint}: {error.args[0]}") from None
         case _ if len(given) == 1 and isinstance(given.get(field), str):
             return str(given[field])
-    library_too = ' or {"library": NAME}' if of_library is not None else ""
+    or_library = ' or {"library": NAME}' if of_library is not None else ""
     raise refusal(
-        f'the argument of {constraint} is text, {{"{field}": TEXT}}{library_too}; this has '
-        + ", ".join(given)
+        f"the argument of {constraint} is an object with the fields {', '.join(given)}; it must be "
+        f'text, {{"{field}": TEXT}}{or_library}'
     )

@@ -1,9 +1,9 @@
-"""Parts of a combination that are no one automaton: played one after another, token by token.
+"""Runs the parts of a combination that is not one automaton, one after another, token by token.
 
-A plan has each part that may come, and which ones may follow it (as Glushkov has positions and
-followers). A sequence is in one part or in several at once, where its text so far can be read in
-several ways; each has a controller of its own, and a mask is what any of them allows. A token
-belongs to one part: none goes over the end of one into the next.
+A plan has the parts as positions and which positions may follow each, as in Glushkov's
+construction. A sequence is in several positions at once if its text so far can be parsed in several
+ways. Each has a controller of its own, and the mask is the union of their masks. A token belongs to
+one part: no token spans the end of one part and the beginning of the next.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .combination import Part
 from .refusals import refusal
 
 MOST_POSITIONS = 256
-"""Parts of a plan, each copy of a repeated one counted."""
+"""Most parts of a plan; each copy of a repeated part counts."""
 MOST_WAYS = 32
-"""In which a text so far may be read."""
+"""Most ways to parse the text so far."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 Start = Callable[[Part, Host], Controller]
-"""Makes the controller of a plan's part."""
+"""Makes the controller of a part of a plan."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Tokens that each may have."""
+    """Most tokens of each part; None: no limit of its own."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -46,22 +46,22 @@ class Plan:
 
 
 def make_plan(root: Part) -> Plan:
-    """The plan of a combination. Raises RequestError where it has too many parts."""
+    """The plan of a combination. Raises RequestError if it has too many parts."""
     plan = Plan()
     plan.first, plan.last, plan.empty = _planned(plan, root, None)
     return plan
 
 
 def _planned(plan: Plan, part: Part, most: int | None) -> tuple[set[int], set[int], bool]:
-    """Adds a part; the positions that it may begin and end with, and whether it may be left out.
-    ``most``: tokens that the parts around it may have."""
+    """Adds a part to the plan; its first and last positions, and whether it may be empty.
+    ``most``: the smallest ``max_tokens`` of the parts around it."""
     if part.max_tokens is not None:
         most = part.max_tokens if most is None else min(most, part.max_tokens)
     if part.regular or part.kind not in ("sequence", "alternation", "repetition"):
         if len(plan.parts) == MOST_POSITIONS:
             raise refusal(
-                f"combination: {part.place} makes more than {MOST_POSITIONS} parts, each copy of "
-                "a repeated one counted"
+                f"combination: {part.place} exceeds the limit of {MOST_POSITIONS} parts; each copy "
+                "of a repeated part counts"
             )
         plan.parts.append(part)
         plan.budgets.append(most)
@@ -103,7 +103,7 @@ def _in_a_row(
 
 @dataclass(slots=True)
 class Way:
-    """One way in which the text so far is read: in a part, at its controller's place."""
+    """One way to parse the text so far: the current part and its controller."""
 
     position: int
     controller: Controller
@@ -111,7 +111,7 @@ class Way:
 
 
 class PartsController:
-    """One sequence under a plan."""
+    """The controller of one sequence that follows a plan."""
 
     def __init__(self, plan: Plan, start: Start, host: Host) -> None:
         self._plan = plan
@@ -120,21 +120,21 @@ class PartsController:
         self._length = 0
         self._ways: list[Way] = []
         self._waiting: list[Way] = []
-        """Ways that have not been asked in this round; none between rounds."""
+        """Ways whose mid_process has not been called in this round; empty between rounds."""
         self._complete = plan.empty
-        """Whether the text so far is whole as it is, in a way that cannot go on."""
+        """Whether the text so far is complete in a way that has ended."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Nothing: parts are of what comes after the prompt."""
+        """Does nothing: the parts constrain only what comes after the prompt."""
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """What any way allows; appends what the only one must have, and stops where nothing may
-        come."""
+        """Writes the union of the masks of all ways. Appends the forced tokens if there is only
+        one way, and stops if no token is allowed."""
         if self._length >= self._host.max_tokens:
             return STOP
         waiting = self._waiting = self._ways
@@ -152,7 +152,7 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # It closes its text: there is no time for other ways.
+                # It closes its text; max_tokens leaves no room for the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]
@@ -172,7 +172,8 @@ class PartsController:
             if len(waiting) + len(self._ways) > MOST_WAYS:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"the text can be read in more than {MOST_WAYS} ways; make the parts differ",
+                    f"the text can be parsed in more than {MOST_WAYS} ways; make the parts "
+                    "less ambiguous",
                 )
         self._complete = complete
         if not self._ways:
@@ -182,7 +183,7 @@ class PartsController:
         return self._joined(mask, complete)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Follows what was appended, in the ways that allow it."""
+        """Advances the ways that allow the appended tokens and closes the others."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
             return STOP
         self._length += len(tokens) - backtrack
@@ -199,7 +200,7 @@ class PartsController:
         return CONTINUE
 
     def fork(self, host: Host) -> Controller:
-        """As ``interface.Controller`` says."""
+        """A controller with copies of all ways."""
         other = PartsController(self._plan, self._start, host)
         other._length, other._complete, other._begun = self._length, self._complete, self._begun
         try:
@@ -212,7 +213,7 @@ class PartsController:
         return other
 
     def close(self) -> None:
-        """As ``interface.Controller`` says."""
+        """Closes the controllers of all ways."""
         ways = self._ways + self._waiting
         self._ways, self._waiting = [], []
         for way in ways:
@@ -235,7 +236,7 @@ class PartsController:
         self._complete = False
 
     def _takes_end(self, mask: memoryview) -> bool:
-        """Whether the end of the sequence is allowed; it is taken out."""
+        """Whether the mask allows the end of the sequence, whose bit is cleared."""
         eos = self._host.vocabulary.eos
         if eos < 0 or not mask[eos >> 3] >> (eos & 7) & 1:
             return False

@@ -1,4 +1,4 @@
-"""What is said of a constraint's argument that is wrong."""
+"""The error for a constraint's argument that is not valid."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from .....protocol.errors import Code, RequestError
 
 
 def refusal(message: str) -> RequestError:
-    """The error for the client who gave the argument."""
+    """A RequestError whose path is the request's ``controller_arg``."""
     return RequestError(Code.INVALID_FIELD, message, path="$.controller_arg")

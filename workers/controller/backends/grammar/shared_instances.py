@@ -1,7 +1,7 @@
-"""The grammars that this worker has at work: one guest for each, shared, bounded, kept on disk.
+"""The grammar instances of this worker: one guest per grammar and vocabulary, shared by sequences.
 
-A guest that no sequence uses stays until others need its room. What it has found out is written to
-a file when it falls idle, so that the next process, or the same one later, begins where it was.
+An idle instance, which no sequence uses, stays loaded until its memory is needed for others. A
+snapshot of it is written to disk when it becomes idle; a later instance starts with its masks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .snapshots import SnapshotFiles
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1024**3
-"""Memory of all guests together beyond which idle ones go, the one used least recently first."""
+"""If all guests together take more memory, idle ones are evicted, the least recently used first."""
 SAVE_AGAIN_S = 60.0
-"""A guest's memory is written to disk at most so often, in seconds."""
+"""Shortest time between two snapshots of a guest, in seconds."""
 
 
 @lru_cache(maxsize=64)
@@ -36,50 +36,50 @@ def _digest(tables: bytes) -> bytes:
 
 
 class Shared:
-    """A guest and how many sequences use it."""
+    """A grammar instance and the number of sequences that use it."""
 
     def __init__(
-        self, guests: SharedInstances, key: str, guest: GrammarInstance, saved: int
+        self, owner: SharedInstances, key: str, guest: GrammarInstance, saved: int
     ) -> None:
         self.guest = guest
         self.key = key
         self.users = 0
         self.saved = saved
-        """Masks that it had found when its memory was written."""
+        """How many masks the last snapshot has."""
         self.saved_at = float("-inf")
         self.worth_saving = False
-        """Whether its masks take longer to find than to read: those of a grammar do."""
-        self._guests = guests
+        """Whether masks take longer to compute than to read from disk, as those of a grammar."""
+        self._owner = owner
 
     def share(self) -> None:
-        """One more sequence uses it."""
-        self._guests._use(self)
+        """Adds a user."""
+        self._owner._use(self)
 
     def release(self) -> None:
-        """One fewer does."""
-        self._guests._leave(self)
+        """Removes a user."""
+        self._owner._release(self)
 
 
 class SharedInstances:
-    """Guests by grammar and vocabulary. Safe from any thread."""
+    """Grammar instances by grammar and vocabulary. Thread-safe."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where their memories are kept; None: nowhere."""
+        """``folder`` is where snapshots are stored; None: nowhere."""
         self._module = GrammarModule(engine)
-        self._memories = SnapshotFiles(folder) if folder is not None else None
-        self._made_for = hashlib.sha256(self._module.wasm).digest()
+        self._snapshots = SnapshotFiles(folder) if folder is not None else None
+        self._module_digest = hashlib.sha256(self._module.wasm).digest()
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Shared] = OrderedDict()
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The guest of a grammar, with one more user; made where there is none."""
-        digest = hashlib.sha256(self._made_for)
+        """The instance of a grammar, with one more user; created if it is missing."""
+        digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
         key = digest.hexdigest()
         with self._lock:
-            shared = self._ready(key)
+            shared = self._reuse(key)
             if shared is not None:
                 return shared
             making = self._making.get(key)
@@ -87,31 +87,31 @@ class SharedInstances:
                 making = self._making[key] = threading.Lock()
         with making:
             with self._lock:
-                shared = self._ready(key)
+                shared = self._reuse(key)
             if shared is None:
                 shared = self._make(key, tables, vocabulary)
                 shared.worth_saving = tables.startswith(grammar_magic)
                 with self._lock:
                     shared.users += 1
                     self._all[key] = shared
-                    gone = self._too_many()
-                for old in gone:
+                    evicted = self._evicted()
+                for old in evicted:
                     old.guest.close()
         return shared
 
     def close(self) -> None:
-        """Writes what is worth it to disk: the worker ends."""
+        """Writes the snapshots that are worth it, when the worker stops."""
         with self._lock:
             every = list(self._all.values())
         for shared in every:
             shared.saved_at = float("-inf")
             self._save(shared)
-        if self._memories is not None:
-            self._memories.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _ready(self, key: str) -> Shared | None:
+    def _reuse(self, key: str) -> Shared | None:
         shared = self._all.get(key)
         if shared is None or shared.guest.dead:
             return None
@@ -120,30 +120,30 @@ class SharedInstances:
         return shared
 
     def _make(self, key: str, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        if self._memories is not None:
-            with self._memories.read(key) as memory:
+        if self._snapshots is not None:
+            with self._snapshots.read(key) as memory:
                 if memory is not None:
                     guest = GrammarInstance(self._module, vocabulary, tables, memory)
                     return Shared(self, key, guest, guest.found)
         return Shared(self, key, GrammarInstance(self._module, vocabulary, tables), 0)
 
-    def _too_many(self) -> list[Shared]:
-        """Idle guests whose room is needed, taken out."""
-        gone: list[Shared] = []
+    def _evicted(self) -> list[Shared]:
+        """Removes the idle instances whose memory is needed; the caller closes them."""
+        evicted: list[Shared] = []
         used = sum(shared.guest.size for shared in self._all.values())
         for key, shared in list(self._all.items()):
             if used <= KEPT_BYTES:
                 break
             if shared.users == 0:
-                gone.append(self._all.pop(key))
+                evicted.append(self._all.pop(key))
                 used -= shared.guest.size
-        return gone
+        return evicted
 
     def _use(self, shared: Shared) -> None:
         with self._lock:
             shared.users += 1
 
-    def _leave(self, shared: Shared) -> None:
+    def _release(self, shared: Shared) -> None:
         with self._lock:
             shared.users -= 1
             idle = shared.users == 0
@@ -158,10 +158,10 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Writes a guest's memory, on a thread of its own, where it has found something new."""
+        """Has another thread write a snapshot, if masks were computed since the last one."""
         now = time.monotonic()
         if (
-            self._memories is None
+            self._snapshots is None
             or not shared.worth_saving
             or now - shared.saved_at < SAVE_AGAIN_S
         ):
@@ -170,4 +170,4 @@ class SharedInstances:
         if guest.dead or guest.found == shared.saved:
             return
         shared.saved, shared.saved_at = guest.found, now
-        self._memories.write(shared.key, guest.memory)
+        self._snapshots.write(shared.key, guest.memory)

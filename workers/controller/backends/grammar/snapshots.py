@@ -1,7 +1,7 @@
-"""What grammars have found out, on disk: the memories of their guests, by key.
+"""Snapshots of grammar instances on disk: the memory of their guests, by key.
 
-A memory is only ever used inside the sandbox, so a file that somebody has changed can make masks
-wrong, and nothing else; the folder is this user's alone.
+A snapshot is only used inside the sandbox, so a modified file can at worst cause wrong masks. Only
+this user can read and write the folder.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MAGIC = b"TBGM\x01\0\0\0"
 
 
 class SnapshotFiles:
-    """The memories in a folder; they are written by one thread of this process."""
+    """The snapshots in a folder; one thread of this process writes them."""
 
     def __init__(self, folder: Path) -> None:
         self._files = FileCache(folder, ".memory", MOST_BYTES)
-        self._writer = ThreadPoolExecutor(1, "grammar-memories")
+        self._writer = ThreadPoolExecutor(1, "grammar-snapshots")
 
     @contextmanager
     def read(self, key: str) -> Iterator[memoryview | None]:
-        """A memory; None where there is none."""
+        """The memory in a snapshot; None if there is none, or if it is damaged."""
         try:
             with self._files.path(key).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -51,19 +51,19 @@ class SnapshotFiles:
             mapped.close()
 
     def write(self, key: str, memory: Callable[[], bytes]) -> None:
-        """Writes a memory soon; ``memory`` gives it then."""
+        """Schedules a write; the writer thread calls ``memory`` to get the bytes."""
         self._writer.submit(self._write, key, memory)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for scheduled writes."""
         self._writer.shutdown()
 
     def _write(self, key: str, memory: Callable[[], bytes]) -> None:
         try:
             data = memory()
         except ControllerError:
-            return  # The guest is gone.
+            return  # The instance was closed.
         try:
             self._files.write(key, _MAGIC + len(data).to_bytes(8, "little"), data)
         except OSError as error:
-            log.warning("the memory %s of a grammar cannot be kept: %s", key[:12], error)
+            log.warning("the snapshot %s of a grammar cannot be written: %s", key[:12], error)

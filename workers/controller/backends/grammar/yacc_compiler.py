@@ -1,9 +1,9 @@
-"""Compiling a grammar in a process of its own, with bounded time and memory.
+"""Compiles a grammar in a separate process, with bounded time and memory.
 
-Tables take from 3 ms to the bound of 20 s, in Python: on a thread of the worker, other rounds would
-wait for the interpreter. ``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler``
-takes a grammar on stdin and writes its tables to stdout, or what is wrong with it to stderr, as
-JSON.
+Compiling takes from 3 ms to the bound of 20 s of Python code, which in a thread of the worker would
+hold the interpreter lock.
+``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads a grammar from stdin
+and writes its tables to stdout, or an error as JSON to stderr.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 AT_ONCE = 2
-"""Grammars that are compiled at the same time; further requests have to try again."""
+"""Most grammars that are compiled at the same time; further requests must try again."""
 MAX_SECONDS = 20
 CPU_S = 25
-"""Of CPU time, beyond what the compiler bounds itself."""
+"""Limit on CPU time, in case the compiler does not keep its own bound."""
 WALL_S = 100.0
-"""The same by the clock, in seconds, so that a machine that is too busy is noticed."""
+"""Limit on wall time, in seconds, for a machine that is overloaded."""
 MEMORY_BYTES = 2 * 1024**3
 
 _WRONG = 3
-"""Exit code: the grammar is wrong."""
+"""Exit code: the grammar is not valid."""
 _NO_MEMORY = 4
 
 _turns = threading.Semaphore(AT_ONCE)
@@ -42,12 +42,13 @@ class _Wrong(msgspec.Struct):
 
 
 def compile_apart(text: str) -> bytes:
-    """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError where it is
-    wrong, or takes more than the bounds above, UnavailableError where others are being compiled."""
+    """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError if it is not
+    valid or exceeds the bounds above, and UnavailableError if ``AT_ONCE`` others are being
+    compiled."""
     if not _turns.acquire(blocking=False):
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"{AT_ONCE} grammars are being compiled, and no more at once; try again",
+            f"{AT_ONCE} grammars are being compiled, which is the limit; try again",
             retry_after_s=1.0,
         )
     try:

@@ -1,4 +1,4 @@
-"""The controller of a sequence under one of llguidance's grammars."""
+"""The controller of a sequence that is constrained by an llguidance grammar."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .matchers import Grammar
 from .trial import reason
 
 SHOWN = 200
-"""Characters of the text so far that an error shows."""
+"""Characters of the text so far that an error message shows."""
 AT_ONCE = 256
-"""Tokens that are followed without a break for other threads."""
+"""Tokens that are consumed in one call, which holds the interpreter lock."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -34,32 +34,32 @@ class MatcherController:
         self._host = host
         self._text = list(text)
         self._mask: memoryview | None = None
-        """The one that ``_words`` and ``_address`` are of."""
+        """The mask that ``_words`` and ``_address`` refer to."""
         self._words: np.ndarray[tuple[int], np.dtype[np.uint32]]
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """Where the vocabulary has one token more for llguidance than for the model."""
+        """Used if llguidance's vocabulary has one token more than the model's."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Nothing: the grammar is of what comes after the prompt."""
+        """Does nothing: the grammar constrains only what comes after the prompt."""
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """What the grammar allows next; appends what must come, and stops where nothing can.
+        """Writes the token mask; appends forced tokens, and stops if no token is allowed.
 
-        llguidance finds what is forced for its mask too, which has then the first such token only,
-        and does that without Python's lock, which compute_ff_tokens holds. So that is called only
-        where the mask has next to nothing.
+        compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
+        forced, the mask has only that one, so compute_ff_tokens is called only if the mask has
+        hardly any words set.
         """
         left = self._host.max_tokens - len(self._text)
         if left <= 0:
             return STOP
         if mask is not self._mask:
-            self._look_at(mask)
+            self._use_mask(mask)
         with self._grammar.lock:
             self._fill(mask)
             if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
@@ -77,7 +77,7 @@ class MatcherController:
         return COMPLETE
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Follows what was appended; stops at the end of the sequence."""
+        """Advances by the appended tokens; stops at an end-of-sequence token."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
             return STOP
         matcher = self._matcher
@@ -95,13 +95,13 @@ class MatcherController:
         return CONTINUE
 
     def fork(self, host: Host) -> Controller:
-        """As ``interface.Controller`` says; the fork has the same place in the text."""
+        """A controller with a copy of the matcher."""
         return MatcherController(self._grammar, self._grammar.copy(self._matcher), host, self._text)
 
     def close(self) -> None:
-        """Nothing: a matcher goes with its controller."""
+        """Does nothing: the matcher is freed with this object."""
 
-    def _look_at(self, mask: memoryview) -> None:
+    def _use_mask(self, mask: memoryview) -> None:
         self._mask = mask
         self._words = np.frombuffer(mask, np.uint32)
         place = mask if self._own_mask is None else self._own_mask
@@ -121,15 +121,15 @@ class MatcherController:
         self._grammar.give_up()
         why = self._matcher.get_error()
         if why.startswith("NoExtension") or not why:
-            why = "no token of this model can go on with the text as the grammar needs it"
+            why = "no token of this model's vocabulary can follow under the grammar"
         return self._error(Code.CONTROLLER_FAILED, reason(why))
 
     def _too_slow(self, took: float) -> ControllerError:
         most = self._host.limits.mid_s
         return self._error(
             Code.CONTROLLER_TIMEOUT,
-            f"following a token took {1000 * took:.0f} ms of CPU; {1000 * most:g} are allowed: the "
-            "grammar is too ambiguous",
+            f"parsing a token took {1000 * took:.0f} ms of CPU time, as the grammar is too "
+            f"ambiguous; at most {1000 * most:g} ms are allowed",
         )
 
     def _error(self, code: Code, why: str) -> ControllerError:

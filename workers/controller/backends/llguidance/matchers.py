@@ -1,7 +1,7 @@
-"""Compiled grammars and their tokenizers, shared by the sequences of a worker.
+"""Compiled llguidance grammars and tokenizers, shared by the sequences of a worker.
 
-Source: llguidance (an Earley parser over lexemes that are derivatives of regular expressions; masks
-by a walk of the token trie, cut short by slices of the vocabulary).
+Source: llguidance (an Earley parser over a lexer of regular-expression derivatives; masks by a walk
+of the token trie, with precomputed slices of the vocabulary).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .trial import RefusedGrammar, Trials, parser_limits, reason
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
 SHORT = 100
-"""Characters of forced texts whose tokens are kept."""
+"""Most characters of a forced text whose tokens are cached."""
 KEPT_GRAMMARS = 32
-"""Each may come to ``trial.MAX_LEXER_STATES``."""
+"""Most cached grammars, each of up to ``trial.MAX_LEXER_STATES`` lexer states."""
 
 
 class _Wrapper:
-    """A vocabulary as llguidance asks for one (its TokenizerWrapper).
+    """A vocabulary in the form that llguidance takes (its TokenizerWrapper).
 
-    Tokens without bytes, special ones among them, are in no text, so no mask has them.
+    No mask allows a token without bytes, such as a special token.
     """
 
     is_tokenizer_wrapper = True
@@ -45,8 +45,8 @@ class _Wrapper:
         self._short = lru_cache(KEPT_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokenizer's own choice for a text that is forced. Short ones come again: for the mask
-        and for what is appended, and in each sequence of a grammar."""
+        """The tokenization of a forced text. Short texts are cached as they recur: for the mask,
+        for the appended tokens, and in each sequence of a grammar."""
         return self._short(text) if len(text) <= SHORT else self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -54,15 +54,15 @@ class _Wrapper:
 
 
 class Tokens:
-    """A vocabulary for llguidance. The ends of a sequence are allowed where a text is complete; a
-    vocabulary that has none gets one beyond its last token, which is never let out."""
+    """A vocabulary for llguidance. End-of-sequence tokens are allowed where a text is complete; a
+    vocabulary without any gets one beyond its last token, which is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Takes about 0.4 s for 131,072 tokens, with Python's lock in hand."""
+        """Takes about 0.4 s for 131,072 tokens and holds the interpreter lock."""
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # It must not know of ``self``: the collector does not see what llguidance holds.
+        # It must not refer to ``self``: the garbage collector cannot see llguidance's references.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -70,16 +70,16 @@ class Tokens:
         self.only_end = sum(1 << end for end in ends if end < size).to_bytes(
             4 * -(-size // 32), "little"
         )
-        """The mask that allows the end and nothing else."""
+        """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Words of a mask that such a one has set at most, or one with a single token."""
+        """Most nonzero words of ``only_end``, or of a mask with a single token."""
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share what its lexer has found out: one of them at a time.
+    """A compiled grammar. Its matchers share its lexer's states, so only one may run at a time.
 
     ``lock`` is held around each call of any of its matchers. llguidance has a lock of its own for
-    that, but a thread waits for it with Python's lock in its hand.
+    this, but a thread that waits for it holds the interpreter lock.
     """
 
     def __init__(self, matchers: Matchers, key: bytes, tokens: Tokens, matcher: LLMatcher) -> None:
@@ -94,18 +94,18 @@ class Grammar:
         return self.copy(self._matcher)
 
     def copy(self, matcher: LLMatcher) -> LLMatcher:
-        """A matcher at the same place."""
+        """A copy of a matcher with its state."""
         with self.lock:
             return matcher.deep_copy()
 
     def give_up(self) -> None:
-        """A matcher of it has failed, perhaps as the lexer that they share is full: the next
-        request has it compiled anew."""
+        """Removes it from the cache after a matcher failed, as the shared lexer may be full: the
+        next request compiles the grammar again."""
         self._matchers.drop(self._key, self)
 
 
 class Matchers:
-    """The grammars and tokenizers that were used last. Safe from any thread."""
+    """Caches of the most recently used grammars and tokenizers. Thread-safe."""
 
     def __init__(self) -> None:
         self._trials = Trials()
@@ -115,7 +115,7 @@ class Matchers:
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str) -> Grammar:
-        """A grammar, as ``LLMatcher.grammar_from_*`` gives it, compiled; raises RefusedGrammar."""
+        """Compiles a grammar from ``LLMatcher.grammar_from_*``, or finds it. Raises RefusedGrammar."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         with self._lock:
@@ -137,13 +137,13 @@ class Matchers:
         return made
 
     def drop(self, key: bytes, grammar: Grammar) -> None:
-        """Keeps a grammar no longer."""
+        """Removes a grammar from the cache."""
         with self._lock:
             if self._grammars.get(key) is grammar:
                 del self._grammars[key]
 
     def close(self) -> None:
-        """Ends the processes that try grammars out."""
+        """Ends the trial processes."""
         self._trials.close()
 
     def _tokens_of(self, name: object, vocabulary: Vocabulary) -> Tokens:

@@ -1,4 +1,4 @@
-"""The built-in constraints ``json_schema`` and ``lark``: their argument, as llguidance takes it."""
+"""The built-in constraints ``json_schema`` and ``lark``: their arguments as llguidance grammars."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 1024 * 1024
-"""Of a schema or a grammar. What compiling it may cost is bounded apart from that (``trial``)."""
+"""Most bytes of a schema or a grammar. The cost of compiling it is bounded by ``trial``."""
 
 _SPACING: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""As Python's ``json.dumps`` writes: a model cannot lose itself in spaces, and most of what is
-between values is forced. A schema's own ``x-guidance`` says otherwise where that is wanted."""
+"""The spacing of Python's ``json.dumps``: a model cannot write endless white space, and most text
+between values is forced. A schema can override it with ``x-guidance``."""
 
 _LEXEME = re.compile(
     r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -36,22 +36,22 @@ _LEXEME = re.compile(
     r"|(?P<special><[^<>\s]+>)",
     re.DOTALL,
 )
-"""What of a Lark grammar may hold a ``<``: strings (JSON's too), regular expressions, comments, and
-the names of special tokens; as llguidance's own lexer has them."""
+"""Lexemes of a Lark grammar that may contain ``<``: strings (also in JSON), regular expressions,
+comments, and the names of special tokens; the same as in llguidance's lexer."""
 
 
 class JsonSchemaProgram:
-    """The built-in ``json_schema``: the text is a JSON value that its argument, a schema, allows.
+    """The built-in ``json_schema``: the text is a JSON value that matches the schema given.
 
-    The text is spaced as ``json.dumps`` does, properties come in the schema's order.
+    White space is as in ``json.dumps``; properties come in the schema's order.
     """
 
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
 
     def start(self, host: Host) -> Controller:
-        """Raises RequestError, with llguidance's reason, where the argument is no schema that it
-        can follow."""
+        """Raises RequestError, with llguidance's reason, if the argument is not a schema that it
+        supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
             grammar = LLMatcher.grammar_from_json_schema(_object_of(schema), _SPACING)
@@ -61,20 +61,20 @@ class JsonSchemaProgram:
 
 
 class LarkProgram:
-    """The built-in ``lark``: the text is one of its argument, a grammar in llguidance's Lark."""
+    """The built-in ``lark``: the text matches a grammar in llguidance's Lark dialect."""
 
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
 
     def start(self, host: Host) -> Controller:
-        """Raises RequestError, with llguidance's reason, where the argument is no such grammar."""
+        """Raises RequestError, with llguidance's reason, if the argument is not such a grammar."""
         text = _argument(host, "lark", "a grammar")
         for lexeme in _LEXEME.finditer(text):
             if lexeme["special"]:
                 line = text.count("\n", 0, lexeme.start()) + 1
                 raise _refusal(
-                    f"lark: line {line} names the special token {lexeme['special'][:80]}; a "
-                    "constraint is of text, and special tokens have none: write text in quotes"
+                    f"lark: line {line} names the special token {lexeme['special'][:80]}, "
+                    "which has no text to constrain; literal text must be in quotes"
                 )
         grammar = json.dumps({"grammars": [{"lark_grammar": text}]})
         return _start(self._matchers, host, "lark", grammar)
@@ -96,14 +96,14 @@ def _argument(host: Host, name: str, what: str) -> str:
     try:
         text = host.arg.decode()
     except UnicodeDecodeError as error:
-        raise _refusal(f"the argument of {name} is text, and this is not UTF-8: {error}") from None
+        raise _refusal(f"the argument of {name} is not UTF-8 text: {error}") from None
     if not text.strip():
-        raise _refusal(f"{name} needs {what} as its argument")
+        raise _refusal(f"the argument of {name} is empty; it must be {what}")
     return text
 
 
 def _object_of(schema: str) -> str:
-    """llguidance takes objects only; ``true`` is the empty one."""
+    """llguidance takes only objects; the schema ``true`` is the empty object."""
     return "{}" if schema.strip() == "true" else schema
 
 

@@ -1,11 +1,10 @@
-"""Trying a grammar out in a process of its own, before the worker compiles it.
+"""Compiles each new grammar in a separate process first, before the worker does.
 
-A grammar of a kilobyte may take llguidance hours to compile (the
-intersection of a few expressions), or that overflows its stack and takes the process with it (a
-chain of 10,000 rules). So each new grammar goes first to ``python -m
-tokenbus.workers.controller.backends.llguidance.trial``, with bounded time, memory and stack: it
-compiles the grammar for a vocabulary of bytes and takes one step. The process stays, as starting it
-takes 0.1 s; a trial takes the time of compiling, about a millisecond.
+A grammar of a kilobyte can take llguidance hours to compile (an intersection of a few expressions),
+or overflow its stack and so end the process (a chain of 10,000 rules). Therefore each new grammar
+is first sent to ``python -m tokenbus.workers.controller.backends.llguidance.trial``, which has
+bounded time, memory and stack: it compiles the grammar for a vocabulary of bytes and takes one step.
+The process is reused, as starting it takes 0.1 s; a trial takes a millisecond, as compiling does.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 CPU_S = 2
-"""Time that a trial may take, in seconds of CPU; up to a second more, as the system counts."""
+"""Limit on the CPU time of a trial, in seconds; the kernel may allow up to one second more."""
 WALL_S = 30.0
-"""The same by the clock, so that a machine that is too busy is noticed."""
+"""Limit on wall time, in seconds, for a machine that is overloaded."""
 MEMORY_BYTES = 1024**3
-"""What the process may allocate."""
+"""Most memory that the process may allocate."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Less than the worker's threads have (``sandbox.HOST_STACK_BYTES``): what passes here passes
-there."""
+"""Less than the worker's threads have (``sandbox.HOST_STACK_BYTES``): a grammar that compiles here
+compiles there."""
 MAX_LEXER_STATES = 100_000
-"""Of one grammar, for all its sequences, about 0.5 kB each. A string of bounded length takes some 5
-for each character."""
+"""Most lexer states of one grammar, shared by all its sequences, of about 0.5 kB each. A string of
+bounded length takes about 5 per character."""
 AT_ONCE = 2
-"""Trials at the same time, and processes that are kept for the next one."""
+"""Most trials at the same time, and most idle processes."""
 SHOWN = 400
-"""Characters of a reason that an error shows at most."""
+"""Most characters of a reason that an error message shows."""
 
 _LENGTH = struct.Struct("<I")
 
 
 class RefusedGrammar(Exception):
-    """A grammar that llguidance refuses, or that takes too much; the message is the reason."""
+    """A grammar that llguidance refuses or that exceeds the bounds; the message is the reason."""
 
 
 def parser_limits() -> LLParserLimits:
-    """llguidance's own bounds on its lexer and its parser, for every grammar."""
+    """The bounds on llguidance's lexer and parser, for every grammar."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 def reason(error: str) -> str:
     """llguidance's message on one line, without its excerpts of the grammar, which are indented,
-    and without its stack."""
+    and without its stack trace."""
     message = error.split("\n<", 1)[0]
     lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)
@@ -68,7 +67,7 @@ def reason(error: str) -> str:
 
 
 class Trials:
-    """The processes. Safe from any thread; each trial has one to itself."""
+    """The trial processes, each of which runs one trial at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._turns = threading.Semaphore(AT_ONCE)
@@ -76,39 +75,38 @@ class Trials:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def run(self, grammar: str) -> None:
-        """Raises RefusedGrammar where a grammar is wrong or takes more than the bounds above, and
-        UnavailableError where others take so long that its turn does not come."""
+        """Raises RefusedGrammar if a grammar is not valid or exceeds the bounds above, and
+        UnavailableError if no trial process becomes free in time."""
         if not self._turns.acquire(timeout=WALL_S):
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"other grammars have been tried out for {WALL_S:g} s, {AT_ONCE} at once; try "
-                "again",
+                f"all {AT_ONCE} grammar checks were busy for {WALL_S:g} s; try again",
                 retry_after_s=1.0,
             )
         try:
-            said = self._tried(grammar.encode())
+            reply = self._try(grammar.encode())
         finally:
             self._turns.release()
-        if said:
-            raise RefusedGrammar(said)
+        if reply:
+            raise RefusedGrammar(reply)
 
-    def _tried(self, grammar: bytes) -> str:
+    def _try(self, grammar: bytes) -> str:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None or process.poll() is not None:
             process = self._spawn()
         try:
-            said = _asked(process, grammar)
+            reply = _ask(process, grammar)
         except BaseException:
             process.kill()
             _end(process)
             raise
         with self._lock:
             self._idle.append(process)
-        return said
+        return reply
 
     def close(self) -> None:
-        """Ends the processes that wait."""
+        """Ends the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
@@ -124,8 +122,8 @@ class Trials:
         )
 
 
-def _asked(process: subprocess.Popen[bytes], grammar: bytes) -> str:
-    """What a process says of a grammar: what is wrong, or nothing."""
+def _ask(process: subprocess.Popen[bytes], grammar: bytes) -> str:
+    """The error that a trial process reports for a grammar; empty if it is valid."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -135,19 +133,21 @@ def _asked(process: subprocess.Popen[bytes], grammar: bytes) -> str:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(WALL_S):
                 raise RefusedGrammar(f"it could not be compiled within {WALL_S:g} s")
-        said = _read(process.stdout)
-        if said is not None:
-            return said.decode()
+        reply = _read(process.stdout)
+        if reply is not None:
+            return reply.decode()
     except BrokenPipeError:
         pass
     code = process.wait()
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         raise RefusedGrammar(f"compiling it takes more than {CPU_S} s of CPU time")
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
-        raise RefusedGrammar("it nests too deeply: llguidance's stack overflowed")
+        raise RefusedGrammar("it is nested too deeply: llguidance's stack overflowed")
     if code == -signal.SIGABRT:
         raise RefusedGrammar(f"compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory")
-    raise ServiceError(Code.INTERNAL, f"the process that tries grammars out failed ({code})")
+    raise ServiceError(
+        Code.INTERNAL, f"the process that checks grammars failed with exit code {code}"
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -160,7 +160,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(source: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+    """The next message; None at the end of the stream."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -170,8 +170,8 @@ def _read(source: IO[bytes]) -> bytes | None:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _wrong(tokenizer: LLTokenizer, grammar: str) -> str:
-    """What is wrong with a grammar, found by compiling it and a step; nothing where all is well."""
+def _check(tokenizer: LLTokenizer, grammar: str) -> str:
+    """The error of compiling a grammar and taking one step; empty if there is none."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.consume_tokens(matcher.compute_ff_tokens())
@@ -188,8 +188,8 @@ def _serve() -> None:
     while (grammar := _read(sys.stdin.buffer)) is not None:
         most = math.ceil(time.process_time() + CPU_S)
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
-        said = _wrong(tokenizer, grammar.decode()).encode()
-        sys.stdout.buffer.write(_LENGTH.pack(len(said)) + said)
+        reply = _check(tokenizer, grammar.decode()).encode()
+        sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
         sys.stdout.buffer.flush()
     os._exit(0)
 
