@@ -1,4 +1,4 @@
-"""Controllers in Python: trusted code of the operator's, as a class or as a script."""
+"""Controllers in Python: trusted code from the operator, as a class or as a script."""
 
 from .classes import Controller, PythonProgram
 from .context import Context, Label

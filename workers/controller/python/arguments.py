@@ -1,4 +1,4 @@
-"""What the user gave as ``controller_arg``."""
+"""Decodes the request's ``controller_arg``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 def parsed(arg: bytes) -> object:
-    """The argument: what it is as JSON, else its text; None where none was given."""
+    """The argument decoded as JSON, or as text if it is not JSON; None if it is empty."""
     if not arg:
         return None
     text = arg.decode("utf-8", "replace")

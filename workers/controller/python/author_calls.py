@@ -29,10 +29,10 @@ _PLACE = {"post_process": 0, "pre_process": 1, "mid_process": 2}
 class AuthorCalls:
     """The calls of one sequence into the code of ``name``.
 
-    An author's code is trusted and cannot be interrupted, so its limits only make a line in the
-    sequence's own log: for init_prompt its own limit, for the three calls of a round the sum of
-    theirs, as they are made one after another while the model computes. Times are of this
-    thread's CPU.
+    An author's code is trusted and cannot be interrupted, so exceeding a limit only adds a line to
+    the sequence's log. init_prompt has its own limit; the three calls of a round share the sum of
+    theirs, as they run one after another while the model computes. Times are CPU time of this
+    thread.
     """
 
     def __init__(self, name: str, host: Host) -> None:
@@ -40,12 +40,12 @@ class AuthorCalls:
         self._host = host
         self._round_s = 0.0
         self._last = len(_PLACE)
-        self._told = False
+        self._warned = False
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """Around one call; any exception becomes a ControllerError of one line that names the
-        author's. The traceback of the author's own lines goes to the sequence's log.
+        """Wraps one call. Any exception becomes a ControllerError whose one-line message names the
+        line of the author's code; the traceback of the author's lines goes to the sequence's log.
         """
         start = time.thread_time()
         try:
@@ -64,8 +64,8 @@ class AuthorCalls:
         if isinstance(error, TokenbusError):
             return ControllerError(error.code, f"{self._name}: {one_line(error.message)}{at}")
         kind, text = type(error).__name__, one_line(str(error))
-        told = f"{kind}: {text}" if text else kind
-        return ControllerError(Code.CONTROLLER_FAILED, f"{self._name} raised {told}{at}")
+        raised = f"{kind}: {text}" if text else kind
+        return ControllerError(Code.CONTROLLER_FAILED, f"{self._name} raised {raised}{at}")
 
     def _spent(self, call: str, seconds: float) -> None:
         limits = self._host.limits
@@ -74,23 +74,23 @@ class AuthorCalls:
                 self._warn(call, seconds, limits.init_s)
             return
         if _PLACE[call] <= self._last:
-            self._round_s, self._told = 0.0, False
+            self._round_s, self._warned = 0.0, False
         self._last = _PLACE[call]
         self._round_s += seconds
         limit = limits.post_s + limits.pre_s + limits.mid_s
-        if self._round_s > limit and not self._told:
-            self._told = True
+        if self._round_s > limit and not self._warned:
+            self._warned = True
             self._warn(f"a round, up to its {call},", self._round_s, limit)
 
     def _warn(self, what: str, seconds: float, limit: float) -> None:
         self._host.log.write(
             f"[{self._name}: {what} took {1e3 * seconds:.1f} ms of CPU; more than "
-            f"{1e3 * limit:.1f} ms makes the sequence late]\n".encode()
+            f"{1e3 * limit:.1f} ms can delay the sequence]\n".encode()
         )
 
 
 def author_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is the author's: neither ours nor a library's."""
+    """The innermost line of a traceback in the author's code, not in ours or in a library."""
     frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""
@@ -99,30 +99,30 @@ def author_line(trace: TracebackType | None) -> str:
 
 
 def author_trace(error: BaseException) -> str:
-    """The traceback of an exception, and of those that led to it, with the author's lines only."""
-    told = traceback.TracebackException.from_exception(error)
-    parts = [told]
+    """The traceback of an exception and of its causes, with the author's lines only."""
+    formatted = traceback.TracebackException.from_exception(error)
+    parts = [formatted]
     while parts:
         part = parts.pop()
         part.stack = traceback.StackSummary.from_list(_authors(part.stack))
         parts += [cause for cause in (part.__cause__, part.__context__) if cause is not None]
-    return "".join(told.format())
+    return "".join(formatted.format())
 
 
 def place(filename: str, line: int, function: str) -> str:
-    """A line of code, for people: its file, its number, its function and its text."""
+    """Describes a line of code for an error message: file, line number, function and source."""
     text = linecache.getline(filename, line).strip()
     where = f"{Path(filename).name}:{line} in {function}"
     return f"{where}: {text}" if text else where
 
 
 def one_line(text: str) -> str:
-    """Text with its lines one after another."""
+    """Text with its lines joined by spaces."""
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _authors(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames that are the author's; where none is, those that are not ours."""
+    """The frames of the author's code; if there are none, those that are not ours."""
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = [frame for frame in others if not frame.filename.startswith(_NOT_THE_AUTHORS)]
     return own or others

@@ -1,4 +1,4 @@
-"""Calls of a script into its context: each does its work where it is awaited."""
+"""Calls of a script into its context, which take effect when they are awaited."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class HasAwaitableCalls(Protocol):
     """An object with awaitable calls."""
 
     unawaited: list[AwaitableCall[Any]]
-    """Calls that were made and are not awaited yet."""
+    """Calls that have not been awaited yet."""
 
 
 C = TypeVar("C", bound=HasAwaitableCalls)
 
 
 class AwaitableCall(Generic[T]):
-    """A call that was made, ``text`` as its author may have written it, at ``where``."""
+    """A call at the source line ``where``; ``text`` is its form in error messages."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AwaitableCall(Generic[T]):
 def awaitable_call(
     method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[C, P], Awaitable[T]]:
-    """Makes a coroutine method one whose calls are recorded before they are awaited."""
+    """Decorates a coroutine method so that a call that is not awaited can be reported."""
 
     @functools.wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
@@ -66,9 +66,9 @@ def awaitable_call(
 
 
 def check_awaited(unawaited: list[AwaitableCall[Any]]) -> None:
-    """Raises ControllerError for the first call that is not awaited, naming it and its line.
+    """Raises ControllerError for the first call that was not awaited, with its source line.
 
-    To be called where a script waits for something else, or has ended.
+    Called when a script waits for something else, or has ended.
     """
     if not unawaited:
         return
@@ -78,6 +78,6 @@ def check_awaited(unawaited: list[AwaitableCall[Any]]) -> None:
     unawaited.clear()
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"{first.text} was not awaited and does nothing by itself; right would be "
+        f"{first.text} was not awaited, so it has no effect; right would be "
         f"await {first.text}, at {first.where}",
     )

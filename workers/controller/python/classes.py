@@ -1,4 +1,4 @@
-"""Controllers as a class: the four calls, written in Python.
+"""Controllers as a class that implements the four calls in Python.
 
 class Upper(Controller):
     def mid_process(self, fork_group):
@@ -24,41 +24,41 @@ from .text_variables import Vars
 
 
 class Controller:
-    """What an author extends. Each sequence has an object of its own; a fork gets a copy.
+    """The base class for authors. Each sequence has its own object; a fork gets a copy.
 
-    ``self.host`` is there from the beginning, in ``__init__`` too. The default is a controller
-    that samples freely until the model ends the sequence.
+    ``self.host`` is already set in ``__init__``. The default methods sample without a mask until
+    the model ends the sequence.
     """
 
     host: Host
     """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
 
     def init_prompt(self, prompt: list[int]) -> None:
-        """Once, before all else."""
+        """Called once, before all other calls, with the tokens of the prompt."""
 
     def pre_process(self) -> Decision | None:
-        """Before the model's next token: stop, suspend, fork, append, or go on."""
+        """Called before the model's next token: stop, suspend, fork, append, or continue."""
         return go_on()
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """While the model computes: what may be sampled, or a splice, or stop.
+        """Called while the model computes: returns the mask for sampling, a splice, or stop.
 
-        ``fork_group``: the sequences that a fork in this round's pre_process made, else only this.
+        ``fork_group``: the sequences of a fork in this round's pre_process, or only this one.
         """
         return sample()
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """``tokens`` were appended after ``backtrack`` tokens were dropped.
+        """Called after ``backtrack`` tokens were dropped and ``tokens`` appended.
 
-        A token that ends sequences is passed on too. By default it ends this one, as AICI's
-        controllers do.
+        ``tokens`` includes an end-of-sequence token. By default it ends the sequence, as in
+        AICI's controllers.
         """
         return stop() if self.host.vocabulary.eos in tokens else go_on()
 
     def clone(self) -> Self:
-        """A copy for a fork: all attributes, deep; what ``self.host`` holds is shared.
+        """A copy for a fork: a deep copy of all attributes, except that ``self.host`` is shared.
 
-        To be overridden where something cannot or need not be copied. The copy's ``host`` is set
+        Override it if an attribute cannot or need not be copied. The copy's ``host`` is set
         afterwards.
         """
         host = self.host
@@ -67,7 +67,7 @@ class Controller:
 
     @property
     def arg(self) -> object:
-        """What the user gave as ``controller_arg``: as JSON, else its text; None without one."""
+        """The request's ``controller_arg``, decoded as JSON or else as text; None if empty."""
         return parsed(self.host.arg)
 
     @property
@@ -81,43 +81,44 @@ class Controller:
         return Vars(self.host.variables)
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Prints to the sequence's log, which the client gets with its tokens."""
+        """Prints to the sequence's log, which the client receives with its tokens."""
         self.host.log.write((sep.join(map(str, values)) + end).encode())
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 are replaced."""
+        """The text of tokens; bytes that are not UTF-8 are replaced."""
         return b"".join(map(self.host.vocabulary.token, tokens)).decode("utf-8", "replace")
 
 
 CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
-"""The four calls, and how many arguments each gets beside the object."""
+"""The four calls, and how many arguments each takes besides ``self``."""
 ALIKE = 0.87
-"""How like a call's name another one has to be to be taken for it, misspelt: ``midProcess`` is,
-``my_process`` is not."""
+"""Similarity from which a method's name counts as a misspelt call: ``midProcess`` does,
+``my_process`` does not."""
 
 
 class PythonProgram:
-    """A class of controllers; raises RequestError where it cannot be one."""
+    """A program whose controllers are objects of a class. Raises RequestError if it has errors."""
 
     def __init__(self, kind: type[Controller], name: str | None = None) -> None:
         self.name = name or f"{kind.__module__}:{kind.__qualname__}"
         if not (isinstance(kind, type) and issubclass(kind, Controller)):
             raise RequestError(
-                Code.UNKNOWN_CONTROLLER, f"{self.name} is no subclass of Controller: {kind!r}"
+                Code.UNKNOWN_CONTROLLER,
+                f"{self.name} is {kind!r}; it must be a subclass of Controller",
             )
         try:
             inspect.signature(kind).bind()
         except TypeError as error:
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"{self.name} is made without arguments, and its __init__ wants some: {error}; "
-                "what the user gives is self.arg",
+                f"{self.name} has an __init__ that requires arguments: {error}; it must take none "
+                "(the request's argument is self.arg)",
             ) from None
         self._check_calls(kind)
         self._kind = kind
 
     def start(self, host: Host) -> interface.Controller:
-        """A fresh object of the class."""
+        """Creates an object of the class."""
         calls = AuthorCalls(self.name, host)
         with calls.during("__init__"):
             controller = self._kind.__new__(self._kind)
@@ -126,7 +127,7 @@ class PythonProgram:
         return ClassController(self.name, controller, calls)
 
     def _check_calls(self, kind: type[Controller]) -> None:
-        """Refuses what would never be called, and what cannot be called as it will be."""
+        """Refuses misspelt calls, and calls whose parameters do not match."""
         own = {
             name: value
             for base in reversed(kind.__mro__)
@@ -140,9 +141,8 @@ class PythonProgram:
             if alike and not name.startswith("_"):
                 raise RequestError(
                     Code.UNKNOWN_CONTROLLER,
-                    f"{self.name} has a method {name} and no {alike[0]}: is that misspelt? "
-                    f"Nothing calls {name}; right would be {alike[0]}, or a name that is less "
-                    "like it",
+                    f"{self.name} has a method {name}, which nothing calls, and no {alike[0]}; "
+                    f"right would be {alike[0]}, or a name that is less similar to it",
                 )
         for call, count in CALLS.items():
             if call not in own:
@@ -161,7 +161,7 @@ class PythonProgram:
 
 
 class ClassController:
-    """The controller of one sequence: an author's object behind the interface."""
+    """The controller of one sequence: adapts an author's object to ``interface.Controller``."""
 
     def __init__(self, name: str, controller: Controller, calls: AuthorCalls) -> None:
         self._name = name
@@ -169,31 +169,31 @@ class ClassController:
         self._calls = calls
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As ``interface.Controller`` says."""
+        """Calls the author's init_prompt."""
         with self._calls.during("init_prompt"):
             returned: object = self._controller.init_prompt(list(prompt))  # type: ignore[func-returns-value]
             answer_of("init_prompt", returned, self._controller.host)
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls the author's pre_process."""
         with self._calls.during("pre_process"):
             returned = self._controller.pre_process()
             return answer_of("pre_process", returned, self._controller.host)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls the author's mid_process and writes its mask."""
         with self._calls.during("mid_process"):
             returned = self._controller.mid_process(list(fork_group))
             return answer_of("mid_process", returned, self._controller.host, mask)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls the author's post_process."""
         with self._calls.during("post_process"):
             returned = self._controller.post_process(list(tokens), backtrack)
             return answer_of("post_process", returned, self._controller.host)
 
     def fork(self, host: Host) -> interface.Controller:
-        """As ``interface.Controller`` says."""
+        """A controller with a clone of the author's object."""
         calls = AuthorCalls(self._name, host)
         with calls.during("clone"):
             copied = self._cloned()
@@ -201,7 +201,7 @@ class ClassController:
         return ClassController(self._name, copied, calls)
 
     def close(self) -> None:
-        """As ``interface.Controller`` says: nothing is held beyond the object."""
+        """Does nothing: the object holds no resources."""
 
     def _cloned(self) -> Controller:
         original = self._controller
@@ -210,7 +210,7 @@ class ClassController:
         except TypeError as error:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it cannot be copied for a fork: {error}; override clone() to say how",
+                f"it cannot be copied for a fork: {error}; override clone() to copy it",
             ) from error
         if copied is original or type(copied) is not type(original):
             raise ControllerError(

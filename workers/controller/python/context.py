@@ -1,4 +1,4 @@
-"""What a script has in its hands: ``async def main(ctx)``."""
+"""The context of a script: the argument of ``async def main(ctx)``."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .transcript import Question, Transcript
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A place in the sequence: after so many tokens, the prompt's included."""
+    """A position in the sequence, in tokens, the prompt's included."""
 
     position: int
 
 
 class Context:
-    """The sequence of one script.
+    """The operations of a script on its sequence.
 
     Modelled on AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``).
-    All that a script learns of the world, it has to learn here: a fork of it runs it again from
-    its beginning with the answers that it got.
+    A script may take input only from here: a fork replays the script from its beginning with the
+    recorded answers.
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
         self._host = host
         self._transcript = transcript
         self.unawaited: list[AwaitableCall[Any]] = []
-        """Calls that the script has made and does not await yet."""
+        """Calls that the script has not awaited yet."""
         self.vars = Vars(_RecordedVariables(host.variables, transcript))
         """The variables of the request: ``ctx.vars["name"]``, ``get``, ``set``, ``append``."""
 
@@ -47,7 +47,7 @@ class Context:
 
     @awaitable_call
     async def fixed(self, text: str | bytes, following: Label | None = None) -> None:
-        """Appends text; with ``following``, what comes after that label is dropped before."""
+        """Appends text; with ``following``, first drops the tokens after that label."""
         after = None
         if following is not None:
             after = _position("fixed(following=label)", following)
@@ -56,8 +56,8 @@ class Context:
             length = len(self._transcript.tokens)
             if after is not None and after > length:
                 raise _wrong(
-                    f"fixed(following=label): the label is after {after} tokens, and the sequence "
-                    f"has been taken back to {length}"
+                    f"fixed(following=label): the label is at {after} tokens, but the sequence was "
+                    f"cut back to {length}; right would be a label within it"
                 )
             data = text.encode() if isinstance(text, str) else text
             tokens = self._host.vocabulary.tokenize(data)
@@ -79,16 +79,16 @@ class Context:
         stop_at: str | Sequence[str] | None = None,
         max_tokens: int | None = None,
     ) -> str:
-        """Lets the model write, and returns what it wrote.
+        """Has the model generate text, and returns it.
 
         At most one of: ``regex`` (Rust's syntax; matches the whole text), ``choice`` (one of these
         texts), ``json_schema``, ``lark`` (llguidance's dialect), ``allow`` (only these tokens).
-        It ends where that allows no more; with ``stop_at``, after the first place where this text
-        (or one of these) is, which is part of the result, in the middle of a token too; after
-        ``max_tokens`` tokens; or where the model ends the sequence, which it may only where the
-        text is complete. Without any of these the model ends it, or the request's own limit.
+        Generation ends when the constraint allows no more tokens; after the first occurrence of
+        ``stop_at`` (or of one of these texts), even within a token, and the result includes it;
+        after ``max_tokens`` tokens; or at an end-of-sequence token, which is only allowed where the
+        text is complete. Without any of these, the model or the request's ``max_tokens`` ends it.
 
-        Raises ControllerError where an argument is wrong.
+        Raises ControllerError if an argument is not valid.
         """
         allowed = allow
         if allow is not None and not isinstance(allow, TokenSet):
@@ -114,7 +114,7 @@ class Context:
         }
         kinds = {name: value for name, value in given.items() if value is not None}
         if len(kinds) > 1:
-            raise _wrong(f"gen({', '.join(kinds)}): only one of these at a time")
+            raise _wrong(f"gen({', '.join(kinds)}): only one of these is allowed at a time")
 
         def make(question: Question) -> Operation:
             return Generate(
@@ -132,8 +132,8 @@ class Context:
 
     @awaitable_call
     async def fork(self, count: int) -> int:
-        """Becomes ``count`` sequences, each with this script from here on; returns which one this
-        is, 0 to count - 1. The first is the one that was there."""
+        """Forks into ``count`` sequences, each of which continues this script from here; returns
+        the index of this one, 0 to count - 1. Index 0 is the original sequence."""
         if not isinstance(count, int) or count < 1:
             raise _wrong(f"fork({count!r}); right would be a number, at least 1")
         index = await self._ask(
@@ -157,7 +157,7 @@ class Context:
         """Ends the sequence; does not return."""
         await self._ask(Stop, "stop")
 
-    # --- looking --------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------
 
     @property
     def prompt(self) -> list[int]:
@@ -171,7 +171,7 @@ class Context:
 
     @property
     def arg(self) -> object:
-        """What the user gave as ``controller_arg``: as JSON, else its text; None without one."""
+        """The request's ``controller_arg``, decoded as JSON or else as text; None if empty."""
         return parsed(self._host.arg)
 
     @property
@@ -186,7 +186,7 @@ class Context:
         return TokenSet.where(self._host.vocabulary, test)
 
     def label(self) -> Label:
-        """This place in the sequence."""
+        """The current position in the sequence."""
         return Label(len(self._transcript.tokens))
 
     def tokens_since(self, label: Label) -> list[int]:
@@ -194,12 +194,12 @@ class Context:
         return self._transcript.tokens[_position("tokens_since(label)", label) :]
 
     def text_since(self, label: Label) -> str:
-        """The text after a label; bytes that are no UTF-8 are replaced."""
+        """The text after a label; bytes that are not UTF-8 are replaced."""
         tokens = self._transcript.tokens[_position("text_since(label)", label) :]
         return b"".join(map(self._host.vocabulary.token, tokens)).decode("utf-8", "replace")
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Prints to the sequence's log, which the client gets with its tokens."""
+        """Prints to the sequence's log, which the client receives with its tokens."""
         if not self._transcript.replaying:
             self._host.log.write((sep.join(map(str, values)) + end).encode())
 
@@ -208,7 +208,7 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question: the recorded one, or that of a request, waited for."""
+        """The answer to a question: the recorded one, or that of an operation that is awaited."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -217,14 +217,14 @@ class Context:
             if entry is not None:
                 return entry.answer
         try:
-            request = make(question)
-            if not request.finished:
-                await _waiting(request)
+            operation = make(question)
+            if not operation.finished:
+                await _waiting(operation)
         except ControllerError as error:
             transcript.add(question, None, error)
             raise
-        transcript.add(question, request.answer)
-        return request.answer
+        transcript.add(question, operation.answer)
+        return operation.answer
 
     def _constraint(self, kinds: dict[str, object]) -> Constraint | None:
         match kinds:
@@ -247,7 +247,9 @@ class Context:
             case {}:
                 if not kinds:
                     return None
-                raise _wrong(f"gen({', '.join(f'{k}={v!r}' for k, v in kinds.items())}): not text")
+                raise _wrong(
+                    f"gen({', '.join(f'{k}={v!r}' for k, v in kinds.items())}); right would be text"
+                )
         try:
             return Grammar(self._host.vocabulary, grammar)
         except ControllerError as error:
@@ -256,25 +258,25 @@ class Context:
 
 
 class _RecordedVariables:
-    """The variables of a request, each use of them recorded."""
+    """The variables of a request; each access is recorded in the transcript."""
 
     def __init__(self, variables: Variables, transcript: Transcript) -> None:
         self._variables = variables
         self._transcript = transcript
 
     def get(self, name: str) -> Stored | None:
-        """As ``host.Variables`` says."""
+        """Reads a variable."""
         question = Question("vars.get", (("name", name),))
         stored = _read(self._transcript, question, lambda: self._variables.get(name))
         assert stored is None or isinstance(stored, Stored)
         return stored
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """Writes a variable."""
         return self._write("set", name, value, when_version_is)
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """Appends to a variable."""
         return self._write("append", name, value, when_version_is)
 
     def _write(self, op: str, name: str, value: bytes, when: int | None) -> Written:
@@ -286,13 +288,13 @@ class _RecordedVariables:
 
 
 @types.coroutine
-def _waiting(request: Operation) -> Generator[Operation, None, None]:
-    """Hands a request to the controller, which goes on once it is finished."""
-    yield request
+def _waiting(operation: Operation) -> Generator[Operation, None, None]:
+    """Yields an operation to the controller, which resumes the script once it is finished."""
+    yield operation
 
 
 def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
-    """The answer to a question that needs no waiting."""
+    """The answer to a question for which the script need not wait."""
     if transcript.replaying:
         entry = transcript.replay(question)
         if entry is None:
@@ -309,7 +311,7 @@ def _read(transcript: Transcript, question: Question, live: Callable[[], object]
 
 def _position(what: str, label: object) -> int:
     if not isinstance(label, Label):
-        raise _wrong(f"{what} with {label!r}; right would be what ctx.label() gave")
+        raise _wrong(f"{what} with {label!r}; right would be a label from ctx.label()")
     return label.position
 
 

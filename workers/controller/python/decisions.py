@@ -1,4 +1,4 @@
-"""What a class answers from its calls: ``return sample(mask)``."""
+"""The return values of a controller class's calls: ``return sample(mask)``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..interface import CONTINUE, Action, Answer
 from .token_set import TokenSet
 
 Mask = TokenSet | Iterable[int] | None
-"""What may be sampled: a TokenSet, any other set or list of token ids; None is every token."""
+"""The tokens that may be sampled: a TokenSet or any iterable of token ids; None is every token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a controller decides in a call; made by the functions of this file."""
+    """A controller's decision in a call; created by the functions of this module."""
 
     name: str
     action: Action
@@ -37,7 +37,7 @@ RIGHT = {
     "mid_process": "sample(mask), splice(backtrack, tokens), append(tokens), stop()",
     "post_process": "go_on(), stop()",
 }
-"""What each call may return, for people."""
+"""What each call may return, for error messages."""
 
 _NAMES = {
     "init_prompt": frozenset[str](),
@@ -54,14 +54,14 @@ def stop() -> Decision:
 
 
 def go_on() -> Decision:
-    """On to the next call; the same as returning nothing from pre_process or post_process."""
+    """Continues with the next call; the same as returning None from pre_process or post_process."""
     return _CONTINUE
 
 
 def suspend() -> Decision:
-    """pre_process: suspend until a variable of the request changes or a fork of it ends.
+    """pre_process: suspend until a variable of the request changes or one of its forks ends.
 
-    pre_process is called again then, and may suspend again.
+    Then pre_process is called again, and may suspend again.
     """
     return _SUSPEND
 
@@ -85,25 +85,27 @@ def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision
 
 
 def sample(mask: Mask = None) -> Decision:
-    """mid_process: let the model choose among the tokens of ``mask``; None is all of them."""
+    """mid_process: sample among the tokens of ``mask``; None allows all."""
     return Decision("sample", Action.CONTINUE, mask=mask)
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
-    """The answer that ``returned`` stands for; mid_process's mask is written ``into``.
+    """Converts a call's return value to an ``Answer``; writes the mask of mid_process to ``into``.
 
-    Raises ControllerError that tells what was returned and what would be right.
+    Raises ControllerError with the value that was returned and those that are allowed.
     """
     if returned is None and call in _MAY_BE_NONE:
         return CONTINUE
     if not isinstance(returned, Decision):
         hint = ""
         if callable(returned) and getattr(returned, "__module__", None) == __name__:
-            hint = f", which is to be called: {getattr(returned, '__name__', 'stop')}()"
+            hint = f", which must be called: {getattr(returned, '__name__', 'stop')}()"
         raise _wrong(f"{call} returned {_short(returned)}{hint}; right would be {RIGHT[call]}")
     name = returned.name
     if name not in _NAMES[call]:
-        raise _wrong(f"{call} returned {name}(…), which it may not; right would be {RIGHT[call]}")
+        raise _wrong(
+            f"{call} returned {name}(…), which is not allowed there; right would be {RIGHT[call]}"
+        )
     if returned.action is Action.FORK:
         return Answer(Action.FORK, count=_number(f"{call}: fork(n)", returned.count, 1))
     if returned.action is Action.SPLICE:

@@ -1,4 +1,4 @@
-"""Python controllers by name: ``module:Name``."""
+"""Loads Python controllers by name: ``module:Name``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def load_program(spec: str) -> tuple[str, Program]:
     """The program at ``module:Name``, and the name to register it under.
 
     ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. It is
-    registered as its ``tokenbus_name``, where it has one, else as ``module:Name``. The current
-    directory is looked in too, as ``python -m`` does. Raises RequestError that says what is wrong.
+    registered as its ``tokenbus_name`` if it has one, else as ``module:Name``. The current
+    directory is searched too, as with ``python -m``. Raises RequestError.
     """
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
-        raise _wrong(f"{spec!r} names no controller; right would be module:Name, as in upper:Upper")
+        raise _wrong(
+            f"{spec!r} does not name a controller; right would be module:Name, as in upper:Upper"
+        )
     found: object = _import(spec, module_name)
     for part in attribute.split("."):
         try:
@@ -31,7 +33,9 @@ def load_program(spec: str) -> tuple[str, Program]:
             raise _wrong(f"{spec}: module {module_name} has no {attribute}") from None
     name = getattr(found, "tokenbus_name", spec)
     if not isinstance(name, str) or not name:
-        raise _wrong(f"{spec}: its tokenbus_name is {name!r}; right would be text")
+        raise _wrong(
+            f"{spec}: its tokenbus_name is {name!r}; right would be a string that is not empty"
+        )
     return name, _program(spec, name, found)
 
 
@@ -47,7 +51,7 @@ def _program(spec: str, name: str, found: object) -> Program:
         return found  # type: ignore[return-value]
     hint = "; a script is an async def" if inspect.isfunction(found) else ""
     raise _wrong(
-        f"{spec} is {found!r}, which is no controller{hint}; right would be a subclass of "
+        f"{spec} is {found!r}, which is not a controller{hint}; right would be a subclass of "
         "Controller, a coroutine function, or an object with start(host)"
     )
 
@@ -60,8 +64,10 @@ def _import(spec: str, module_name: str) -> object:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise _wrong(f"{spec}: there is no module {error.name}, from {here}") from None
-        raise _wrong(f"{spec}: {module_name} imports {error.name}, which is not there") from error
+            raise _wrong(f"{spec}: no module {error.name} found from {here}") from None
+        raise _wrong(
+            f"{spec}: {module_name} imports {error.name}, which is not installed"
+        ) from error
     except Exception as error:
         kind = type(error).__name__
         raise _wrong(f"{spec}: importing {module_name} raised {kind}: {error}") from error

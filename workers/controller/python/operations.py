@@ -1,4 +1,4 @@
-"""What a script can wait for, each as the controller's calls see it."""
+"""The operations that a script can await, each driven by the controller's calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class Operation:
-    """Something that a script waits for until it is ``finished``, and then its ``answer``.
+    """An operation that a script waits for until it is ``finished`` and has its ``answer``.
 
-    The calls are those of ``interface.Controller``. After each of them the request may be
-    finished; what ``pre_process`` and ``mid_process`` return counts only where it is not.
+    The calls are those of ``interface.Controller``. Each may finish the operation; the results of
+    ``pre_process`` and ``mid_process`` only apply if they did not.
     """
 
     def __init__(self, question: Question) -> None:
@@ -26,18 +26,18 @@ class Operation:
         self.answer: object = None
 
     def pre_process(self) -> Answer:
-        """What to do before mid_process."""
+        """The answer of the controller's pre_process."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """What to do with the next token; None: pre_process has to come first."""
+        """The answer of the controller's mid_process; None: pre_process has to be called first."""
         return None
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Tokens were appended; the transcript has them already."""
+        """Called after tokens were appended, which the transcript already has."""
 
     def resume(self, other: Operation) -> None:
-        """Go on from where the same request of another sequence is."""
+        """Takes over the state of the same operation of another sequence."""
 
     def _finish(self, answer: object = None) -> None:
         self.finished = True
@@ -45,7 +45,7 @@ class Operation:
 
 
 class Stop(Operation):
-    """The sequence ends; it is never finished."""
+    """Ends the sequence; never finished."""
 
     def pre_process(self) -> Answer:
         """Stops."""
@@ -57,7 +57,7 @@ class Stop(Operation):
 
 
 class Append(Operation):
-    """Tokens are appended; those after ``following``, a length of the sequence, dropped before."""
+    """Appends tokens, after dropping those beyond ``following``, a length of the sequence."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Append(Operation):
             self._finish()
 
     def pre_process(self) -> Answer:
-        """Appends at once where nothing is to be dropped."""
+        """Appends immediately if no tokens are to be dropped."""
         return CONTINUE if self._drop else Answer(Action.SPLICE, tokens=self._tokens)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
@@ -81,13 +81,13 @@ class Append(Operation):
         return Answer(Action.SPLICE, backtrack=self._drop, tokens=self._tokens)
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Done."""
+        """Finishes."""
         self._finish()
 
 
 class Generate(Operation):
-    """The model writes: until its constraint allows no more, a stop text, a number of tokens, or
-    the token that ends a sequence, which is taken back. The answer is the text, as bytes."""
+    """Generates until the constraint allows no more tokens, a stop text, ``max_tokens``, or an
+    end-of-sequence token, which is dropped again. The answer is the text, as bytes."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Generate(Operation):
         self._tokens: list[int] = []
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The text is there, and the last tokens are more than it."""
+        """The splice that drops what the last tokens have beyond the end of the text."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Samples, or takes back what is too much."""
+        """Samples, or drops what is beyond the end of the text."""
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
@@ -118,7 +118,7 @@ class Generate(Operation):
         return _MASKED
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens up, one by one, until the text ends."""
+        """Adds the tokens one by one until the text ends."""
         if self._repair is not None:
             self._finish(bytes(self._text))
             return
@@ -139,7 +139,7 @@ class Generate(Operation):
                 return
 
     def resume(self, other: Operation) -> None:
-        """The same text so far."""
+        """Takes over the text so far."""
         assert isinstance(other, Generate)
         self._tokens, self._text = list(other._tokens), bytearray(other._text)
         self._repair = other._repair
@@ -147,7 +147,7 @@ class Generate(Operation):
             self._constraint.advance(self._tokens)
 
     def _stopped(self, before: int) -> int | None:
-        """Where the first stop text ends that the last token completed."""
+        """The end of the first stop text that the last token completed, if any."""
         found = [
             at + len(stop)
             for stop in self._stops
@@ -156,7 +156,7 @@ class Generate(Operation):
         return min(found) if found else None
 
     def _cut(self, before: int, end: int, more: int) -> None:
-        """The text ends within the last token, or with it; ``more`` tokens came after."""
+        """Ends the text within the last token or at its end; ``more`` tokens follow it."""
         if end == len(self._text):
             self._end(more)
             return
@@ -171,7 +171,7 @@ class Generate(Operation):
 
 
 class Fork(Operation):
-    """The sequence becomes ``count``; the answer is which of them this is."""
+    """Forks into ``count`` sequences; the answer is the index of this one."""
 
     def __init__(self, question: Question, count: int, seq: int) -> None:
         super().__init__(question)
@@ -185,31 +185,31 @@ class Fork(Operation):
         return Answer(Action.FORK, count=self._count)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Answers where the fork was made."""
+        """Finishes if the fork was made."""
         if self._made:
             if self._seq not in fork_group:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"sequence {self._seq} is not among its fork's: {list(fork_group)}",
+                    f"sequence {self._seq} is not in the group of its fork: {list(fork_group)}",
                 )
             self._finish(list(fork_group).index(self._seq))
         return None
 
     def resume(self, other: Operation) -> None:
-        """Made or not."""
+        """Takes over whether the fork was made."""
         assert isinstance(other, Fork)
         self._made = other._made
 
 
 class WaitFor(Operation):
-    """A variable of the request comes to be; the answer is what it is then."""
+    """Waits until a variable of the request exists; the answer is its version and value."""
 
     def __init__(self, question: Question, read: Callable[[], Stored | None]) -> None:
         super().__init__(question)
         self._read = read
 
     def pre_process(self) -> Answer:
-        """Looks, and suspends where there is none."""
+        """Reads the variable; suspends if it does not exist."""
         stored = self._read()
         if stored is not None:
             self._finish(stored)

@@ -1,10 +1,10 @@
-"""Controllers as a script: a coroutine that says what the sequence becomes, one thing at a time.
+"""Controllers as a script: a coroutine that builds the sequence step by step.
 
 async def main(ctx):
     await ctx.fixed("The answer is ")
     await ctx.gen(regex="[0-9]+", max_tokens=5)
 
-Source: AICI's pyctrl, ``AiciAsync``. A fork runs the coroutine again on the recorded answers.
+Source: AICI's pyctrl, ``AiciAsync``. A fork replays the coroutine with the recorded answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Script = Callable[[Context], Coroutine[Operation, None, object]]
 
 
 class ScriptProgram:
-    """A script; raises RequestError where the function cannot be one."""
+    """A program that runs a script; raises RequestError if the function is not a script."""
 
     def __init__(self, function: Script, name: str | None = None) -> None:
         self.name = name or ":".join(
@@ -36,7 +36,7 @@ class ScriptProgram:
         if not inspect.iscoroutinefunction(function):
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"{self.name} is no coroutine function: {function!r}; right would be "
+                f"{self.name} is {function!r}, which is not a coroutine function; right would be "
                 "async def main(ctx)",
             )
         signature = inspect.signature(function)
@@ -46,18 +46,18 @@ class ScriptProgram:
             written = f"async def {getattr(function, '__name__', 'main')}"
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"{self.name} is called with one argument, the context, and is "
-                f"{written}{signature}: {error}; right would be {written}(ctx)",
+                f"{self.name} is {written}{signature}, which cannot be called with one argument, "
+                f"the context: {error}; right would be {written}(ctx)",
             ) from None
         self._function: Script = function
 
     def start(self, host: Host) -> interface.Controller:
-        """The script, at its beginning."""
+        """A controller with the script at its beginning."""
         return ScriptController(self.name, self._function, host, Transcript())
 
 
 class ScriptController:
-    """The controller of one sequence: a coroutine, and the request that it waits for."""
+    """The controller of one sequence: a coroutine and the operation that it waits for."""
 
     def __init__(self, name: str, function: Script, host: Host, transcript: Transcript) -> None:
         self._name = name
@@ -67,60 +67,60 @@ class ScriptController:
         self._calls = AuthorCalls(name, host)
         self._context = Context(host, transcript)
         self._coroutine = function(self._context)
-        self._request: Operation | None = None
+        self._operation: Operation | None = None
         """None before init_prompt."""
         self._detour = _Detour()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As ``interface.Controller`` says; the script runs to its first ``await``."""
+        """Runs the script to its first ``await``."""
         with self._calls.during("init_prompt"):
             self._transcript.begin(prompt)
             self._resume()
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says; the script runs on where its request is finished."""
+        """Drives the current operation; resumes the script each time that one finishes."""
         with self._calls.during("pre_process"):
             if self._detour.under_way:
                 return CONTINUE
             while True:
-                request = self._current()
-                answer = request.pre_process()
-                if not request.finished:
+                operation = self._current()
+                answer = operation.pre_process()
+                if not operation.finished:
                     return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """As ``interface.Controller`` says; the script runs on from a fork or an ended text."""
+        """Drives the current operation; resumes the script after a fork or a finished text."""
         with self._calls.during("mid_process"):
             if self._detour.under_way:
                 return self._detour.leave()
             while True:
-                request = self._current()
-                answer = request.mid_process(fork_group, mask)
-                if not request.finished:
+                operation = self._current()
+                answer = operation.mid_process(fork_group, mask)
+                if not operation.finished:
                     return self._detour.enter() if answer is None else answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Records the tokens and passes them to the current operation."""
         with self._calls.during("post_process"):
             self._transcript.change(tokens, backtrack)
-            if not self._detour.passes() and self._request is not None:
-                self._request.post_process(tokens)
+            if not self._detour.passes() and self._operation is not None:
+                self._operation.post_process(tokens)
             return CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
-        """As ``interface.Controller`` says; runs the script again up to where this one waits.
+        """A controller that replays the script up to the operation that this one waits for.
 
-        Raises ControllerError where it asks something else on the way than it did.
+        Raises ControllerError if the script asks different questions than the first time.
         """
-        if self._request is None:
+        if self._operation is None:
             return ScriptController(self._name, self._function, host, Transcript())
-        transcript = self._transcript.copy(self._request.question)
+        transcript = self._transcript.copy(self._operation.question)
         child = ScriptController(self._name, self._function, host, transcript)
         try:
             with child._calls.during("fork"):
                 child._resume()
-                assert child._request is not None
-                child._request.resume(self._request)
+                assert child._operation is not None
+                child._operation.resume(self._operation)
                 transcript.catch_up(self._transcript)
         except BaseException:
             child.close()
@@ -128,26 +128,26 @@ class ScriptController:
         return child
 
     def close(self) -> None:
-        """As ``interface.Controller`` says; the script's ``finally`` blocks run."""
+        """Closes the coroutine, which runs the script's ``finally`` blocks."""
         try:
             with self._calls.during("close"):
                 self._coroutine.close()
         except ControllerError:
-            pass  # The log has it, and the sequence is over.
+            pass  # It is in the log, and the sequence has ended.
 
     def _current(self) -> Operation:
-        """The request that is waited for; the script runs on as long as it is a finished one."""
-        while self._request is None or self._request.finished:
+        """The operation that the script waits for; resumes the script while it is finished."""
+        while self._operation is None or self._operation.finished:
             self._resume()
-        return self._request
+        return self._operation
 
     def _resume(self) -> None:
-        """Runs the script up to its next request."""
+        """Runs the script to its next operation."""
         transcript = self._transcript
-        request: object = None
+        operation: object = None
         end: StopIteration | None = None
         try:
-            request = self._coroutine.send(None)
+            operation = self._coroutine.send(None)
         except StopIteration as stopped:
             end = stopped
         finally:
@@ -159,22 +159,22 @@ class ScriptController:
                 raise transcript.unlike("its end")
             if end.value is not None:
                 self._host.log.write(f"{end.value}\n".encode())
-            self._request = Stop(Question("end"))
+            self._operation = Stop(Question("end"))
             return
-        if not isinstance(request, Operation):
+        if not isinstance(operation, Operation):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the script awaits {request!r}; a script awaits only what its ctx gives",
+                f"the script awaits {operation!r}; it may only await the calls of its ctx",
             )
-        self._request = request
+        self._operation = operation
 
 
 class _Detour:
-    """From mid_process to pre_process without sampling: a token appended, and taken back.
+    """Gets from mid_process to pre_process without sampling, by appending a token and dropping it.
 
-    A script that forks goes on in mid_process; to suspend or fork there it has to come to
-    pre_process first, and a splice that changes nothing is no answer. The two cancel out before
-    anybody sees them.
+    After a fork a script continues in mid_process. To suspend or fork again it first has to reach
+    pre_process, and a splice that changes nothing is not a valid answer. The client sees neither
+    of the two changes.
     """
 
     def __init__(self) -> None:
@@ -182,16 +182,16 @@ class _Detour:
         self._own = False
 
     def enter(self) -> Answer:
-        """Appends a token, whichever."""
+        """Appends an arbitrary token."""
         self.under_way = self._own = True
         return Answer(Action.SPLICE, tokens=(0,))
 
     def leave(self) -> Answer:
-        """Takes it back."""
+        """Drops it again."""
         self.under_way, self._own = False, True
         return Answer(Action.SPLICE, backtrack=1)
 
     def passes(self) -> bool:
-        """Whether what was just appended or dropped was its own."""
+        """Whether the token just appended or dropped belongs to the detour."""
         own, self._own = self._own, False
         return own

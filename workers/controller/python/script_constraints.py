@@ -1,4 +1,4 @@
-"""What a generated text has to be, told token by token: a small protocol, and llguidance behind it.
+"""Constraints on the text that a script generates, token by token, implemented by llguidance.
 
 Source: llguidance (its Earley parser over derivative-based lexemes, masks from the token trie).
 """
@@ -23,16 +23,16 @@ GRAMMARS_KEPT = 256
 
 
 class Constraint(Protocol):
-    """A text that grows by tokens. Each call may raise ControllerError."""
+    """The constraint on one text, which grows by tokens. Each call may raise ControllerError."""
 
     def mask(self, into: memoryview) -> bool:
-        """Writes what may follow, the end of a sequence where the text may end here.
+        """Writes the mask of the next token, with the end of the sequence if the text may end here.
 
-        False: nothing may follow but the end, and what was written is not to be used.
+        False: only the end may follow, and the mask must not be used.
         """
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """The text grows by these tokens, which the masks allowed; whether it can grow no more."""
+        """Appends tokens that the masks allowed; whether the text is finished."""
 
     @property
     def complete(self) -> bool:
@@ -40,7 +40,7 @@ class Constraint(Protocol):
 
 
 class Allowed:
-    """Any text of the tokens of a set; it ends where the set has the end of a sequence."""
+    """Allows the tokens of a set; the text may end if the set has an end-of-sequence token."""
 
     complete = True
 
@@ -48,20 +48,20 @@ class Allowed:
         self._tokens = tokens
 
     def mask(self, into: memoryview) -> bool:
-        """As ``Constraint`` says."""
+        """Writes the mask of the next token."""
         into[:] = self._tokens.mask
         return True
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """As ``Constraint`` says."""
+        """Appends tokens to the text."""
         return False
 
 
 class Grammar:
-    """A text of an llguidance grammar; ``grammar`` is what the functions below give.
+    """Constrains a text to an llguidance grammar; ``grammar`` comes from the functions below.
 
-    Compiling takes a millisecond for a small grammar; a grammar that was compiled before is copied
-    in a microsecond. Raises ControllerError where it is wrong.
+    Compiling a small grammar takes a millisecond; copying one that is cached takes a microsecond.
+    Raises ControllerError if the grammar is not valid.
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
@@ -69,7 +69,7 @@ class Grammar:
         self._matcher = _compiled.get(vocabulary, grammar)
 
     def mask(self, into: memoryview) -> bool:
-        """As ``Constraint`` says."""
+        """Writes the mask of the next token."""
         size, eos = self._vocabulary.size, self._vocabulary.eos
         if eos >= 0:
             self._fill(into)
@@ -78,7 +78,7 @@ class Grammar:
             more = any(into.cast("I"))
             into[eos >> 3] |= end
             return more
-        # The tokenizer was given an end of its own, one beyond the vocabulary.
+        # The tokenizer has an end-of-sequence token of its own, one beyond the vocabulary.
         wide = bytearray(4 * -(-(size + 1) // 32))
         self._fill(memoryview(wide))
         wide[size >> 3] &= ~(1 << (size & 7))
@@ -86,14 +86,14 @@ class Grammar:
         return any(wide)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """As ``Constraint`` says."""
+        """Appends tokens to the text."""
         if not self._matcher.consume_tokens(list(tokens)):
             raise self._failed()
         return self._matcher.is_stopped()
 
     @property
     def complete(self) -> bool:
-        """As ``Constraint`` says."""
+        """Whether the text may end here."""
         return self._matcher.is_accepting()
 
     def _fill(self, into: memoryview) -> None:
@@ -107,7 +107,7 @@ class Grammar:
 
 
 def regex(pattern: str) -> str:
-    """The grammar of a regular expression, in Rust's syntax, that the whole text matches."""
+    """The grammar of a regular expression in Rust's syntax; the whole text must match."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -118,10 +118,10 @@ def choice(options: Sequence[str]) -> str:
 
 
 def json_schema(schema: str) -> str:
-    """The grammar of the JSON values of a schema, spaced as ``json.dumps`` does.
+    """The grammar of the JSON values that match a schema, with the spacing of ``json.dumps``.
 
-    A schema that wants other spaces says so in its ``x-guidance``. Raises ValueError where it is
-    no JSON object.
+    A schema can override the spacing with ``x-guidance``. Raises ValueError if it is not a JSON
+    object.
     """
     return LLMatcher.grammar_from_json_schema(
         schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -129,24 +129,24 @@ def json_schema(schema: str) -> str:
 
 
 def lark(grammar: str) -> str:
-    """The grammar of a text in Lark's syntax, as llguidance reads it."""
+    """The grammar given in llguidance's dialect of Lark."""
     return LLMatcher.grammar_from_lark(grammar)
 
 
 def _failure(reason: str) -> ControllerError:
-    """llguidance's reason in one line, without its excerpts of the grammar, which are indented.
+    """llguidance's message on one line, without its excerpts of the grammar, which are indented.
 
-    All of it is the error's cause, for the log.
+    The complete message is the error's cause, for the log.
     """
     lines = [line for line in reason.splitlines() if line and not line[0].isspace()]
-    told = " ".join(line.removeprefix("error: ") for line in lines)
-    error = ControllerError(Code.CONTROLLER_FAILED, f"llguidance: {told}")
+    message = " ".join(line.removeprefix("error: ") for line in lines)
+    error = ControllerError(Code.CONTROLLER_FAILED, f"llguidance: {message}")
     error.__cause__ = ValueError(reason.strip())
     return error
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for one."""
+    """A vocabulary in the form that llguidance takes."""
 
     bos_token_id = None
 
@@ -164,7 +164,7 @@ class _Tokens:
 
 
 class _Compiled:
-    """The tokenizers and grammars that were used last, for all sequences. Thread-safe."""
+    """Caches of the most recently used tokenizers and grammars, for all sequences. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class _Compiled:
         self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-        """A matcher at its beginning, for one text; raises ControllerError."""
+        """A new matcher for one text; raises ControllerError."""
         name = (vocabulary.fingerprint, grammar)
         with self._lock:
             matcher = self._matchers.get(name)

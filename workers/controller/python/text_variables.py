@@ -1,4 +1,4 @@
-"""The variables of a request as text, for authors."""
+"""Access to the variables of a request as text, for authors."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from ..host import Stored, Variables, Written
 class Vars:
     """``vars["name"]`` reads and ``vars["name"] = "text"`` writes a variable of the request.
 
-    All sequences of the request see the same ones. Each use asks the state worker and waits for
-    it; each raises ControllerError where a name, a value or the quota is wrong.
+    All sequences of the request share them. Each access waits for the state worker, and raises
+    ControllerError if a name or a value is not valid, or if the quota is exceeded.
     """
 
     def __init__(self, variables: Variables) -> None:
         self._variables = variables
 
     def read(self, name: str) -> Stored | None:
-        """A variable's version and bytes; None where there is none."""
+        """A variable's version and bytes; None if it does not exist."""
         return self._variables.get(name)
 
     def get(self, name: str, default: str | None = None) -> str | None:
-        """A variable as text, or ``default``; raises ControllerError where it is not UTF-8."""
+        """A variable as text, or ``default``; raises ControllerError if it is not UTF-8."""
         stored = self.read(name)
         return default if stored is None else text_of(name, stored)
 
     def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable, or only where its version is this one (0: where there is none)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: none yet)."""
         return self._variables.set(name, _bytes(name, value), when_version_is)
 
     def append(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable; one that is not there is made."""
+        """Appends to a variable, which is created if it does not exist."""
         return self._variables.append(name, _bytes(name, value), when_version_is)
 
     def __getitem__(self, name: str) -> str:
@@ -47,13 +47,13 @@ class Vars:
 
 
 def text_of(name: str, stored: Stored) -> str:
-    """A variable's text; raises ControllerError where its bytes are none."""
+    """A variable's text; raises ControllerError if its bytes are not UTF-8."""
     try:
         return stored.value.decode()
     except UnicodeDecodeError as error:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"variable {name!r} is not text ({error.reason} at byte {error.start}); "
+            f"variable {name!r} is not UTF-8 text ({error.reason} at byte {error.start}); "
             "vars.read(name).value gives its bytes",
         ) from None
 

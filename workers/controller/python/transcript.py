@@ -1,4 +1,4 @@
-"""All that a script was told, in order, so that a fork of it can be told the same again."""
+"""The record of a script's inputs, in order, so that a fork can replay the script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....protocol.errors import Code, ControllerError
 
 
 class Question(NamedTuple):
-    """What a script asked: a call of its context, and the arguments that were given."""
+    """A script's call of its context, with its arguments."""
 
     call: str
     arguments: tuple[tuple[str, object], ...] = ()
@@ -21,13 +21,13 @@ class Question(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A question, its answer or error, and what became of the tokens until it was answered."""
+    """A question, its answer or error, and the changes of the tokens until it was answered."""
 
     question: Question
     answer: object
     error: ControllerError | None
     kept: int
-    """How many of the tokens before it stayed."""
+    """How many of the earlier tokens remained."""
     tokens: tuple[int, ...]
     """The tokens after those."""
 
@@ -35,15 +35,15 @@ class Entry(NamedTuple):
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy starts from the beginning: it replays the answers until the question that the original
-    waits at, ``until``; from there on it is live.
+    A copy starts at the beginning and replays the answers up to ``until``, the question that the
+    original waits for; from there on, questions are answered live.
     """
 
     def __init__(self) -> None:
         self.prompt_length = 0
         self.tokens: list[int] = []
         self.failure: ControllerError | None = None
-        """Set once the script has asked something else than the first time."""
+        """Set once a replayed script asked a different question than the first time."""
         self._entries: list[Entry] = []
         self._kept = 0
         self._next = 0
@@ -51,29 +51,29 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """Whether what the script does now was done before, by the sequence it is a fork of."""
+        """Whether the script is repeating what the sequence did from which it was forked."""
         return self._until is not None
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The sequence starts with these tokens."""
+        """Starts the sequence with the tokens of the prompt."""
         self.tokens = list(prompt)
         self.prompt_length = self._kept = len(self.tokens)
 
     def change(self, tokens: Sequence[int], backtrack: int) -> None:
-        """Tokens were dropped and appended."""
+        """Records that tokens were dropped and appended."""
         if backtrack:
             del self.tokens[len(self.tokens) - backtrack :]
             self._kept = min(self._kept, len(self.tokens))
         self.tokens += tokens
 
     def add(self, question: Question, answer: object, error: ControllerError | None = None) -> None:
-        """A live question was answered."""
+        """Records the answer to a live question."""
         kept = self._kept
         self._entries.append(Entry(question, answer, error, kept, tuple(self.tokens[kept:])))
         self._kept = len(self.tokens)
 
     def copy(self, until: Question) -> Transcript:
-        """One for a fork, whose script waits ``until`` the copy's script asks this."""
+        """A transcript for a fork, which replays until its script asks ``until``."""
         copied = Transcript()
         copied.begin(self.tokens[: self.prompt_length])
         copied._entries = list(self._entries)
@@ -81,9 +81,9 @@ class Transcript:
         return copied
 
     def replay(self, question: Question) -> Entry | None:
-        """The recorded answer; None where the question is the one to wait at.
+        """The recorded answer; None if the question is the one that the original waits for.
 
-        Raises ControllerError where another one was asked the first time.
+        Raises ControllerError if a different question was asked the first time.
         """
         if self._next == len(self._entries):
             self._check(question, self._until)
@@ -100,20 +100,20 @@ class Transcript:
         return entry
 
     def catch_up(self, original: Transcript) -> None:
-        """The tokens that came while the original waits at its question."""
+        """Takes over the tokens that were added since the original asked its question."""
         self.tokens = list(original.tokens)
         self._kept = original._kept
 
     def unlike(self, what: str) -> ControllerError:
-        """The error for a script that did ``what`` instead of asking what it asked before."""
+        """The error for a script that did ``what`` instead of repeating its question."""
         expected = self._until
         if self._next < len(self._entries):
             expected = self._entries[self._next].question
         self.failure = ControllerError(
             Code.CONTROLLER_FAILED,
-            f"the script is not deterministic: run again for a fork, its question {self._next + 1} "
-            f"was {what} where it had been {expected}; what it asks may depend only on the "
-            "answers it got",
+            f"the script is not deterministic: replayed for a fork, its question {self._next + 1} "
+            f"was {what}, but the first time it was {expected}; its questions may depend only on "
+            "the answers it got",
         )
         return self.failure
 

@@ -224,7 +224,7 @@ def test_a_token_set_has_all_none_or_those_whose_bytes_pass_a_test() -> None:
 
 
 def test_a_token_set_refuses_what_is_no_token_of_its_vocabulary() -> None:
-    with pytest.raises(ValueError, match="token 100; the vocabulary is 0 to 99"):
+    with pytest.raises(ValueError, match="token 100 is not in the vocabulary, which is 0 to 99"):
         TokenSet(100, [100])
     with pytest.raises(ValueError, match="vocabularies of 100 and 64 tokens"):
         TokenSet(100) | TokenSet(64)
@@ -375,20 +375,24 @@ def test_a_class_may_say_how_it_is_copied() -> None:
 WRONG = [
     ("init_prompt", 3, "init_prompt returned 3; right would be nothing"),
     ("pre_process", True, "pre_process returned True; right would be go_on(), stop()"),
-    ("pre_process", sample({1}), "pre_process returned sample(…), which it may not"),
-    ("pre_process", splice(1), "pre_process returned splice(…), which it may not"),
-    ("pre_process", stop, "which is to be called: stop()"),
+    ("pre_process", sample({1}), "pre_process returned sample(…), which is not allowed there"),
+    ("pre_process", splice(1), "pre_process returned splice(…), which is not allowed there"),
+    ("pre_process", stop, "which must be called: stop()"),
     ("pre_process", fork(0), "pre_process: fork(n) is 0; right would be a number, at least 1"),
     ("pre_process", append([4096]), "a token is 4096; right would be a number, 0 to 4095"),
     ("pre_process", append(7), "append(tokens) with 7; right would be text or a list"),  # type: ignore[arg-type]
     ("mid_process", None, "mid_process returned None; right would be sample(mask), splice("),
-    ("mid_process", suspend(), "mid_process returned suspend(…), which it may not"),
+    ("mid_process", suspend(), "mid_process returned suspend(…), which is not allowed there"),
     ("mid_process", splice(-1), "backtrack is -1; right would be a number, at least 0"),
-    ("mid_process", sample({4096}), "token 4096; the vocabulary is 0 to 4095; right would be"),
+    (
+        "mid_process",
+        sample({4096}),
+        "token 4096 is not in the vocabulary, which is 0 to 4095; right would be",
+    ),
     ("mid_process", sample(set()), "a mask that allows no token"),
     ("mid_process", sample(7), "'int' object is not iterable; right would be a TokenSet"),  # type: ignore[arg-type]
     ("mid_process", sample(TokenSet(64, [1])), "a mask of 64 tokens; the vocabulary has 4096"),
-    ("post_process", sample(), "post_process returned sample(…), which it may not"),
+    ("post_process", sample(), "post_process returned sample(…), which is not allowed there"),
 ]
 
 
@@ -582,7 +586,7 @@ def test_a_label_that_was_taken_back_is_an_error() -> None:
         await ctx.fixed("y", following=late)
 
     run = play_script(main)
-    assert "has been taken back to 1" in run.errors[0]
+    assert "was cut back to 1" in run.errors[0]
     assert 'in main: await ctx.fixed("y", following=late)' in run.errors[0]
 
 
@@ -594,11 +598,11 @@ def test_what_is_no_label_is_refused() -> None:
         ctx.text_since("start")  # type: ignore[arg-type]
 
     assert (
-        "fixed(following=label) with 99; right would be what ctx.label() gave, at "
+        "fixed(following=label) with 99; right would be a label from ctx.label(), at "
         in (play_script(fixed).errors[0])
     )
     error = play_script(text_since).errors[0]
-    assert "text_since(label) with 'start'; right would be what ctx.label() gave" in error
+    assert "text_since(label) with 'start'; right would be a label from ctx.label()" in error
     assert 'in text_since: ctx.text_since("start")' in error
 
 
@@ -740,15 +744,15 @@ WRONG_GENS = [
     ({"lark": "start: foo"}, 'unknown name: "foo"'),
     ({"json_schema": {"type": "objct"}}, "Invalid type: objct"),
     ({"json_schema": "{"}, "gen(json_schema=…): "),
-    ({"regex": "a", "lark": "b"}, "gen(regex, lark): only one of these at a time"),
-    ({"regex": 3}, "gen(regex=3): not text"),
+    ({"regex": "a", "lark": "b"}, "gen(regex, lark): only one of these is allowed at a time"),
+    ({"regex": 3}, "gen(regex=3); right would be text"),
     ({"regex": "[0-9"}, 'invalid regex "[0-9" (in regex): regex parse error: unclosed character'),
     ({"choice": []}, "gen(choice=[]); right would be a list of at least one text"),
     ({"choice": ["a", 3]}, "gen(choice=['a', 3]); right would be a list of at least one text"),
     ({"choice": "yes"}, "gen(choice='yes'); right would be a list of at least one text, as in"),
     ({"choice": b"yes"}, "gen(choice=b'yes'); right would be a list of at least one text"),
     ({"choice": 5}, "gen(choice=5); right would be a list of at least one text"),
-    ({"allow": [4096]}, "token 4096; the vocabulary is 0 to 4095"),
+    ({"allow": [4096]}, "token 4096 is not in the vocabulary, which is 0 to 4095"),
     ({"allow": []}, "right would be some of 4096 tokens"),
     ({"stop_at": ""}, "right would be text that is not empty"),
     ({"max_tokens": 0}, "right would be a number, at least 1"),
@@ -1000,7 +1004,7 @@ def test_a_script_that_asks_something_else_in_its_fork_is_told_so() -> None:
 
     error = play_script(main).errors[0]
     assert "the script is not deterministic" in error
-    assert "its question 2 was fixed(text='bb') where it had been fixed(text='b')" in error
+    assert "its question 2 was fixed(text='bb'), but the first time it was fixed(text='b')" in error
     assert 'in main: await ctx.fixed("b" * len(runs))' in error
 
 
@@ -1015,7 +1019,7 @@ def test_a_script_that_reads_more_or_ends_early_in_its_fork_is_told_so() -> None
         await ctx.fork(2)
 
     error = play_script(reads).errors[0]
-    assert "was vars.get(name='x') where it had been fork(count=2)" in error
+    assert "was vars.get(name='x'), but the first time it was fork(count=2)" in error
     runs.clear()
 
     async def ends(ctx: Context) -> None:
@@ -1023,7 +1027,7 @@ def test_a_script_that_reads_more_or_ends_early_in_its_fork_is_told_so() -> None
         if len(runs) < 2:
             await ctx.fork(2)
 
-    assert "was its end where it had been fork(count=2)" in play_script(ends).errors[0]
+    assert "was its end, but the first time it was fork(count=2)" in play_script(ends).errors[0]
 
 
 def test_catching_it_does_not_make_a_script_deterministic() -> None:
@@ -1059,7 +1063,7 @@ def test_a_script_awaits_only_what_its_context_gives() -> None:
         await Other()
 
     assert (
-        "the script awaits 7; a script awaits only what its ctx gives"
+        "the script awaits 7; it may only await the calls of its ctx"
         in (play_script(main).errors[0])
     )
 
@@ -1074,7 +1078,7 @@ def test_an_ask_that_is_not_awaited_before_the_next_one_is_an_error() -> None:
         warnings.simplefilter("error")
         run = play_script(main)
     assert (
-        "main: ctx.fixed(…) was not awaited and does nothing by itself; right would be "
+        "main: ctx.fixed(…) was not awaited, so it has no effect; right would be "
         "await ctx.fixed(…), at test_python_controllers.py:"
     ) in run.errors[0]
     assert 'in main: ctx.fixed("hello")' in run.errors[0]
@@ -1215,26 +1219,29 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
     ("spec", "message"),
     [
         ("operators_own", "right would be module:Name"),
-        ("operators_nothing:X", "there is no module operators_nothing, from "),
-        ("operators_own.sub:X", "there is no module operators_own.sub, from "),
-        ("operators_broken:X", "imports nothing_of_that_name, which is not there"),
+        ("operators_nothing:X", "no module operators_nothing found from "),
+        ("operators_own.sub:X", "no module operators_own.sub found from "),
+        ("operators_broken:X", "imports nothing_of_that_name, which is not installed"),
         ("operators_failing:X", "raised ZeroDivisionError: division by zero"),
         ("operators_own:Missing", "module operators_own has no Missing"),
         ("operators_own:Other", "does not extend tokenbus.workers.controller.python.Controller"),
-        ("operators_own:sync", "is no controller; a script is an async def"),
+        ("operators_own:sync", "is not a controller; a script is an async def"),
         (
             "operators_own:bare",
-            "is called with one argument, the context, and is async def bare():",
+            "is async def bare(), which cannot be called with one argument, the context:",
         ),
         (
             "operators_own:two",
             "missing a required argument: 'arg'; right would be async def two(ctx)",
         ),
-        ("operators_own:Misspelt", "has a method mid_proces and no mid_process: is that misspelt?"),
-        ("operators_own:Camel", "has a method initPrompt and no init_prompt: is that misspelt?"),
+        (
+            "operators_own:Misspelt",
+            "has a method mid_proces, which nothing calls, and no mid_process",
+        ),
+        ("operators_own:Camel", "has a method initPrompt, which nothing calls, and no init_prompt"),
         ("operators_own:Few", "Few.mid_process(self) cannot be called: too many positional"),
-        ("operators_own:Wants", "is made without arguments, and its __init__ wants some"),
-        ("operators_own:__name__", "is no controller; right would be a subclass of Controller"),
+        ("operators_own:Wants", "has an __init__ that requires arguments"),
+        ("operators_own:__name__", "is not a controller; right would be a subclass of Controller"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: str, message: str) -> None:

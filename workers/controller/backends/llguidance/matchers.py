@@ -115,7 +115,7 @@ class Matchers:
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str) -> Grammar:
-        """Compiles a grammar from ``LLMatcher.grammar_from_*``, or finds it. Raises RefusedGrammar."""
+        """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         with self._lock:

@@ -3,8 +3,8 @@
 A grammar of a kilobyte can take llguidance hours to compile (an intersection of a few expressions),
 or overflow its stack and so end the process (a chain of 10,000 rules). Therefore each new grammar
 is first sent to ``python -m tokenbus.workers.controller.backends.llguidance.trial``, which has
-bounded time, memory and stack: it compiles the grammar for a vocabulary of bytes and takes one step.
-The process is reused, as starting it takes 0.1 s; a trial takes a millisecond, as compiling does.
+bounded time, memory and stack: it compiles the grammar for a vocabulary of bytes and takes one
+step. The process is reused, as starting it takes 0.1 s; a trial takes about a millisecond.
 """
 
 from __future__ import annotations
