@@ -1,4 +1,4 @@
-"""What the worker gives the controller of one sequence: tokens, variables, a log, its limits."""
+"""What the worker provides to the controller of one sequence: tokens, variables, log, limits."""
 
 from __future__ import annotations
 
@@ -11,82 +11,82 @@ from .logs import Log
 
 
 class Vocabulary(Protocol):
-    """The tokens of a model, as ``vocabulary.TokenizerVocabulary`` makes them of its tokenizer."""
+    """The tokens of a model; ``vocabulary.TokenizerVocabulary`` implements it."""
 
     size: int
     """Token ids are below this; a mask has ceil(size / 32) words."""
     eos: int
-    """The token that ends a sequence; -1 where the model has none."""
+    """The first end-of-sequence token; -1 if the model has none."""
     eos_ids: tuple[int, ...]
-    """All tokens that do."""
+    """All end-of-sequence tokens."""
     fingerprint: str
 
     def token(self, number: int) -> bytes:
-        """The bytes of a token; empty for a special one and for an id that is none."""
+        """The bytes of a token; empty for a special one and for an id that is not valid."""
 
     def tokenize(self, text: bytes) -> list[int]:
-        """The tokens of UTF-8 text, without special ones; bytes that are no UTF-8 go byte by byte.
+        """The tokens of a text, without special ones; bytes that are not UTF-8 go byte by byte.
 
-        Raises ControllerError where the tokenizer cannot write them."""
+        Raises ControllerError if the vocabulary cannot represent the text."""
 
     @property
     def trie(self) -> bytes:
-        """The token trie, in the binary form that AICI's guests read."""
+        """The token trie, in the binary format that AICI's guests read."""
 
 
 class Stored(NamedTuple):
-    """A variable: its value, and how often it was written."""
+    """A variable: its value, and its version, which counts writes."""
 
     version: int
     value: bytes
 
 
 class Written(NamedTuple):
-    """The answer to a write: the new version, or what is there where the version did not fit."""
+    """The answer to a write: the new version, or the current value if the version did not match."""
 
     ok: bool
     version: int
-    """The variable's version now; 0: there is no such variable."""
+    """The variable's current version; 0 if it does not exist."""
     value: bytes = b""
-    """Where it did not fit: the value that is there."""
+    """If the version did not match: the current value."""
 
 
 class Variables(Protocol):
-    """The variables of a request, as one of its sequences reaches them. Calls wait for the answer.
+    """The variables of a request, for one of its sequences. Calls wait for the state worker.
 
-    Each raises ControllerError where a name, a value or the quota is wrong, and where the state
-    worker does not answer.
+    Each raises ControllerError if a name or a value is not valid, if the quota is exceeded, or if
+    the state worker does not answer.
     """
 
     def get(self, name: str) -> Stored | None:
-        """A variable; None where there is none."""
+        """A variable; None if it does not exist."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable, or only where its version is this one (0: none yet)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: none yet)."""
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable; one that is not there is made."""
+        """Appends to a variable, which is created if it does not exist."""
 
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """Everything around one sequence's controller."""
+    """The environment of one sequence's controller."""
 
     request: int
     seq: int
     arg: bytes
-    """What the user gave as ``controller_arg``: text as UTF-8, anything else as JSON."""
+    """The request's ``controller_arg``: text as UTF-8, anything else as JSON."""
     vocabulary: Vocabulary
     variables: Variables
     log: Log
     limits: Limits
     max_tokens: int = 0
-    """Tokens that the sequence may have beyond its prompt."""
+    """Most tokens that the sequence may have after its prompt."""
     ignore_eos: bool = False
-    """A sequence goes on after an end-of-sequence token, whatever its controller does."""
+    """An end-of-sequence token does not end the sequence, whatever its controller does."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:
-    """The tokens that a mask allows, for people and tests."""
+    """The tokens that a mask allows; for tests and debugging."""
     data = bytes(mask)
     return [i for i in range(size) if data[i >> 3] >> (i & 7) & 1]

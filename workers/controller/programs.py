@@ -1,4 +1,4 @@
-"""The programs that a request can name: what this worker was started with, and stored modules."""
+"""The programs that a request can name: those given at start, built-ins, and stored modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .wasm.native import NativeProgram
 from .wasm.store import ModuleStore
 
 MAX_KEPT = 256
-"""Modules that are kept ready to start."""
+"""Most modules that stay loaded."""
 
 
 class Programs:
-    """Programs by name: those given, then built-ins, then a tenant's modules and tags."""
+    """Looks up programs by name: first those given, then built-ins, then a tenant's modules."""
 
     def __init__(
         self,
@@ -29,17 +29,17 @@ class Programs:
         given: Mapping[str, Program],
         kept: Path | None = None,
     ) -> None:
-        """``store`` is None where only the ``given`` ones are served; ``kept`` is the folder of
-        what constraints keep between runs."""
+        """If ``store`` is None, only the ``given`` programs are served. ``kept`` is the folder in
+        which constraints store tables and masks between runs."""
         self._engine = engine
         self._store = store
         self._given = dict(given)
         self._lock = threading.Lock()
-        self._made: dict[str, Program] = {}
+        self._loaded: dict[str, Program] = {}
         self._constraints = Constraints(engine, kept) if store is not None else None
 
     def get(self, tenant: str, name: str) -> Program:
-        """A program by its name; raises RequestError for an unknown one."""
+        """The program with this name; raises RequestError if it is unknown."""
         given = self._given.get(name)
         if given is not None:
             return given
@@ -53,18 +53,18 @@ class Programs:
         if constraint is not None:
             return constraint
         module = self._store.resolve(tenant, name)
-        program = self._made.get(module)
+        program = self._loaded.get(module)
         if program is None:
             loaded = self._store.load(module)
             make = AiciProgram if loaded.abi == "aici" else NativeProgram
             program = make(self._engine, loaded.module, loaded.why_no_fork)
             with self._lock:
-                self._made[module] = program
-                while len(self._made) > MAX_KEPT:
-                    del self._made[next(iter(self._made))]
+                self._loaded[module] = program
+                while len(self._loaded) > MAX_KEPT:
+                    del self._loaded[next(iter(self._loaded))]
         return program
 
     def close(self) -> None:
-        """Writes what constraints keep: the worker ends."""
+        """Has the constraints write their snapshots, when the worker stops."""
         if self._constraints is not None:
             self._constraints.close()

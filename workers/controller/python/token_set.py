@@ -62,8 +62,8 @@ class TokenSet:
     def _other(self, other: TokenSet) -> int:
         if other.size != self.size:
             raise ValueError(
-                f"the sets are of vocabularies of {self.size} and {other.size} tokens; both must have "
-                "the same size"
+                f"the sets are of vocabularies of {self.size} and {other.size} tokens; both must "
+                "have the same size"
             )
         return other._int()
 

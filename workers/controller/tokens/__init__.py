@@ -1,1 +1,1 @@
-"""A model's vocabulary as controllers see it: the bytes of tokens, the trie, text to tokens."""
+"""A model's vocabulary as controllers see it: token bytes, the token trie, and tokenization."""

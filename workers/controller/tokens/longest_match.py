@@ -1,4 +1,4 @@
-"""The tokens of a text by longest match, for what a tokenizer itself does not write exactly."""
+"""Tokenization by longest match, for text that a tokenizer itself does not reproduce exactly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ _SHOWN_BYTES = 20
 
 
 class LongestMatch:
-    """Of tokens with the same bytes the one with the highest id is taken, as in the trie."""
+    """Tokenizes by longest match. Of tokens with the same bytes it uses the highest id, as the trie
+    does."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        """``tokens[i]`` are the bytes of token i, empty for one that no text may become."""
+        """``tokens[i]`` are the bytes of token i, empty for one that must not be used for text."""
         self._number = {token: number for number, token in enumerate(tokens) if token}
         lengths: dict[bytes, set[int]] = {}
         for token in self._number:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
-        """By a token's first two bytes, or its only one: the lengths of such tokens, falling."""
+        """By a token's first two bytes, or its only one: the lengths of such tokens, descending."""
 
     def __call__(self, text: bytes) -> list[int]:
-        """The longest token at each place, from the first on; a shorter one where the text could
-        not be written otherwise. Raises ControllerError where it cannot be written at all."""
+        """The longest token at each position, from left to right, with backtracking to a shorter
+        one if the rest cannot be tokenized. Raises ControllerError if no tokenization exists."""
         starts = [0]
         choices = [self._at(text, 0)]
         tokens: list[int] = []
@@ -45,7 +46,7 @@ class LongestMatch:
         return tokens
 
     def _at(self, text: bytes, at: int) -> Iterator[tuple[int, int]]:
-        """The tokens that match at a place, as (length, token), the longest first."""
+        """The tokens that match at a position, as (length, token), the longest first."""
         start = text[at : at + 2]
         for length in self._lengths.get(start, ()):
             number = self._number.get(text[at : at + length])
@@ -58,6 +59,6 @@ class LongestMatch:
 def _cannot_write(text: bytes, at: int) -> ControllerError:
     return ControllerError(
         Code.CONTROLLER_FAILED,
-        f"no token of the model's vocabulary begins what is at byte {at} of {text[:80]!r}: "
-        f"{text[at : at + _SHOWN_BYTES]!r}",
+        f"no token of the model's vocabulary matches {text[at : at + _SHOWN_BYTES]!r}, at byte "
+        f"{at} of {text[:80]!r}",
     )

@@ -1,9 +1,9 @@
-"""The bytes that each token of a tokenizer writes, read off its ``tokenizers`` JSON.
+"""The bytes that each token of a tokenizer stands for, derived from its ``tokenizers`` JSON.
 
-A piece of the vocabulary is not yet bytes: GPT-2's kind writes bytes as printable characters,
-SentencePiece's writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON says
-which; where there is none, the model and what splits text for it do. A decoder whose text is more
-than its tokens' bytes one after another is refused, since no constraint on bytes could hold there.
+A piece of the vocabulary is not yet bytes: GPT-2's byte level maps bytes to printable characters,
+SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON defines
+the mapping; without a decoder, the model, normalizer and pre-tokenizer imply it. A decoder whose
+text is not the concatenation of its tokens' bytes is refused, as no constraint on bytes could hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....protocol.errors import Code, ControllerError
 Spec = Mapping[str, Any]
 """A part of the JSON."""
 Step = Callable[[str], str | bytes]
-"""What a step of the decoder makes of one piece; bytes where that is the last word on it."""
+"""A step of the decoder, applied to one piece; a result in bytes is final."""
 
 METASPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -25,10 +25,10 @@ _DROPS_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit", "CharDelim
 
 
 def token_bytes(spec: Spec, size: int) -> list[bytes]:
-    """The bytes of the tokens 0 to ``size - 1``; none for an id that the tokenizer does not have.
+    """The bytes of the tokens 0 to ``size - 1``; empty for an id that the tokenizer does not have.
 
-    Special tokens and the token for what is unknown have none either. Any other added token has
-    those of its text. Raises ControllerError where the bytes cannot be known.
+    They are also empty for special tokens and the unknown token. Any other added token has the
+    bytes of its text. Raises ControllerError if the bytes cannot be determined.
     """
     model: Spec = spec.get("model") or {}
     pieces = _pieces(model)
@@ -41,7 +41,7 @@ def token_bytes(spec: Spec, size: int) -> list[bytes]:
     for added in spec.get("added_tokens") or []:
         number, content = added["id"], added["content"]
         if number < size:
-            # Text that was added is text; only SentencePiece's own go through the decoder too.
+            # Added tokens are literal text; only SentencePiece's also go through the decoder.
             written = content.encode() if byte_level else _write(content, steps)
             table[number] = b"" if added.get("special") else written
     unknown = model.get("unk_id")
@@ -59,7 +59,9 @@ def _pieces(model: Spec) -> Mapping[str, int]:
     if isinstance(vocabulary, dict):
         return vocabulary
     kind = model.get("type", "of no type")
-    raise _unknown(f"its model ({kind}) has no vocabulary; BPE, Unigram, WordPiece, WordLevel do")
+    raise _unknown(
+        f"its model ({kind}) has no vocabulary; BPE, Unigram, WordPiece and WordLevel models do"
+    )
 
 
 def _write(piece: str, steps: list[Step]) -> bytes:
@@ -84,19 +86,21 @@ def _steps(spec: Spec) -> list[Step]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            # It cuts at the ends of the whole text, and says nothing of what is in between.
+            # It only strips the ends of the whole text, not of each token.
             continue
         elif kind == "Replace" and fused and len(part["pattern"].get("String", "")) != 1:
-            raise _unknown(f"its decoder replaces {part['pattern']} across tokens")
+            raise _unknown(f"its decoder replaces {part['pattern']}, which may span tokens")
         elif kind in _STEPS:
             steps.append(_STEPS[kind](part))
         else:
-            raise _unknown(f"its decoder has {kind}; known are {', '.join(sorted(_STEPS))}")
+            raise _unknown(
+                f"its decoder has the unknown step {kind}; known are {', '.join(sorted(_STEPS))}"
+            )
     return steps
 
 
 def flat(part: Spec | None) -> Iterator[Spec]:
-    """A normalizer, pre-tokenizer or decoder as its steps, in their order."""
+    """The steps of a normalizer, pre-tokenizer or decoder, in order."""
     if not part:
         return
     if part["type"] != "Sequence":
@@ -108,7 +112,7 @@ def flat(part: Spec | None) -> Iterator[Spec]:
 
 
 def _implied(spec: Spec) -> Iterator[Spec]:
-    """The decoder of a tokenizer that has none: what undoes its other parts."""
+    """The implied decoder of a tokenizer without one: it reverses the other parts."""
     model: Spec = spec.get("model") or {}
     splitters = {part["type"]: part for part in flat(spec.get("pre_tokenizer"))}
     normalizers = list(flat(spec.get("normalizer")))
@@ -129,7 +133,7 @@ def _implied(spec: Spec) -> Iterator[Spec]:
 
 
 def spells_space(part: Spec) -> bool:
-    """Whether a step of a normalizer writes ``▁`` for each space, and does no more."""
+    """Whether a step of a normalizer only replaces each space by ``▁``."""
     if part["type"] != "Replace":
         return False
     return bool(part["pattern"].get("String") == " " and part["content"] == METASPACE)
@@ -139,8 +143,8 @@ def spells_space(part: Spec) -> bool:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's map of bytes to printable characters, reversed: those that print stand for
-    themselves, the others follow from U+0100 on."""
+    """The inverse of GPT-2's map of bytes to printable characters: printable bytes map to
+    themselves, the others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -153,7 +157,7 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes(map(_byte_of, piece))
     except KeyError:
-        # Not in that alphabet, so it is text, as tokenizers itself takes it.
+        # Not in that alphabet, so it is literal text, as in the tokenizers library.
         return piece.encode()
 
 
@@ -188,7 +192,7 @@ def _strip(part: Spec) -> Step:
 
 def _word_piece(part: Spec) -> Step:
     if part.get("cleanup"):
-        raise _unknown('its decoder tidies up the text ("cleanup": true), which moves spaces')
+        raise _unknown('its decoder cleans up the text ("cleanup": true), which moves spaces')
     prefix = part["prefix"]
 
     def written(piece: str) -> str:
@@ -217,5 +221,5 @@ _STEPS: dict[str, Callable[[Spec], Step]] = {
 
 def _unknown(why: str) -> ControllerError:
     return ControllerError(
-        Code.CONTROLLER_FAILED, f"the bytes of this tokenizer's tokens cannot be known: {why}"
+        Code.CONTROLLER_FAILED, f"the bytes of this tokenizer's tokens cannot be determined: {why}"
     )

@@ -1,4 +1,4 @@
-"""The vocabularies of this worker: requested over the bus, built once, the last ones kept."""
+"""Cache of the vocabularies of this worker, which it requests over the bus and builds once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ....protocol.worker_messages import VocabularyName
 from .vocabulary import TokenizerVocabulary
 
 Ready = Callable[[TokenizerVocabulary | None, str], None]
-"""Called with the vocabulary, or with None and the reason why there is none."""
+"""Called with the vocabulary, or with None and the reason of the failure."""
 
 RETRY_S = 2.0
-"""How long an answer may take before the tokenizer is requested again, in seconds: the GPU worker
-that was asked may be gone, and others have the same tokenizer."""
+"""Seconds without an answer after which the tokenizer is requested again: the GPU worker may be
+gone, and others have the same tokenizer."""
 GIVE_UP_S = 30.0
-"""How long a request waits for a tokenizer, in seconds."""
+"""Seconds after which a request stops waiting for a tokenizer and fails."""
 KEPT = 16
-"""Vocabularies that are kept, those used last; sequences keep theirs in any case."""
+"""Size of the cache of vocabularies, of which the least recently used are evicted; sequences hold
+references to theirs."""
 
 _Key = tuple[str, int, tuple[int, ...]]
 
@@ -35,22 +36,22 @@ class _Waiting(NamedTuple):
 
 
 class Vocabularies:
-    """By tokenizer, size and end-of-sequence tokens. Safe from any thread."""
+    """Vocabularies by tokenizer, size and end-of-sequence tokens. Thread-safe."""
 
     def __init__(
         self, request: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``request(fingerprint, gpu worker)`` asks for a tokenizer's JSON."""
+        """``request(fingerprint, gpu worker)`` requests a tokenizer's JSON."""
         self._request = request
         self._clock = clock
         self._lock = threading.Lock()
         self._built: OrderedDict[_Key, TokenizerVocabulary] = OrderedDict()
         self._requested: dict[str, float] = {}
-        """When each tokenizer was requested last."""
+        """When each tokenizer was last requested."""
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
-        """Calls ``ready``, at once or when the GPU worker ``gpu`` has sent the tokenizer."""
+        """Calls ``ready``, immediately or when the GPU worker ``gpu`` has sent the tokenizer."""
         key = (name.fingerprint, name.size, tuple(name.eos))
         now = self._clock()
         with self._lock:
@@ -66,7 +67,8 @@ class Vocabularies:
             self._request(name.fingerprint, gpu)
 
     def arrived(self, fingerprint: str, json: bytes | None, error: str) -> None:
-        """A tokenizer has come, or why it cannot. Takes up to seconds: not for the bus thread."""
+        """Handles a tokenizer that arrived, or the error instead. May take seconds, so it must not
+        run on the bus thread."""
         with self._lock:
             waiting = self._waiting.pop(fingerprint, [])
             self._requested.pop(fingerprint, None)
@@ -79,7 +81,7 @@ class Vocabularies:
                     vocabulary = TokenizerVocabulary.from_json(
                         json.decode(), size=key[1], eos=key[2], fingerprint=fingerprint
                     )
-                except BaseException as failed:  # A panic of the tokenizers library too.
+                except BaseException as failed:  # Also a panic of the tokenizers library.
                     failure = f"the model's tokenizer cannot be used: {failed}"
                 else:
                     with self._lock:
@@ -89,8 +91,8 @@ class Vocabularies:
             ready(vocabulary, failure if vocabulary is None else "")
 
     def retry(self) -> None:
-        """Requests again what has not come, from the GPU worker of the latest request that waits;
-        gives up on requests that have waited for too long. To be called now and then."""
+        """Repeats requests for tokenizers that have not arrived, at the GPU worker of the latest
+        waiting request, and fails requests that waited too long. Called periodically."""
         if not self._waiting:
             return
         now = self._clock()
@@ -114,7 +116,7 @@ class Vocabularies:
             one.ready(None, f"no GPU worker sent the model's tokenizer within {GIVE_UP_S:g} s")
 
     def _find(self, key: _Key) -> TokenizerVocabulary | None:
-        """Under the lock: a vocabulary that has been built; it counts as used now."""
+        """A vocabulary from the cache, marked as used. The caller holds the lock."""
         vocabulary = self._built.get(key)
         if vocabulary is not None:
             self._built.move_to_end(key)

@@ -1,6 +1,6 @@
-"""The token trie that controllers walk, in the binary form that AICI's guests read.
+"""The token trie that controllers walk, in the binary format that AICI's guests read.
 
-Source: AICI's ``toktree``, as ``spec/aici-binary.md`` states its form. Little-endian u32 words:
+Source: AICI's ``toktree``; the format is in ``spec/aici-binary.md``. Little-endian u32 words:
 
     header   magic, 28, bytes of nodes, bytes of offsets, bytes of data, vocabulary, end of sequence
     node     token << 8 | byte, subtree size << 8 | levels that end with it; in preorder
@@ -21,7 +21,7 @@ from ....protocol.errors import Code, ControllerError
 MAGIC = 0x558B6FD3
 HEADER_WORDS = 7
 NO_TOKEN = 0xFFFFFF
-"""Of a node at which no token ends; also the bound on ids, sizes and places, all of 24 bits."""
+"""Marks a node at which no token ends; also the bound on ids, sizes and offsets, all of 24 bits."""
 ROOT_BYTE = 0xFF
 LONGEST = 254
 """Bytes of the longest token that a trie can hold."""
@@ -32,24 +32,24 @@ Words = np.ndarray[Any, np.dtype[np.uint32]]
 def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
     """The trie of a vocabulary: ``tokens[i]`` are the bytes of token i, ``eos`` is -1 for none.
 
-    A token without bytes (a special one) and one of more than ``LONGEST`` bytes are not in it;
-    their length is 0. Every other token is in it once. Where several have the same bytes, as
-    SentencePiece's ``A`` and ``<0x41>``, the highest id has the node that a search finds and that
-    goes on to longer tokens, as in AICI: it is the one that a tokenizer writes. The others follow
-    that node's subtree as leaves with the same parent and byte, in the order of their ids. So a
-    walk over all nodes allows each of them, and a mask is exact.
+    Tokens without bytes (special ones) and those longer than ``LONGEST`` bytes are not in it; their
+    length is 0. Every other token is in it once. If several have the same bytes, as SentencePiece's
+    ``A`` and ``<0x41>``, the highest id has the node that a search finds and that has the longer
+    tokens as children, as in AICI: it is the one that a tokenizer produces. The others follow that
+    node's subtree as leaves with the same parent and byte, in the order of their ids. So a walk
+    over all nodes visits each of them, and a mask is exact.
 
-    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError where the vocabulary is beyond what 24
-    bits can count.
+    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the vocabulary exceeds what 24 bits
+    can count.
     """
     kept = [token if len(token) <= LONGEST else b"" for token in tokens]
     data = b"".join(kept)
-    # There are no more nodes than bytes, but for the root.
+    # Apart from the root there are at most as many nodes as bytes.
     for what, count in {"tokens": len(kept), "bytes of tokens": len(data)}.items():
         if count >= NO_TOKEN:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the token trie would have {count} {what}; its form ends at {NO_TOKEN - 1}",
+                f"the token trie would have {count} {what}; its format allows {NO_TOKEN - 1}",
             )
     nodes = _nodes(*_preorder(kept))
     lengths = np.fromiter(map(len, kept), np.int64, len(kept))
@@ -80,10 +80,10 @@ class _Preorder(NamedTuple):
 
 
 def _preorder(tokens: Sequence[bytes]) -> _Preorder:
-    """Tokens in order bring the nodes in preorder: each those beyond what it shares with the one
-    before."""
+    """Sorted tokens yield the nodes in preorder: each adds those beyond the prefix that it shares
+    with the previous one."""
     last = {token: number for number, token in enumerate(tokens)}
-    # U+0100 is above every byte, so a token that is there twice comes after all that it begins.
+    # U+0100 sorts after every byte, so a duplicate follows all tokens of which it is a prefix.
     order = sorted(
         (token.decode("latin-1") + ("" if last[token] == number else "\u0100"), number)
         for number, token in enumerate(tokens)
@@ -117,7 +117,7 @@ def _nodes(
     depth: np.ndarray[Any, np.dtype[np.int64]],
     token: np.ndarray[Any, np.dtype[np.int64]],
 ) -> Words:
-    """Two words for each node, the root first: level by level, from where siblings begin."""
+    """Two words for each node, the root first; computed level by level."""
     total = len(byte) + 1
     end = np.full(total, total)
     levels_ended = np.zeros(total, np.int64)
@@ -143,32 +143,32 @@ def _nodes(
 
 
 class TokenTrie(NamedTuple):
-    """What a trie says."""
+    """A decoded trie."""
 
     eos: int
     """-1 for none."""
     tokens: list[bytes]
-    """By the offsets, for each id."""
+    """The bytes of each token, by the offsets."""
     spelled: dict[int, bytes]
-    """By the nodes, in their order: the bytes on the way to each token."""
+    """The bytes on the path to each token, in the order of the nodes."""
 
 
 def decode_trie(blob: bytes) -> TokenTrie:
-    """Reads a trie, as strictly as AICI's guests do and beyond.
+    """Decodes a trie; at least as strict as AICI's guests.
 
-    Raises ValueError where a size, an offset, an id, the order of siblings, a subtree's size or
-    the number of levels that end is not as the form says.
+    Raises ValueError if a size, an offset, an id, the order of siblings, a subtree's size or the
+    number of levels that end is not valid.
     """
     if len(blob) < 4 * HEADER_WORDS:
-        raise ValueError(f"{len(blob)} bytes are fewer than a header's {4 * HEADER_WORDS}")
+        raise ValueError(f"{len(blob)} bytes are too few; a header has {4 * HEADER_WORDS}")
     header = np.frombuffer(blob, "<u4", HEADER_WORDS).tolist()
     magic, header_size, node_bytes, offset_bytes, data_bytes, size, eos = header
-    _must(magic == MAGIC, f"magic {magic:#x}, not {MAGIC:#x}")
-    _must(header_size == 4 * HEADER_WORDS, f"header of {header_size} bytes, not 28")
+    _must(magic == MAGIC, f"its magic number is {magic:#x}, not {MAGIC:#x}")
+    _must(header_size == 4 * HEADER_WORDS, f"its header has {header_size} bytes, not 28")
     _must(node_bytes % 8 == 0 and node_bytes >= 8, f"{node_bytes} bytes of nodes")
     _must(offset_bytes == 4 * size, f"{offset_bytes} bytes of offsets for {size} tokens")
     whole = header_size + node_bytes + offset_bytes + data_bytes
-    _must(len(blob) == whole, f"{len(blob)} bytes, the header says {whole}")
+    _must(len(blob) == whole, f"it has {len(blob)} bytes, but its header gives {whole}")
     nodes = np.frombuffer(blob, "<u4", node_bytes // 4, header_size).reshape(-1, 2).tolist()
     offsets = np.frombuffer(blob, "<u4", size, header_size + node_bytes).tolist()
     data = blob[header_size + node_bytes + offset_bytes :]
@@ -181,14 +181,14 @@ def decode_trie(blob: bytes) -> TokenTrie:
 
 
 def _spelled(nodes: list[list[int]], size: int) -> dict[int, bytes]:
-    """Walks the nodes as a guest does, by their subtrees, and checks each against the others."""
+    """Walks the nodes by their subtrees, as a guest does, and checks that they are consistent."""
     _must(nodes[0] == [NO_TOKEN << 8 | ROOT_BYTE, len(nodes) << 8], f"the root is {nodes[0]}")
     spelled: dict[int, bytes] = {}
     path = bytearray()
     ends = [len(nodes)]
-    """Where the subtrees end that the path is in, the root's first."""
+    """The ends of the subtrees on the path, the root's first."""
     sibling = -1
-    """The byte of the sibling before, where there is one."""
+    """The byte of the previous sibling; -1 if there is none."""
     for at, (first, second) in enumerate(nodes[1:], 1):
         token, byte = first >> 8, first & 0xFF
         end, levels = at + (second >> 8), second & 0xFF

@@ -1,8 +1,8 @@
-"""A model's vocabulary as controllers use it: bytes of tokens, tokens of bytes, the trie.
+"""A model's vocabulary as controllers use it: token bytes, tokenization, and the token trie.
 
-It is made of the tokenizer's JSON, or of raw tokens; it needs ``tokenizers``, and neither
-transformers nor torch. The text of tokens is their bytes, one after another, and ``tokenize`` is
-the reverse of that for every text: what a controller appends is what it asked for.
+It is built from a tokenizer's JSON or from raw tokens; it requires ``tokenizers``, but neither
+transformers nor torch. The text of tokens is the concatenation of their bytes, and ``tokenize`` is
+its exact inverse for every text: a controller appends exactly the text that it requested.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 
 class TokenizerVocabulary:
-    """What ``host.Vocabulary`` says, for one tokenizer and one model. Safe to use from any thread.
+    """Implements ``host.Vocabulary`` for one tokenizer and one model. Thread-safe.
 
-    All of it is built at once, the trie too, so that no controller's time goes into it: about
-    0.4 s for raw tokens and 1.3 s for the JSON of a vocabulary of 131,072.
+    The constructor builds everything, including the trie, so that no controller's time limit counts
+    it: about 0.4 s for raw tokens and 1.3 s for JSON, with a vocabulary of 131,072.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class TokenizerVocabulary:
         fingerprint: str,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """``from_json`` and ``from_tokens`` are the ways to make one.
+        """Use ``from_json`` or ``from_tokens``.
 
-        A token of ``eos`` has no bytes, so that no constraint allows it as text; one that the model
-        cannot sample, being beyond its vocabulary, is left out.
+        The tokens in ``eos`` get no bytes, so that no constraint allows them as text; those beyond
+        the vocabulary, which the model cannot sample, are ignored.
         """
         self.size = len(tokens)
         self.eos_ids = tuple(number for number in eos if 0 <= number < self.size)
@@ -56,11 +56,12 @@ class TokenizerVocabulary:
     def from_json(
         cls, json: str, *, size: int, eos: Sequence[int], fingerprint: str
     ) -> TokenizerVocabulary:
-        """Of the JSON of a tokenizer, as ``tokenizers`` writes it.
+        """From the JSON of a tokenizer, as ``tokenizers`` writes it.
 
-        ``size`` is the model's vocabulary, its number of logits: ids beyond the tokenizer's are
-        padding, without bytes, and tokens beyond the model's are never used. Raises ControllerError
-        where the JSON is no tokenizer's, or where it does not say what bytes its tokens write.
+        ``size`` is the model's vocabulary size, its number of logits: ids beyond the tokenizer's
+        are padding without bytes, and tokens beyond the model's are never used. Raises
+        ControllerError if the JSON is not a tokenizer's, or if it does not define its tokens'
+        bytes.
         """
         try:
             spec: Spec = msgspec.json.decode(json)
@@ -70,9 +71,9 @@ class TokenizerVocabulary:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the tokenizer {fingerprint[:12]} cannot be read: {error}; "
-                "it has to be JSON as the tokenizers library writes it",
+                "it must be JSON as the tokenizers library writes it",
             ) from None
-        # What looks like a special token in a text is text.
+        # Text that looks like a special token is text.
         tokenizer.encode_special_tokens = True
         return cls(token_bytes(spec, size), eos, fingerprint, tokenizer)
 
@@ -80,23 +81,23 @@ class TokenizerVocabulary:
     def from_tokens(
         cls, tokens: Sequence[bytes], eos: Sequence[int], fingerprint: str
     ) -> TokenizerVocabulary:
-        """Of raw tokens, special ones empty; text is tokenized by longest match."""
+        """From raw tokens, where special ones are empty; text is tokenized by longest match."""
         return cls(tokens, eos, fingerprint)
 
     def token(self, number: int) -> bytes:
-        """The bytes of a token; empty for a special one and for an id that is none."""
+        """The bytes of a token; empty for a special one and for an id that is not valid."""
         return self._tokens[number] if 0 <= number < self.size else b""
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """The text that tokens write."""
+        """The text of tokens."""
         return b"".join(map(self.token, tokens))
 
     def tokenize(self, text: bytes) -> list[int]:
-        """The tokens of a text that goes on: nothing is put before it, none of them is special.
+        """Tokenizes a continuation: without a prefix such as a space, and without special tokens.
 
-        ``bytes_of`` of them is the text, always: where the tokenizer's own choice would write
-        something else, the longest match is taken; bytes that are no UTF-8 go one by one. Raises
-        ControllerError where the vocabulary cannot write the text.
+        ``bytes_of`` of the result is always the text: if the tokenizer's own tokens would give
+        another text, the longest match is used; bytes that are not UTF-8 are tokenized one by one.
+        Raises ControllerError if the vocabulary cannot represent the text.
         """
         try:
             return self._tokens_of(text.decode(), text)
@@ -118,24 +119,24 @@ class TokenizerVocabulary:
         return tokens if self.bytes_of(tokens) == written else self._longest_match(written)
 
     def _own_choice(self, text: str) -> list[int]:
-        """What the tokenizer makes of a text; nothing where there is none, or where it fails."""
+        """The tokenizer's tokens for a text; empty if there is no tokenizer, or if it fails."""
         if self._tokenizer is None:
             return []
         try:
-            # Of all ways this one lets other threads run meanwhile.
+            # Unlike the other methods, this one releases the interpreter lock.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except BaseException:  # A word is unknown and there is no token for that, or a panic.
+        except BaseException:  # An unknown word without an unknown token, or a panic.
             return []
 
 
-# --- a tokenizer whose tokens write the text, and no more -----------------------------------------
+# --- a tokenizer that does not change the text ---------------------------------------------------
 
 
 def _exact(spec: Spec) -> dict[str, Any]:
-    """The same tokenizer without what changes the text: a space before it, upper case, accents.
+    """The same tokenizer without steps that change the text, such as a prefix or lower-casing.
 
-    Of the normalizer only that stays which spells the text in the model's own alphabet. A text that
-    the rest would not have changed gets the tokens that it had.
+    Of the normalizer, only the steps remain that map text to the alphabet of the vocabulary. A text
+    that the other steps would not change gets the same tokens as before.
     """
     kept = [
         part
@@ -155,7 +156,7 @@ def _exact(spec: Spec) -> dict[str, Any]:
 
 
 def _without_prefix(part: Spec | None) -> Spec | None:
-    """A pre-tokenizer that puts no space before the text."""
+    """The same pre-tokenizer without a space prefix."""
     if part is None:
         return None
     if part["type"] == "Sequence":

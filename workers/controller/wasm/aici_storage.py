@@ -1,7 +1,6 @@
-"""AICI's storage commands: JSON of a guest, done on the variables of its request.
+"""AICI's storage commands: JSON from a guest, applied to the variables of its request.
 
-Source: ``aici-binary.md``, "Storage commands". What has been written is told to the client by
-``Variables`` itself.
+Source: ``aici-binary.md``, "Storage commands". ``Variables`` itself reports writes to the client.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ _COMMAND_IS = (
 
 
 def most_bytes(variable_bytes: int) -> int:
-    """The longest command, where a value may have so many bytes: names may be escaped."""
+    """Most bytes of a command with values of at most ``variable_bytes``; names may be escaped."""
     return 2 * variable_bytes + 6 * NAME_BYTES + 256
 
 
 def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes:
-    """Does a command; the answer to it. Raises ControllerError where it is none."""
+    """Runs a command and returns its answer. Raises ControllerError if it is not valid."""
     command = decode(_command, data, "it gave the storage command", _COMMAND_IS)
     read, write = command.read_var, command.write_var
     if isinstance(read, _Read) and write is UNSET:
@@ -61,7 +60,7 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"it gave the storage command {shown(data)}, which is not one thing; right would be "
+        f"it gave the storage command {shown(data)}, which is not one command; right would be "
         f"{_COMMAND_IS}",
     )
 
@@ -71,12 +70,12 @@ def _name(name: str) -> str:
         size = len(name.encode())
     except UnicodeError as error:
         raise ControllerError(
-            Code.CONTROLLER_FAILED, f"a variable's name is UTF-8, and this one is not: {error}"
+            Code.CONTROLLER_FAILED, f"the variable name is not UTF-8: {error}"
         ) from None
     if size > NAME_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"a variable's name has at most {NAME_BYTES} bytes; this one has {size}",
+            f"the variable name has {size} bytes; at most {NAME_BYTES} are allowed",
         )
     return name
 
@@ -87,13 +86,13 @@ def _value(text: str, most: int) -> bytes:
     except ValueError as error:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"a variable's value is hexadecimal, two digits for each byte, not "
-            f"{shown(text.encode('utf-8', 'replace'))}: {error}",
+            f"the variable's value {shown(text.encode('utf-8', 'replace'))} is not hexadecimal: "
+            f"{error}; right would be two digits for each byte",
         ) from None
     if len(value) > most:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"a variable's value has at most {most} bytes; this one has {len(value)}",
+            f"the variable's value has {len(value)} bytes; at most {most} are allowed",
         )
     return value
 

@@ -1,7 +1,7 @@
-"""Guests of the native ABI: one call into the guest for each phase, nothing called back.
+"""Guests of the native ABI: one call into the guest per phase, without callbacks for results.
 
-The host writes a call's argument into the guest's inbox, calls, and reads the result and the mask
-where they are. The layout is in ``docs/controllers.md``.
+The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
+the mask from its memory. The layout is in ``docs/controllers.md``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ NAME_BYTES = 256
 """The longest name of a variable."""
 
 MAX_TEXT = 1 << 20
-"""Bytes of a text to tokenize: the host's own time is not counted in the limit of a call, nor
-stopped by it."""
+"""Most bytes of a text to tokenize: a call's time limit neither counts nor interrupts host code."""
 
 _VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
 _N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
@@ -43,7 +42,7 @@ class NativeProgram:
         self._why_no_fork = why_no_fork
 
     def start(self, host: Host) -> Controller:
-        """A fresh instance."""
+        """Creates an instance."""
         state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits)
         try:
@@ -53,7 +52,8 @@ class NativeProgram:
             block = guest.call(guest.function(START), host.limits.init_s, START) & 0xFFFF_FFFF
             if block % 4:
                 raise ControllerError(
-                    Code.CONTROLLER_FAILED, f"{START} returned {block}, which is not aligned to 4"
+                    Code.CONTROLLER_FAILED,
+                    f"{START} returned the address {block}, which is not a multiple of 4",
                 )
             return NativeController(guest, host, block, self._why_no_fork)
         except BaseException:
@@ -67,7 +67,7 @@ def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
 
 
 class NativeState:
-    """What the host functions of one guest work with."""
+    """The state that the host functions of one guest use."""
 
     __slots__ = ("guest", "host")
 
@@ -100,7 +100,7 @@ class NativeController:
         block_words[_MAX_TOKENS] = host.max_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As ``interface.Controller`` says."""
+        """Calls tokenbus_init_prompt with the prompt and the argument."""
         guest = self._guest
         arg = self._host.arg
         self._put(prompt, arg)
@@ -109,7 +109,7 @@ class NativeController:
         self._block[_ARG] = 0
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls tokenbus_pre_process."""
         block = self._block
         block[_COUNT] = 0
         then = self._guest.call(self._pre, self._pre_s, "pre_process")
@@ -127,10 +127,10 @@ class NativeController:
         raise _unknown("pre_process", then, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls tokenbus_mid_process and copies the mask that it wrote."""
         block = self._block
         if len(fork_group) == 1:
-            # Between calls the inbox may not be there any more: nothing keeps it where it was.
+            # The guest may have moved the inbox, so its address is checked each time.
             self._put_one(fork_group[0])
         else:
             self._put(fork_group)
@@ -152,7 +152,7 @@ class NativeController:
         raise _unknown("mid_process", then, "0 (stop), 1 (sample), 4 (splice)")
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """As ``interface.Controller`` says."""
+        """Calls tokenbus_post_process."""
         block = self._block
         if len(tokens) == 1:
             self._put_one(tokens[0])
@@ -169,7 +169,7 @@ class NativeController:
         raise _unknown("post_process", then, "0 (stop), 1 (go on)")
 
     def fork(self, host: Host) -> Controller:
-        """As ``interface.Controller`` says."""
+        """A controller with a copy of the instance."""
         if self._why_no_fork is not None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
@@ -179,7 +179,7 @@ class NativeController:
         return NativeController(guest, host, self._block_at, self._why_no_fork)
 
     def close(self) -> None:
-        """As ``interface.Controller`` says."""
+        """Frees the instance."""
         self._guest.close()
 
     # --- inside ---------------------------------------------------------------------------------
@@ -193,14 +193,15 @@ class NativeController:
         block[_COUNT] = 1
 
     def _put(self, numbers: Sequence[int], more: bytes = b"") -> None:
-        """Writes an argument into the inbox, which the guest makes larger where it must."""
+        """Writes an argument into the inbox; has the guest enlarge it if necessary."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
             grow = guest.function("tokenbus_grow")
             if not guest.call_with(grow, self._host.limits.init_s, "tokenbus_grow", len(data)):
                 raise ControllerError(
-                    Code.CONTROLLER_FAILED, f"the guest has no memory for {len(data)} bytes"
+                    Code.CONTROLLER_FAILED,
+                    f"the guest could not allocate {len(data)} bytes for its inbox",
                 )
         guest.write(block[_INBOX], data)
         block[_COUNT] = len(numbers)
@@ -221,7 +222,7 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 def _unknown(phase: str, then: int, known: str) -> ControllerError:
     return ControllerError(
-        Code.CONTROLLER_FAILED, f"{phase} returned {then}; it has to return one of {known}"
+        Code.CONTROLLER_FAILED, f"{phase} returned {then}; it must return one of {known}"
     )
 
 
@@ -247,7 +248,7 @@ def _tokenize(state: NativeState, address: int, size: int, into: int, most: int)
     if size > MAX_TEXT:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"a text to tokenize has at most {MAX_TEXT} bytes; this one has {size}",
+            f"the text to tokenize has {size} bytes; at most {MAX_TEXT} are allowed",
         )
     tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
     state.guest.write(into, array.array("I", tokens[:most]).tobytes())
@@ -262,7 +263,7 @@ def _trie_read(state: NativeState, into: int, offset: int, size: int) -> int:
     trie, guest = state.host.vocabulary.trie, state.guest
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
-    # Some megabytes, copied once and no more.
+    # It is several megabytes, so it is copied only once.
     at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
     ctypes.memmove(guest.base + into, at + offset, size)
     return size
@@ -272,13 +273,13 @@ def _name(state: NativeState, address: int, size: int) -> str:
     if not 0 < size <= NAME_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"the name of a variable has 1 to {NAME_BYTES} bytes of UTF-8; this one has {size}",
+            f"the variable name has {size} bytes of UTF-8; a name has 1 to {NAME_BYTES}",
         )
     try:
         return state.guest.read(address, size).decode()
     except UnicodeDecodeError as error:
         raise ControllerError(
-            Code.CONTROLLER_FAILED, f"a variable's name is UTF-8, and this one is not: {error}"
+            Code.CONTROLLER_FAILED, f"the variable name is not UTF-8: {error}"
         ) from None
 
 
@@ -307,8 +308,8 @@ def _var_write(append: bool) -> HostFunction:
         if size > state.host.limits.variable_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"a variable's value has at most {state.host.limits.variable_bytes} bytes; this "
-                f"one has {size}",
+                f"the variable's value has {size} bytes; at most "
+                f"{state.host.limits.variable_bytes} are allowed",
             )
         variables = state.host.variables
         act = variables.append if append else variables.set
@@ -333,4 +334,4 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "var_append"): _var_write(append=True),
     **WASI,
 }
-"""What module ``tokenbus`` has for guests, and the deterministic part of WASI."""
+"""The functions of module ``tokenbus`` for guests, and the deterministic part of WASI."""

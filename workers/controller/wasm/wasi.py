@@ -1,8 +1,8 @@
-"""The part of WASI that guests find: a log, and nothing of the world.
+"""The deterministic part of WASI that guests can import: a log, without access to the system.
 
-Source: ``wasi_snapshot_preview1``. ``fd_write`` on 1 and 2 is the log; there are no arguments and
-no environment; random bytes are zeros, the clock stands still; every other function says that there
-is no such descriptor.
+Source: ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and 2 writes to the log; there are
+no arguments and no environment; random bytes are zeros, and the clock is constant; every other
+function returns ``BADF``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ OK = 0
 BADF = 8
 CHARACTER_DEVICE = 2
 CLOCK_NS = 1_700_000_000_000_000_000
-"""What every clock shows."""
+"""The time of every clock, in nanoseconds."""
 MAX_PIECES = 1024
-"""Buffers of one ``fd_write`` that are looked at."""
+"""Most buffers of one ``fd_write`` that are read."""
 
 
 class Served(Protocol):
-    """What the host functions of a guest work with."""
+    """The state that the host functions of a guest use."""
 
     guest: Guest
     host: Host
 
 
 def start_function(exports: Iterable[str]) -> str | None:
-    """The function that sets a WASI module up, if there is one."""
+    """The initialization function of a WASI module, if it has one."""
     return next((name for name in ("_initialize", "_start") if name in exports), None)
 
 
@@ -50,7 +50,7 @@ def _fd_write(state: Served, fd: int, pieces: int, count: int, written_at: int) 
         address = int.from_bytes(table[i : i + 4], "little")
         size = int.from_bytes(table[i + 4 : i + 8], "little")
         guest.check(address, size)
-        # What the log has no room for is only counted.
+        # Bytes beyond the limit of the log are only counted.
         log = state.host.log
         log.write(guest.read(address, log.room(size)))
         written += size
@@ -59,7 +59,7 @@ def _fd_write(state: Served, fd: int, pieces: int, count: int, written_at: int) 
 
 
 def _proc_exit(state: Served, code: int) -> None:
-    raise ControllerError(Code.CONTROLLER_FAILED, f"it ended itself with exit code {code}")
+    raise ControllerError(Code.CONTROLLER_FAILED, f"the guest exited with code {code}")
 
 
 def _two_zeros(state: Served, first_at: int, second_at: int) -> int:

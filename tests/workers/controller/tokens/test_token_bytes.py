@@ -73,15 +73,18 @@ def test_an_end_of_word_is_a_space() -> None:
 @pytest.mark.parametrize(
     ("decoder", "why"),
     [
-        (decoders.WordPiece(), "tidies up the text"),
-        (decoders.CTC(), "its decoder has CTC; known are BPEDecoder, Byte"),
-        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), "across tokens"),
+        (decoders.WordPiece(), "cleans up the text"),
+        (decoders.CTC(), "its decoder has the unknown step CTC; known are BPEDecoder, Byte"),
+        (
+            decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+            "which may span tokens",
+        ),
     ],
 )
 def test_a_decoder_that_writes_more_than_the_tokens_is_refused(decoder: Any, why: str) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.decoder = decoder
-    with pytest.raises(ControllerError, match="tokens cannot be known: .*" + re.escape(why)):
+    with pytest.raises(ControllerError, match="tokens cannot be determined: .*" + re.escape(why)):
         vocabulary(tokenizer)
 
 

@@ -68,7 +68,7 @@ def test_a_token_that_is_too_long_has_no_place_and_no_bytes() -> None:
 def test_a_vocabulary_beyond_24_bits_of_data_is_refused() -> None:
     tokens = [struct.pack("<I", number) * 60 for number in range(70_000)]
     with pytest.raises(
-        ControllerError, match="would have 16800000 bytes of tokens; its form ends at 16777214"
+        ControllerError, match="would have 16800000 bytes of tokens; its format allows 16777214"
     ):
         encode_trie(tokens, eos=-1)
 

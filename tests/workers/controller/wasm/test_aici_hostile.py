@@ -99,9 +99,7 @@ def test_blobs_do_not_pile_up(engine: wasmtime.Engine) -> None:
 
 
 def test_exiting_is_a_failure(engine: wasmtime.Engine) -> None:
-    assert failure(engine, "mid poke proc_exit 3") == (
-        "mid_process: it ended itself with exit code 3"
-    )
+    assert failure(engine, "mid poke proc_exit 3") == ("mid_process: the guest exited with code 3")
 
 
 # --- pointers -------------------------------------------------------------------------------------
@@ -251,7 +249,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
     [
         (b"", "it gave the storage command nothing"),
         (b"nonsense", "it gave the storage command nonsense"),
-        (b"{}", "not one thing"),
+        (b"{}", "not one command"),
         (b'{"DropVar":{"name":"a"}}', "unknown field `DropVar`"),
         (b'{"ReadVar":{}}', "missing required field `name`"),
         (b'{"ReadVar":{"name":"\xff\xfe"}}', "can't decode byte 0xff"),
@@ -262,7 +260,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
         (b'{"WriteVar":{"name":"a","value":"\xc3\xa4","op":"Set"}}', "hexadecimal"),
         (b'{"WriteVar":{"name":"a","value":"","op":"Drop"}}', "Invalid enum value 'Drop'"),
         (b'{"WriteVar":{"name":"a","value":"","op":"Set","when_version_is":-1}}', ">= 0"),
-        (b'{"ReadVar":{"name":"%b"}}' % (b"a" * 5000), "at most 4096 bytes; this one has 5000"),
+        (b'{"ReadVar":{"name":"%b"}}' % (b"a" * 5000), "has 5000 bytes; at most 4096 are allowed"),
         (b'{"ReadVar":{"name":""}}', "a name has 1 to 256"),
         (b'{"ReadVar":{"name":"%b"}}' % (b"[" * 40_000), "at most 4096 bytes"),
     ],

@@ -424,7 +424,10 @@ def test_pointers_out_of_bounds_are_told_of_by_every_import(system: System) -> N
     [
         ({"abi": "(return (i32.const -4))"}, "64 bytes at address 4294967292"),
         ({"abi": "(return (i32.const 65500))"}, "64 bytes at address 65500"),
-        ({"abi": "(return (i32.const 1026))"}, "returned 1026, which is not aligned to 4"),
+        (
+            {"abi": "(return (i32.const 1026))"},
+            "returned the address 1026, which is not a multiple of 4",
+        ),
         ({"abi": set_word(1028, 70_000_000)}, "bytes at address 70000000"),
         ({"init": set_word(1028, 70_000_000)}, "4 bytes at address 70000000"),
         ({"init": set_word(1028, 65_534)}, "4 bytes at address 65534"),
@@ -526,7 +529,7 @@ def test_a_token_outside_the_vocabulary_is_told_of(system: System, phase: str, t
 )
 def test_an_answer_that_does_not_exist_is_told_of(system: System, phase: str, known: str) -> None:
     error = system.controller_error(guest(**{phase: "(return (i32.const 7))"}))
-    assert error == f"{phase}_process returned 7; it has to return one of {known}"
+    assert error == f"{phase}_process returned 7; it must return one of {known}"
 
 
 @pytest.mark.parametrize(
@@ -625,7 +628,7 @@ def test_a_deadlock_of_forks_is_told_of_by_each(system: System) -> None:
 def test_one_value_of_a_gigabyte_cannot_be_had(system: System) -> None:
     wasm = guest(init=GROW, mid=f"(drop {call('var_set', 512, 4, 0, 64 * 1024 * 1024, -1, 0)})")
     assert system.controller_error(wasm) == (
-        "mid_process: a variable's value has at most 1048576 bytes; this one has 67108864"
+        "mid_process: the variable's value has 67108864 bytes; at most 1048576 are allowed"
     )
 
 
@@ -689,14 +692,14 @@ def test_no_request_reads_the_variables_of_another(system: System) -> None:
 def test_a_name_that_is_no_utf8_is_told_of(system: System, name: str) -> None:
     rest = (8, 8, 0) if name == "var_get" else (8, 8, -1, 0)
     error = system.controller_error(guest(mid=f"(drop {call(name, 528, 3, *rest)})"))
-    assert error.startswith("mid_process: a variable's name is UTF-8, and this one is not: ")
+    assert error.startswith("mid_process: the variable name is not UTF-8: ")
     assert "0xff" in error
 
 
 @pytest.mark.parametrize("size", [0, 257, 60_000])
 def test_a_name_of_a_wrong_length_is_told_of(system: System, size: int) -> None:
     assert system.controller_error(guest(mid=f"(drop {call('var_get', 0, size, 8, 8, 0)})")) == (
-        f"mid_process: the name of a variable has 1 to 256 bytes of UTF-8; this one has {size}"
+        f"mid_process: the variable name has {size} bytes of UTF-8; a name has 1 to 256"
     )
 
 
