@@ -110,6 +110,9 @@ class GpuWorker:
     def _take(self) -> None:
         """Takes the messages that have arrived; waits for one while there is nothing to step."""
         busy = any(engine.has_work for engine in self._models.engines.values())
+        if not busy:
+            # The step that deferred outputs are kept for will not come before something changes.
+            self._streams.send([])
         self._receive(0 if busy else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
@@ -127,6 +130,7 @@ class GpuWorker:
                 self._failed = self._arrivals.on_load_event(event) or self._failed
             except Exception as error:
                 self._arrivals.fail_model(event.model, error)
+            self._bus.flush()
         if self._models.excess:
             self._arrivals.evict()
 
@@ -188,6 +192,8 @@ class GpuWorker:
     def _step_failed(self, model: str, engine: Engine, error: Exception) -> None:
         """Ends the streams of a model whose step has failed as a whole; the worker ends where its
         device or its tables cannot be trusted any more."""
+        # Those that ended in the step before are over: they do not fail with this one.
+        self._streams.send([])
         for stream in self._streams:
             if stream.model == model:
                 self._streams.fail(stream, error, f"computing a step of {model}")
@@ -247,7 +253,8 @@ class GpuWorker:
         self._streams.send([*ends, *self._steering.with_notes(request, aborted)])
 
     def _lost(self, lost: Lost) -> None:
-        """Requests that have no controller any more end."""
+        """Requests that have no controller any more end, after what they have computed."""
+        self._streams.send([])
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)

@@ -1,0 +1,161 @@
+"""The loop of a GPU worker, turn by turn and without a broker: what is sent, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, decode_header
+from tokenbus.protocol.settings import Settings
+from tokenbus.protocol.worker_messages import Lost, Result, StepResult
+from tokenbus.workers.bus import FromBus
+from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.models import Models, Ready
+from tokenbus.workers.gpu.worker import GpuWorker
+
+CONTROLLER = 7
+"""The number of the controller worker."""
+
+
+class Loop:
+    """A worker whose messages a test writes and reads."""
+
+    def __init__(self, folder: Path, loaded: LoadedModel, **settings: Any) -> None:
+        back = f"ipc://{folder}/back.sock"
+        self.worker = GpuWorker(Settings(back=back, model="auto", allow=["*"], **settings))
+        self.loaded = loaded
+        self.load("m")
+
+    def load(self, model: str) -> None:
+        """A model is loaded."""
+        config = EngineConfig(kv_cache_bytes=2**22)
+        self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
+        self.worker._load_events()
+
+    def give(self, kind: bytes, body: Any, request: int = 0, address: int = 0) -> None:
+        """A message has arrived."""
+        encoded = body if isinstance(body, bytes) else encode_body(body, "msgpack")
+        self.worker._bus._put([FromBus(kind, Header(request, address), encoded, [])])
+
+    def generate(
+        self,
+        request: int,
+        controller: str | None = None,
+        max_tokens: int = 50,
+        model: str = "m",
+    ) -> None:
+        body = {
+            "model": model,
+            "stream_id": request,
+            "prompt": [5, 6, 7],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "controller": controller,
+        }
+        body = {name: value for name, value in body.items() if value is not None}
+        self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request)
+
+    def decide(self, request: int, then: Any) -> None:
+        """The controller of a request has decided."""
+        results = Result(sequences=[StepResult(request, 0, then)], host="elsewhere")
+        self.give(b"RESULT", results, 0, CONTROLLER)
+
+    def turn(self) -> None:
+        """What ``run`` does again and again."""
+        worker = self.worker
+        worker._take()
+        worker._load_events()
+        worker._expire()
+        worker._step()
+
+    def sent(self, kind: bytes) -> list[list[bytes]]:
+        """The messages of a type that were sent so far."""
+        return [frames for frames in self.worker._bus._outbox if frames[0] == kind]
+
+    def entries(self, request: int) -> list[Any]:
+        """The entries that the client of a request has received."""
+        bodies = [body for frames in self.sent(b"TOKEN") for body in frames[2:]]
+        entries = [entry for body in bodies for entry in msgspec.json.decode(body)]
+        return [entry for entry in entries if entry["stream_id"] == request]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines work as on a GPU."""
+    monkeypatch.setattr(Engine, "is_asynchronous", True)
+    monkeypatch.setattr(Engine, "wait_for_forward", lambda self: None)
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_deferred_outputs_are_sent_before_the_worker_waits(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1, controller="c")
+    loop.generate(2, max_tokens=1)
+    loop.decide(1, "sample")
+    loop.turn()
+    assert loop.entries(2) == [], "they wait for the next forward"
+    loop.decide(1, "suspend")
+    loop.turn()
+    loop.turn()
+    assert [entry["finish_reason"] for entry in loop.entries(2)] == ["length"]
+    assert len(loop.entries(1)) == 1
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_a_stream_that_has_ended_gets_no_error_of_what_comes_after(
+    tmp_path: Path, embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1)
+    loop.generate(2, max_tokens=1)
+    loop.turn()
+    monkeypatch.setattr(Engine, "begin", lambda self: 1 / 0)
+    loop.turn()
+    assert [entry["finish_reason"] for entry in loop.entries(2)] == ["length"]
+    assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [1]
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_what_was_computed_is_sent_before_a_lost_controller_ends_its_stream(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1)
+    loop.generate(2, controller="c")
+    loop.decide(2, "sample")
+    loop.turn()
+    loop.give(b"LOST", Lost(requests=[2], code="worker_lost", message="lost"))
+    loop.turn()
+    assert len(loop.entries(2)) == 1, "what was computed goes before the error"
+    assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [2]
+
+
+def test_a_controller_starts_before_the_first_step_of_a_model_that_was_loaded_for_it(
+    tmp_path: Path, embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Models, "want", lambda self, name: None)
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1, controller="c", model="n")
+    loop.turn()
+    bus = loop.worker._bus
+    sent: list[bytes] = []
+    monkeypatch.setattr(bus._dealer, "wake", lambda: sent.extend(f[0] for f in bus._outbox))
+    loop.load("n")
+    assert b"START" in sent
