@@ -187,7 +187,8 @@ class Arrivals:
 
     def evict(self) -> None:
         """Unloads models that are beyond the most that may be loaded, where they are idle."""
-        evicted = self._models.evict()
+        # A stream uses its model until its end is sent, which an engine may still have to return.
+        evicted = self._models.evict({stream.model for stream in self._streams})
         for name in evicted:
             log.info("%s unloaded", name)
         if evicted:

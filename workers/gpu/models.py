@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -117,10 +117,10 @@ class Models:
         """Loaded models beyond the most that may be, which were in use when another was loaded."""
         return max(0, len(self._engines) - self._settings.max_models)
 
-    def evict(self) -> list[str]:
-        """Unloads the least recently used models that no request uses, as many as there are too
-        many; their names."""
-        idle = [n for n in list(self._engines)[:-1] if not self._engines[n].has_requests]
+    def evict(self, used: Container[str]) -> list[str]:
+        """Unloads the least recently used models that are not in ``used``, as many as there are
+        too many; their names."""
+        idle = [name for name in list(self._engines)[:-1] if name not in used]
         evicted = idle[: self.excess]
         for name in evicted:
             del self._engines[name]

@@ -147,6 +147,21 @@ def test_what_was_computed_is_sent_before_a_lost_controller_ends_its_stream(
     assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [2]
 
 
+def test_a_model_is_not_evicted_before_the_ends_of_its_streams_are_sent(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    loop = Loop(tmp_path, embedded, max_models=1)
+    loop.generate(1, controller="c")
+    loop.turn()
+    loop.load("n")
+    loop.decide(1, "stop")
+    loop.turn()
+    assert [entry["finish_reason"] for entry in loop.entries(1)] == ["controller"]
+    assert not len(loop.worker._streams)
+    loop.turn()
+    assert list(loop.worker._models.engines) == ["n"]
+
+
 def test_a_controller_starts_before_the_first_step_of_a_model_that_was_loaded_for_it(
     tmp_path: Path, embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
