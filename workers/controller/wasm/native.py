@@ -53,7 +53,7 @@ class NativeProgram:
             if block % 4:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"{START} returned the address {block}, which is not a multiple of 4",
+                    f"{START} returned the address {block}, which is not aligned to 4",
                 )
             return NativeController(guest, host, block, self._why_no_fork)
         except BaseException:

@@ -262,7 +262,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
         (b'{"WriteVar":{"name":"a","value":"","op":"Set","when_version_is":-1}}', ">= 0"),
         (b'{"ReadVar":{"name":"%b"}}' % (b"a" * 5000), "has 5000 bytes; at most 4096 are allowed"),
         (b'{"ReadVar":{"name":""}}', "a name has 1 to 256"),
-        (b'{"ReadVar":{"name":"%b"}}' % (b"[" * 40_000), "at most 4096 bytes"),
+        (b'{"ReadVar":{"name":"%b"}}' % (b"[" * 40_000), "at most 4096 are allowed"),
     ],
 )
 def test_a_wrong_storage_command_is_told_of(

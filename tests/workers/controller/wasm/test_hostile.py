@@ -426,7 +426,7 @@ def test_pointers_out_of_bounds_are_told_of_by_every_import(system: System) -> N
         ({"abi": "(return (i32.const 65500))"}, "64 bytes at address 65500"),
         (
             {"abi": "(return (i32.const 1026))"},
-            "returned the address 1026, which is not a multiple of 4",
+            "returned the address 1026, which is not aligned to 4",
         ),
         ({"abi": set_word(1028, 70_000_000)}, "bytes at address 70000000"),
         ({"init": set_word(1028, 70_000_000)}, "4 bytes at address 70000000"),
