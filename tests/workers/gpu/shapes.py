@@ -45,7 +45,7 @@ _TINY = {
 }
 SHAPES = ("llama", "gpt2", "qwen2")
 ties: list[str] = []
-"""Where a token differed because its two candidates were that close; told at the end of a run."""
+"""Tokens that differ because two candidates were that close; reported at the end of a run."""
 
 
 def make(shape: str) -> Any:

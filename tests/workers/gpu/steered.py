@@ -1,4 +1,4 @@
-"""The GPU worker's step without its sockets: a test plays the controller worker by hand."""
+"""The GPU worker's step without its sockets: the test acts as the controller worker."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tokenbus.workers.gpu.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.steering import Steering
 from tokenbus.workers.machine import machine_id
 
-from .test_steering import Told
+from .test_steering import ClientView
 
 WORKER = 7
 """The number of the controller worker."""
 TIMEOUT_S = 60.0
 """How long a decision may take."""
 Answers = Callable[[StepSequence], Iterable[StepResult]]
-"""What a controller says of a sequence that it is told of; the first time with no tokens."""
+"""A controller's decisions on an update of a sequence; the first update has no tokens."""
 
 
 class CountingEngine(Engine):
@@ -78,7 +78,7 @@ class Bench:
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
         self.updates: list[StepSequence] = []
-        """What the controller worker was sent and has not answered yet."""
+        """What the controller worker has received and not answered yet."""
         self.received: dict[int, list[TokenOutput]] = {}
         """By request: what its client gets."""
         self.live: dict[int, int] = {}
@@ -86,7 +86,7 @@ class Bench:
         """How often a step waited for missing decisions."""
         self._host = machine_id() if host is None else host
         self._inbox: deque[tuple[bool, bytes, list[bytes]]] = deque()
-        """With each: whether it comes while the next step waits, or after it where none does."""
+        """The flag: whether it arrives while the next step waits; if that does not, after it."""
 
     # --- the client -----------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Bench:
         ignore_eos: bool = True,
         text: bool = False,
     ) -> None:
-        """A request comes, as ``GpuWorker`` takes it in."""
+        """Adds a request as ``GpuWorker`` does."""
         loaded = self.engine.loaded
         self.engine.add(request, prompt, sampling, text=text)
         self.live[request] = 1
@@ -119,21 +119,21 @@ class Bench:
             )
             self.steering.start(request, self.engine, start)
 
-    def told(self, request: int) -> Told:
-        """What the client knows."""
-        told = Told()
-        told.take(self.received[request])
-        return told
+    def client(self, request: int) -> ClientView:
+        """What the client has received."""
+        client = ClientView()
+        client.take(self.received[request])
+        return client
 
     def tokens(self, request: int, seq: int = 0) -> list[int]:
-        return self.told(request).tokens[seq]
+        return self.client(request).tokens[seq]
 
     # --- the controller worker ------------------------------------------------------------------
 
-    def say(
+    def send(
         self, *results: StepResult, masks: Iterable[np.ndarray] = (), while_waiting: bool = False
     ) -> None:
-        """Decisions are on their way: here at the next step, or only when it waits for them."""
+        """Sends decisions: they arrive before the next step, or only while it waits for them."""
         if results:
             body = encode_body(Result(sequences=list(results), host=self._host), "msgpack")
             self._inbox.append((while_waiting, body, [m.tobytes() for m in masks]))
@@ -143,7 +143,7 @@ class Bench:
     def step(self) -> None:
         """What ``GpuWorker._step`` does."""
         engine = self.engine
-        self._deliver(late=not engine.has_work)
+        self._deliver(while_waiting=not engine.has_work)
         self._receive_outputs(self.steering.expire())
         if not engine.has_work:
             return
@@ -153,14 +153,14 @@ class Bench:
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
-        """Until every stream is over; whatever a controller is told of is answered at once."""
+        """Steps until every stream has ended; each update is answered immediately."""
         for request, _ in self.starts:
-            self.say(*answers(StepSequence(request, 0, [])))
+            self.send(*answers(StepSequence(request, 0, [])))
         self.starts.clear()
         for _ in range(steps):
             updates, self.updates = self.updates, []
-            for told in updates:
-                self.say(*answers(told))
+            for update in updates:
+                self.send(*answers(update))
             if not any(self.live.values()):
                 return
             self.step()
@@ -168,11 +168,11 @@ class Bench:
 
     @property
     def blocks(self) -> float:
-        """Blocks that somebody holds."""
+        """Blocks in use."""
         return self.engine.stats()["kv_pages_used"]
 
     def check_nothing_is_left(self) -> None:
-        """Every request is over: nobody is waited for, and no block is held."""
+        """Every request has ended: no decision is awaited and no block is in use."""
         steering = self.steering
         assert not steering.active
         assert not steering._awaited
@@ -183,10 +183,10 @@ class Bench:
 
     def _receive(self, wait_s: float) -> None:
         self.waited += wait_s > 0
-        self._deliver(late=wait_s > 0)
+        self._deliver(while_waiting=wait_s > 0)
 
-    def _deliver(self, late: bool) -> None:
-        while self._inbox and (late or not self._inbox[0][0]):
+    def _deliver(self, while_waiting: bool) -> None:
+        while self._inbox and (while_waiting or not self._inbox[0][0]):
             _, body, attachments = self._inbox.popleft()
             self._receive_outputs(self.steering.on_result(self.worker, body, attachments))
 
@@ -198,11 +198,11 @@ class Bench:
                 self.steering.forget(o.request)
 
     def _posted(self, frames: list[bytes]) -> None:
-        word, header, body = frames
-        if word == b"START":
+        message_type, header, body = frames
+        if message_type == b"START":
             self.starts.append((decode_header(header).request, decode_as(Start, body)))
             return
-        assert word == b"STEP"
+        assert message_type == b"STEP"
         assert decode_header(header).address == self.worker
         step: Step = decode_as(Step, body)
         assert step.sequences
@@ -210,11 +210,13 @@ class Bench:
         self.updates += step.sequences
 
 
-def sample(told: StepSequence, seq: int | None = None, **more: object) -> StepResult:
+def sample(update: StepSequence, seq: int | None = None, **more: object) -> StepResult:
     """The decision to sample."""
-    return StepResult(told.request, told.seq if seq is None else seq, "sample", **more)  # type: ignore[arg-type]
+    return StepResult(update.request, update.seq if seq is None else seq, "sample", **more)  # type: ignore[arg-type]
 
 
-def freely(told: StepSequence) -> list[StepResult]:
-    """A controller that lets everything be sampled."""
-    return [sample(told)] if told.ended is None else [StepResult(told.request, told.seq, "stop")]
+def freely(update: StepSequence) -> list[StepResult]:
+    """A controller that allows every token."""
+    if update.ended is not None:
+        return [StepResult(update.request, update.seq, "stop")]
+    return [sample(update)]

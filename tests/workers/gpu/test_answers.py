@@ -96,7 +96,7 @@ def test_a_request_that_cannot_be_begun_after_its_model_was_loaded_is_answered(
 
 @pytest.mark.parametrize("part", ["begin", "finish"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_step_that_fails_ends_its_streams_with_errors_and_the_worker_goes_on(
+def test_a_step_that_fails_ends_its_streams_with_errors_and_the_worker_continues(
     running: InProcess, monkeypatch: pytest.MonkeyPatch, part: str, after: bool
 ) -> None:
     fails_once(monkeypatch, part, after=after, requests=3)

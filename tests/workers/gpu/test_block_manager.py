@@ -115,7 +115,7 @@ def _filled(blocks: BlockManager, tokens: list[int]) -> BlockTable:
     return table
 
 
-def test_a_beginning_that_was_seen_is_found_again() -> None:
+def test_a_cached_prefix_is_found_again() -> None:
     blocks = BlockManager(BLOCKS, BLOCK)
     first = _filled(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     blocks.free(first)
@@ -125,7 +125,7 @@ def test_a_beginning_that_was_seen_is_found_again() -> None:
     assert blocks.match(other, [1, 2, 3, 0, 5, 6, 7, 8], 7) == 0
 
 
-def test_the_least_recently_used_blocks_go_first() -> None:
+def test_the_least_recently_used_blocks_are_evicted_first() -> None:
     blocks = BlockManager(4, BLOCK)
     old, new = _filled(blocks, [1] * BLOCK), _filled(blocks, [2] * BLOCK)
     blocks.free(old)
@@ -146,6 +146,6 @@ def test_forks_share_blocks_until_one_of_them_writes() -> None:
     assert blocks.num_used == 3
 
 
-def test_a_cache_without_a_block_to_give_is_refused() -> None:
+def test_a_cache_without_a_usable_block_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks is 1; a KV cache needs at least 2"):
         BlockManager(1, BLOCK)

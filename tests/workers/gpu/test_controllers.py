@@ -1,4 +1,4 @@
-"""What controllers decide, done to an engine: the tokens, the tree, the work and the messages."""
+"""Decisions of controllers applied to an engine: the tokens, the forks, the steps, the messages."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def begun(bench: Bench, request: int = 1, sampling: Sampling = GREEDY) -> None:
     bench.add(request, PROMPT, sampling)
     bench.starts.clear()
     bench.step()
-    assert bench.told(request).tokens == {0: []}
+    assert bench.client(request).tokens == {0: []}
 
 
 def at(tokens: int, then: Callable[[StepSequence], list[StepResult]]) -> Answers:
-    """A controller that lets ``tokens`` be sampled, then says something else once."""
+    """A controller that allows ``tokens`` to be sampled, then decides as ``then`` does, once."""
     seen = 0
 
-    def answers(told: StepSequence) -> list[StepResult]:
+    def answers(update: StepSequence) -> list[StepResult]:
         nonlocal seen
-        if told.ended is None and told.seq == 0 and seen == tokens:
+        if update.ended is None and update.seq == 0 and seen == tokens:
             seen += 1
-            return then(told)
-        seen += told.ended is None and told.seq == 0
-        return freely(told)
+            return then(update)
+        seen += update.ended is None and update.seq == 0
+        return freely(update)
 
     return answers
 
@@ -83,34 +83,34 @@ def test_a_controller_that_allows_everything_changes_no_token(
 ) -> None:
     bench.add(1, PROMPT, sampling)
     bench.add(2, PROMPT[:9], sampling, controller=False)
-    bench.say(StepResult(1, 0, "sample", attachment=0), masks=[ALL])
+    bench.send(StepResult(1, 0, "sample", attachment=0), masks=[ALL])
     bench.starts.clear()
     for _ in range(200):
-        for told in bench.updates:
-            results = freely(told)
-            if masked and told.ended is None:
+        for update in bench.updates:
+            results = freely(update)
+            if masked and update.ended is None:
                 results[0].attachment = 0
-            bench.say(*results, masks=[ALL])
+            bench.send(*results, masks=[ALL])
         bench.updates.clear()
         bench.step()
     assert bench.live == {1: 0, 2: 0}
     assert bench.tokens(1) == alone(embedded, PROMPT, sampling)
     assert bench.tokens(2) == alone(embedded, PROMPT[:9], sampling)
-    assert bench.told(1).reasons == {0: "length"}
+    assert bench.client(1).reasons == {0: "length"}
     bench.check_nothing_is_left()
 
 
-def test_nothing_is_sampled_before_its_controller_has_spoken(bench: Bench) -> None:
+def test_nothing_is_sampled_before_the_first_decision(bench: Bench) -> None:
     begun(bench)
     for _ in range(5):
         bench.step()
     assert bench.tokens(1) == []
-    assert not bench.engine.has_work, "it sits out, and takes no time of the engine's"
-    bench.say(StepResult(1, 0, "sample"))
+    assert not bench.engine.has_work, "a deferred sequence is no work"
+    bench.send(StepResult(1, 0, "sample"))
     bench.step()
     assert len(bench.tokens(1)) == 1
-    [told] = bench.updates
-    assert (told.tokens, told.ended) == (bench.tokens(1), None)
+    [update] = bench.updates
+    assert (update.tokens, update.ended) == (bench.tokens(1), None)
 
 
 def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tokens(
@@ -123,13 +123,13 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
     def sent(host: str | None) -> tuple[Bench, list[int]]:
         bench, mask = Bench(counting(embedded), host), masks()
         bench.add(1, PROMPT, SEEDED)
-        bench.say(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
+        bench.send(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
         for _ in range(30):
             bench.step()
-            for told in bench.updates:
-                result = freely(told)[0]
-                result.attachment = 0 if told.ended is None else None
-                bench.say(result, masks=[mask()])
+            for update in bench.updates:
+                result = freely(update)[0]
+                result.attachment = 0 if update.ended is None else None
+                bench.send(result, masks=[mask()])
             bench.updates.clear()
         bench.step()
         return bench, bench.tokens(1)
@@ -140,19 +140,19 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
 
     bench, mask = Bench(counting(embedded)), masks()
     bench.add(1, PROMPT, SEEDED)
-    bench.say(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
+    bench.send(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
     bench.step()
     step = bench.steps[0]
     rows = MaskRows(step.masks, step.rows, step.row_bytes)
     row = rows.take()
     assert row is not None
     for _ in range(30):
-        for told in bench.updates:
-            result = freely(told)[0]
-            if told.ended is None:
+        for update in bench.updates:
+            result = freely(update)[0]
+            if update.ended is None:
                 rows.view(row)[:] = mask().tobytes()
                 result.row = row
-            bench.say(result)
+            bench.send(result)
         bench.updates.clear()
         bench.step()
     assert bench.tokens(1) == wanted
@@ -167,7 +167,7 @@ def test_tokens_of_the_first_round_join_the_prefill(
 ) -> None:
     forced = [100, 200, 300]
     bench.add(1, PROMPT, GREEDY)
-    bench.say(StepResult(1, 0, "sample", 0, forced))
+    bench.send(StepResult(1, 0, "sample", 0, forced))
     bench.step()
     assert engine.forwarded == len(PROMPT) + len(forced)
     rest = Sampling(max_tokens=27, ignore_eos=True)
@@ -177,11 +177,11 @@ def test_tokens_of_the_first_round_join_the_prefill(
     assert bench.tokens(1) == forced + alone(embedded, PROMPT + forced, rest)
 
 
-def test_appended_tokens_take_one_forward_and_are_told_to_nobody_twice(
+def test_appended_tokens_take_one_forward_and_are_reported_once(
     engine: CountingEngine, bench: Bench
 ) -> None:
     begun(bench)
-    bench.say(StepResult(1, 0, "sample", 0, [100, 200, 300, 400]))
+    bench.send(StepResult(1, 0, "sample", 0, [100, 200, 300, 400]))
     forwards = engine.forwarded
     bench.step()
     assert bench.tokens(1)[:4] == [100, 200, 300, 400]
@@ -189,12 +189,12 @@ def test_appended_tokens_take_one_forward_and_are_told_to_nobody_twice(
     while len(bench.tokens(1)) < 5:
         bench.step()
     assert engine.forwarded - forwards <= 5
-    assert [told.tokens for told in bench.updates] == [bench.tokens(1)[4:]]
+    assert [update.tokens for update in bench.updates] == [bench.tokens(1)[4:]]
 
 
-def test_a_splice_takes_back_what_the_client_has(bench: Bench, embedded: LoadedModel) -> None:
+def test_a_splice_drops_tokens_that_the_client_has(bench: Bench, embedded: LoadedModel) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(at(6, lambda told: [sample(told, backtrack=2, ff_tokens=[100, 200])]))
+    bench.run(at(6, lambda update: [sample(update, backtrack=2, ff_tokens=[100, 200])]))
     head = [*alone(embedded, PROMPT, GREEDY)[:4], 100, 200]
     rest = Sampling(max_tokens=24, ignore_eos=True)
     assert bench.tokens(1) == head + alone(embedded, PROMPT + head, rest)
@@ -203,9 +203,9 @@ def test_a_splice_takes_back_what_the_client_has(bench: Bench, embedded: LoadedM
 
 def test_appended_tokens_beyond_max_tokens_end_with_length(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(at(5, lambda told: [sample(told, ff_tokens=[7] * 100)]))
+    bench.run(at(5, lambda update: [sample(update, ff_tokens=[7] * 100)]))
     assert bench.tokens(1)[5:] == [7] * 25
-    assert bench.told(1).reasons == {0: "length"}
+    assert bench.client(1).reasons == {0: "length"}
     bench.check_nothing_is_left()
 
 
@@ -213,9 +213,9 @@ def test_a_splice_that_the_engine_refuses_ends_its_sequence_and_leaves_nothing(
     bench: Bench,
 ) -> None:
     begun(bench)
-    bench.say(StepResult(1, 0, "sample", 3))
+    bench.send(StepResult(1, 0, "sample", 3))
     bench.step()
-    assert "drops 3 tokens" in bench.told(1).errors[0]
+    assert "drops 3 tokens" in bench.client(1).errors[0]
     assert bench.live == {1: 0}
     bench.check_nothing_is_left()
 
@@ -223,11 +223,11 @@ def test_a_splice_that_the_engine_refuses_ends_its_sequence_and_leaves_nothing(
 # --- forks ----------------------------------------------------------------------------------------
 
 
-def fork(told: StepSequence, *children: int, **more: Any) -> StepResult:
-    return StepResult(told.request, told.seq, "fork", children=list(children), **more)
+def fork(update: StepSequence, *children: int, **more: Any) -> StepResult:
+    return StepResult(update.request, update.seq, "fork", children=list(children), **more)
 
 
-def test_forks_at_the_very_first_round_compute_the_prompt_once(
+def test_forks_in_the_first_round_compute_the_prompt_once(
     embedded: LoadedModel,
 ) -> None:
     wanted = {}
@@ -238,8 +238,8 @@ def test_forks_at_the_very_first_round_compute_the_prompt_once(
         bench.starts.clear()
         if when == "after it":
             bench.step()
-        told = StepSequence(1, 0, [])
-        bench.say(fork(told, 1, 2), *(sample(told, seq) for seq in range(3)))
+        update = StepSequence(1, 0, [])
+        bench.send(fork(update, 1, 2), *(sample(update, seq) for seq in range(3)))
         bench.step()
         bench.step()
         bench.step()
@@ -247,14 +247,14 @@ def test_forks_at_the_very_first_round_compute_the_prompt_once(
         bench.run(freely)
         assert {o.seq: o.parent for o in bench.received[1] if o.parent is not None} == {1: 0, 2: 0}
         bench.check_nothing_is_left()
-        wanted[when] = bench.told(1).tokens
+        wanted[when] = bench.client(1).tokens
     assert wanted["before the forward"] == wanted["after it"]
     assert wanted["after it"][0] == alone(embedded, PROMPT, SEEDED)
     assert len({tuple(tokens) for tokens in wanted["after it"].values()}) == 3
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["with logits", "before them"])
-def test_a_fork_that_appends_first_computes_that_once(embedded: LoadedModel, early: bool) -> None:
+def test_tokens_appended_by_a_fork_are_computed_once(embedded: LoadedModel, early: bool) -> None:
     forced = list(range(100, 160))
     engine = counting(embedded)
     bench = Bench(engine)
@@ -263,15 +263,15 @@ def test_a_fork_that_appends_first_computes_that_once(embedded: LoadedModel, ear
     bench.starts.clear()
     if not early:
         bench.step()
-    told = StepSequence(1, 0, [])
-    bench.say(fork(told, 1, 2, ff_tokens=forced), *(sample(told, seq) for seq in range(3)))
+    update = StepSequence(1, 0, [])
+    bench.send(fork(update, 1, 2, ff_tokens=forced), *(sample(update, seq) for seq in range(3)))
     for _ in range(3):
         bench.step()
     assert engine.forwarded <= len(PROMPT) + len(forced) + 1 + 3 * 2
     bench.run(freely)
     rest = Sampling(max_tokens=10, ignore_eos=True)
     tokens = forced + alone(embedded, PROMPT + forced, rest)
-    assert bench.told(1).tokens == dict.fromkeys(range(3), tokens)
+    assert bench.client(1).tokens == dict.fromkeys(range(3), tokens)
     bench.check_nothing_is_left()
 
 
@@ -281,18 +281,18 @@ def test_a_fork_that_splices_and_forks_in_its_first_round(bench: Bench, early: b
     bench.starts.clear()
     if not early:
         bench.step()
-    told, child = StepSequence(1, 0, []), StepSequence(1, 1, [])
-    bench.say(
-        fork(told, 1),
-        fork(told, 2, ff_tokens=[100]),
-        sample(told),
-        sample(told, 2),
+    update, child = StepSequence(1, 0, []), StepSequence(1, 1, [])
+    bench.send(
+        fork(update, 1),
+        fork(update, 2, ff_tokens=[100]),
+        sample(update),
+        sample(update, 2),
         fork(child, 3, ff_tokens=[200, 300]),
         StepResult(1, 1, "stop"),
-        sample(told, 3),
+        sample(update, 3),
     )
     bench.run(freely)
-    tokens = bench.told(1).tokens
+    tokens = bench.client(1).tokens
     assert {o.seq: o.parent for o in bench.received[1] if o.parent is not None} == {
         1: 0,
         2: 0,
@@ -307,32 +307,38 @@ def test_a_fork_that_splices_and_forks_in_its_first_round(bench: Bench, early: b
 
 def test_each_fork_samples_under_its_own_mask(bench: Bench) -> None:
     begun(bench)
-    told = StepSequence(1, 0, [])
-    results = [fork(told, 1, 2), *(sample(told, seq, attachment=seq) for seq in range(3))]
-    bench.say(*results, masks=[only(SIZE, 10 + seq) for seq in range(3)])
+    update = StepSequence(1, 0, [])
+    results = [fork(update, 1, 2), *(sample(update, seq, attachment=seq) for seq in range(3))]
+    bench.send(*results, masks=[only(SIZE, 10 + seq) for seq in range(3)])
     bench.step()
-    assert bench.told(1).tokens == {0: [10], 1: [11], 2: [12]}
-    assert sorted((told.seq, *told.tokens) for told in bench.updates) == [(0, 10), (1, 11), (2, 12)]
+    assert bench.client(1).tokens == {0: [10], 1: [11], 2: [12]}
+    assert sorted((update.seq, *update.tokens) for update in bench.updates) == [
+        (0, 10),
+        (1, 11),
+        (2, 12),
+    ]
 
 
-def test_children_go_on_where_their_parent_stops_in_the_round_of_the_fork(
+def test_children_continue_if_their_parent_stops_in_the_round_of_the_fork(
     bench: Bench, embedded: LoadedModel
 ) -> None:
-    def forked(told: StepSequence) -> list[StepResult]:
-        return [fork(told, 1, 2), StepResult(1, 0, "stop"), sample(told, 1), sample(told, 2)]
+    def forked(update: StepSequence) -> list[StepResult]:
+        return [fork(update, 1, 2), StepResult(1, 0, "stop"), sample(update, 1), sample(update, 2)]
 
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(4, forked))
     wanted = alone(embedded, PROMPT, GREEDY)
-    told = bench.told(1)
-    assert told.tokens == {0: wanted[:4], 1: wanted, 2: wanted}
-    assert told.reasons == {0: "controller", 1: "length", 2: "length"}
+    client = bench.client(1)
+    assert client.tokens == {0: wanted[:4], 1: wanted, 2: wanted}
+    assert client.reasons == {0: "controller", 1: "length", 2: "length"}
     bench.check_nothing_is_left()
 
 
-def test_a_fork_goes_back_beyond_the_fork_point_alone(bench: Bench, embedded: LoadedModel) -> None:
-    def forked(told: StepSequence) -> list[StepResult]:
-        return [fork(told, 1), sample(told), sample(told, 1, backtrack=5, ff_tokens=[100])]
+def test_a_fork_that_splices_before_the_fork_point_leaves_its_parent_alone(
+    bench: Bench, embedded: LoadedModel
+) -> None:
+    def forked(update: StepSequence) -> list[StepResult]:
+        return [fork(update, 1), sample(update), sample(update, 1, backtrack=5, ff_tokens=[100])]
 
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(6, forked))
@@ -344,7 +350,7 @@ def test_a_fork_goes_back_beyond_the_fork_point_alone(bench: Bench, embedded: Lo
     bench.check_nothing_is_left()
 
 
-def test_a_fork_whose_parent_reaches_its_length_by_what_it_appends_ends_with_it(
+def test_a_parent_that_reaches_max_tokens_by_appending_is_not_forked(
     bench: Bench,
 ) -> None:
     for request, early in ((1, True), (2, False)):
@@ -352,95 +358,99 @@ def test_a_fork_whose_parent_reaches_its_length_by_what_it_appends_ends_with_it(
         bench.starts.clear()
         if not early:
             bench.step()
-        told = StepSequence(request, 0, [])
-        bench.say(fork(told, 1, ff_tokens=[7] * 50), sample(told), sample(told, 1))
+        update = StepSequence(request, 0, [])
+        bench.send(fork(update, 1, ff_tokens=[7] * 50), sample(update), sample(update, 1))
         bench.run(freely)
-        assert bench.told(request).tokens == {0: [7] * 30}
-        assert bench.told(request).reasons == {0: "length"}
+        assert bench.client(request).tokens == {0: [7] * 30}
+        assert bench.client(request).reasons == {0: "length"}
         bench.check_nothing_is_left()
 
 
-def test_forks_that_the_engine_does_not_make_are_told_as_ended(embedded: LoadedModel) -> None:
+def test_forks_that_the_engine_refuses_are_reported_as_ended(embedded: LoadedModel) -> None:
     config = EngineConfig(kv_cache_bytes=32 * 2**20, max_forks=3)
     bench = Bench(Engine(embedded, config))
     begun(bench)
-    told = StepSequence(1, 0, [])
-    bench.say(fork(told, 1, 2), sample(told), *(StepResult(1, seq, "suspend") for seq in (1, 2)))
+    update = StepSequence(1, 0, [])
+    bench.send(
+        fork(update, 1, 2), sample(update), *(StepResult(1, seq, "suspend") for seq in (1, 2))
+    )
     bench.step()
     bench.updates.clear()
-    bench.say(fork(told, 3), sample(told), sample(told, 3))
+    bench.send(fork(update, 3), sample(update), sample(update, 3))
     bench.step()
-    assert "3 are allowed" in bench.told(1).errors[0]
-    assert {told.seq for told in bench.updates if told.ended is not None} == {0, 3}
+    assert "3 are allowed" in bench.client(1).errors[0]
+    assert {update.seq for update in bench.updates if update.ended is not None} == {0, 3}
 
 
 # --- suspension -----------------------------------------------------------------------------------
 
 
-def test_a_suspended_sequence_may_fork_when_it_wakes(bench: Bench, embedded: LoadedModel) -> None:
-    begun(bench)
-    bench.say(StepResult(1, 0, "sample"))
-    bench.step()
-    told = bench.updates.pop()
-    bench.say(StepResult(1, 0, "suspend"))
-    bench.step()
-    bench.say(fork(told, 1), sample(told), sample(told, 1))
-    bench.run(freely)
-    assert bench.told(1).tokens == dict.fromkeys(range(2), alone(embedded, PROMPT, GREEDY))
-    bench.check_nothing_is_left()
-
-
-def test_a_fork_that_suspends_at_once_wakes_with_the_logits_of_its_text(
+def test_a_suspended_sequence_may_fork_when_it_is_resumed(
     bench: Bench, embedded: LoadedModel
 ) -> None:
     begun(bench)
-    told = StepSequence(1, 0, [])
-    bench.say(fork(told, 1), sample(told), StepResult(1, 1, "suspend"))
+    bench.send(StepResult(1, 0, "sample"))
+    bench.step()
+    update = bench.updates.pop()
+    bench.send(StepResult(1, 0, "suspend"))
+    bench.step()
+    bench.send(fork(update, 1), sample(update), sample(update, 1))
+    bench.run(freely)
+    assert bench.client(1).tokens == dict.fromkeys(range(2), alone(embedded, PROMPT, GREEDY))
+    bench.check_nothing_is_left()
+
+
+def test_a_fork_that_suspends_immediately_resumes_with_the_logits_of_its_text(
+    bench: Bench, embedded: LoadedModel
+) -> None:
+    begun(bench)
+    update = StepSequence(1, 0, [])
+    bench.send(fork(update, 1), sample(update), StepResult(1, 1, "suspend"))
     for _ in range(10):
         bench.step()
-        bench.say(*(one for told in bench.updates for one in freely(told)))
+        bench.send(*(one for update in bench.updates for one in freely(update)))
         bench.updates.clear()
     assert bench.tokens(1, 1) == []
     assert len(bench.tokens(1, 0)) == 10
-    bench.say(StepResult(1, 1, "suspend"))
+    bench.send(StepResult(1, 1, "suspend"))
     bench.step()
-    bench.say(sample(told, 1))
+    bench.send(sample(update, 1))
     bench.run(freely)
-    assert bench.told(1).tokens == dict.fromkeys(range(2), alone(embedded, PROMPT, GREEDY))
+    assert bench.client(1).tokens == dict.fromkeys(range(2), alone(embedded, PROMPT, GREEDY))
 
 
-# --- who is late ----------------------------------------------------------------------------------
+# --- deferred sequences ---------------------------------------------------------------------------
 
 
-def test_a_step_waits_for_who_is_late_only_while_others_are_ready(bench: Bench) -> None:
+def test_a_step_does_not_wait_for_a_sequence_that_was_deferred_before(bench: Bench) -> None:
     begun(bench, 1)
     bench.add(2, PROMPT[:9], GREEDY, controller=False)
-    bench.say(StepResult(1, 0, "sample"), while_waiting=True)
+    bench.send(StepResult(1, 0, "sample"), while_waiting=True)
     bench.step()
     assert (len(bench.tokens(1)), len(bench.tokens(2))) == (0, 1)
-    assert bench.waited == 0, "it was held before, so nobody waits for it"
+    assert bench.waited == 0, "it was deferred before, so no step waits for it"
 
 
 def test_a_decision_that_comes_while_the_step_waits_is_in_time(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.add(2, PROMPT[:9], GREEDY, controller=False)
-    bench.say(StepResult(1, 0, "sample"), while_waiting=True)
+    bench.send(StepResult(1, 0, "sample"), while_waiting=True)
     bench.step()
     assert (len(bench.tokens(1)), len(bench.tokens(2)), bench.waited) == (1, 1, 1)
 
 
-def test_a_late_controller_delays_its_own_sequence_only(
+def test_a_slow_controller_delays_its_own_sequence_only(
     bench: Bench, embedded: LoadedModel
 ) -> None:
     bench.add(1, PROMPT, SEEDED)
     bench.add(2, PROMPT[:9], GREEDY, controller=False)
     bench.add(3, PROMPT[:17], SEEDED)
-    bench.say(StepResult(1, 0, "sample"), StepResult(3, 0, "sample"))
+    bench.send(StepResult(1, 0, "sample"), StepResult(3, 0, "sample"))
     for number in range(400):
-        for told in list(bench.updates):
-            if told.request == 3 or number % 4 == 3:
-                bench.updates.remove(told)
-                bench.say(*freely(told))
+        for update in list(bench.updates):
+            if update.request == 3 or number % 4 == 3:
+                bench.updates.remove(update)
+                bench.send(*freely(update))
         bench.step()
         assert len(bench.tokens(2)) == min(30, number + 1)
         assert len(bench.tokens(3)) >= min(29, number + 1)
@@ -452,7 +462,7 @@ def test_a_late_controller_delays_its_own_sequence_only(
     assert bench.tokens(3) == alone(embedded, PROMPT[:17], SEEDED)
 
 
-def test_a_sequence_that_is_held_may_lose_its_blocks_and_has_its_tokens_all_the_same(
+def test_a_deferred_sequence_that_loses_its_blocks_gets_the_same_tokens(
     embedded: LoadedModel,
 ) -> None:
     whole = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20)).stats()["kv_pages"] + 1
@@ -463,7 +473,7 @@ def test_a_sequence_that_is_held_may_lose_its_blocks_and_has_its_tokens_all_the_
     while any(live for request, live in bench.live.items() if request > 1):
         bench.step()
     assert bench.engine.stats()["preemptions"] > 0
-    bench.say(StepResult(1, 0, "sample"))
+    bench.send(StepResult(1, 0, "sample"))
     bench.run(freely)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
     for request in range(2, 6):
@@ -473,101 +483,101 @@ def test_a_sequence_that_is_held_may_lose_its_blocks_and_has_its_tokens_all_the_
 # --- ends -----------------------------------------------------------------------------------------
 
 
-def test_the_client_hears_of_an_end_when_the_controller_has_had_its_last_word(
+def test_the_client_receives_an_end_after_the_last_decision_of_the_controller(
     bench: Bench,
 ) -> None:
     bench.add(1, PROMPT, Sampling(max_tokens=2, ignore_eos=True))
-    bench.say(StepResult(1, 0, "sample"))
+    bench.send(StepResult(1, 0, "sample"))
     bench.step()
-    bench.say(*freely(bench.updates.pop()))
+    bench.send(*freely(bench.updates.pop()))
     bench.step()
     [last] = bench.updates
     assert (last.ended, len(last.tokens)) == ("length", 1)
     assert (len(bench.tokens(1)), bench.live[1]) == (1, 1)
-    bench.say(StepResult(1, 0, "stop", logs="bye"))
+    bench.send(StepResult(1, 0, "stop", logs="bye"))
     bench.step()
     assert (len(bench.tokens(1)), bench.live[1]) == (2, 0)
     assert bench.received[1][-1].logs == "bye"
 
 
-def test_a_sequence_that_the_engine_ends_by_an_error_is_told_to_its_controller(
+def test_an_error_of_the_engine_is_reported_to_the_controller(
     bench: Bench,
 ) -> None:
     begun(bench)
-    told = StepSequence(1, 0, [])
-    results = [fork(told, 1), StepResult(1, 0, "suspend"), sample(told, 1, attachment=0)]
-    bench.say(*results, masks=[only(SIZE)])
+    update = StepSequence(1, 0, [])
+    results = [fork(update, 1), StepResult(1, 0, "suspend"), sample(update, 1, attachment=0)]
+    bench.send(*results, masks=[only(SIZE)])
     bench.step()
-    assert "no token" in bench.told(1).errors[1]
-    assert [(told.seq, told.tokens, told.ended) for told in bench.updates] == [(1, [], "error")]
-    bench.say(StepResult(1, 1, "stop"))
+    assert "no token" in bench.client(1).errors[1]
+    assert [(update.seq, update.tokens, update.ended) for update in bench.updates] == [
+        (1, [], "error")
+    ]
+    bench.send(StepResult(1, 1, "stop"))
     bench.step()
-    assert bench.told(1).reasons == {1: "error"}
-    bench.say(StepResult(1, 0, "stop"))
+    assert bench.client(1).reasons == {1: "error"}
+    bench.send(StepResult(1, 0, "stop"))
     bench.step()
     assert bench.live == {1: 0}
 
 
-def test_an_end_of_sequence_token_at_the_last_place_ends_with_stop_as_without_a_controller(
+def test_an_end_of_sequence_token_as_the_last_token_ends_with_stop_as_without_a_controller(
     bench: Bench, embedded: LoadedModel
 ) -> None:
     [eos] = embedded.eos_token_ids
     for request, (ignore, reason) in enumerate([(False, "stop"), (True, "length")]):
         bench.add(request, PROMPT, Sampling(max_tokens=1, ignore_eos=True), ignore_eos=ignore)
-        bench.say(StepResult(request, 0, "sample", attachment=0), masks=[only(SIZE, eos)])
+        bench.send(StepResult(request, 0, "sample", attachment=0), masks=[only(SIZE, eos)])
         bench.starts.clear()
         bench.run(freely)
         assert bench.tokens(request) == [eos]
-        assert bench.told(request).reasons == {0: reason}
+        assert bench.client(request).reasons == {0: reason}
 
 
 @pytest.mark.parametrize("reason", ["stop", "controller"])
-def test_a_controller_ends_its_sequence_with_the_reason_that_it_gives(
-    bench: Bench, reason: FinishReason
-) -> None:
+def test_a_controller_chooses_the_finish_reason(bench: Bench, reason: FinishReason) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(at(3, lambda told: [StepResult(1, 0, "stop", 0, [50], finish=reason)]))
-    assert bench.told(1).reasons == {0: reason}
+    bench.run(at(3, lambda update: [StepResult(1, 0, "stop", 0, [50], finish=reason)]))
+    assert bench.client(1).reasons == {0: reason}
     assert bench.tokens(1)[3:] == [50]
 
 
-def test_a_controller_that_stops_with_more_tokens_than_there_may_be_ends_with_length(
+def test_a_controller_that_stops_with_more_than_max_tokens_ends_with_length(
     bench: Bench,
 ) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(at(3, lambda told: [StepResult(1, 0, "stop", 0, [50] * 100)]))
-    assert bench.told(1).reasons == {0: "length"}
+    bench.run(at(3, lambda update: [StepResult(1, 0, "stop", 0, [50] * 100)]))
+    assert bench.client(1).reasons == {0: "length"}
     assert bench.tokens(1)[3:] == [50] * 27
 
 
 def test_a_mask_of_the_wrong_size_ends_its_sequence(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.say(StepResult(1, 0, "sample", attachment=0), masks=[only(64, 1)])
+    bench.send(StepResult(1, 0, "sample", attachment=0), masks=[only(64, 1)])
     bench.step()
-    assert "128 words" in bench.told(1).errors[0]
+    assert "128 words" in bench.client(1).errors[0]
 
 
 def test_an_error_of_a_controller_has_its_code(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.run(at(3, lambda told: [StepResult(1, 0, "error", error="no!", code="deadlock")]))
+    bench.run(at(3, lambda update: [StepResult(1, 0, "error", error="no!", code="deadlock")]))
     [end] = [o for o in bench.received[1] if o.finish_reason]
     assert (end.finish_reason, end.error, end.code) == ("error", "no!", "deadlock")
 
 
-def test_aborting_leaves_nothing_awaited_whatever_is_under_way(bench: Bench) -> None:
+def test_aborting_leaves_no_decision_awaited(bench: Bench) -> None:
     for request in range(1, 5):
         bench.add(request, PROMPT, GREEDY)
     bench.starts.clear()
-    told = [StepSequence(request, 0, []) for request in range(5)]
-    bench.say(fork(told[2], 1), sample(told[2]), sample(told[2], 1))
-    bench.say(StepResult(3, 0, "suspend"))
-    bench.say(fork(told[4], 1), StepResult(4, 0, "suspend"), sample(told[4], 1))
+    updates = [StepSequence(request, 0, []) for request in range(5)]
+    bench.send(fork(updates[2], 1), sample(updates[2]), sample(updates[2], 1))
+    bench.send(StepResult(3, 0, "suspend"))
+    bench.send(fork(updates[4], 1), StepResult(4, 0, "suspend"), sample(updates[4], 1))
     for when in range(2):
         bench.step()
         for request in range(1 + 2 * when, 3 + 2 * when):
             bench.engine.abort(request)
             bench.steering.forget(request)
-    bench.say(sample(told[1]), sample(told[2], 1), sample(told[3]), sample(told[4]))
+    bench.send(sample(updates[1]), sample(updates[2], 1), sample(updates[3]), sample(updates[4]))
     bench.step()
     bench.check_nothing_is_left()
 
@@ -575,13 +585,13 @@ def test_aborting_leaves_nothing_awaited_whatever_is_under_way(bench: Bench) -> 
 # --- logs and writes ------------------------------------------------------------------------------
 
 
-def test_logs_and_writes_go_with_the_next_token_of_their_own_sequence(bench: Bench) -> None:
+def test_logs_and_writes_are_sent_with_the_next_token_of_their_own_sequence(bench: Bench) -> None:
     begun(bench)
-    told = StepSequence(1, 0, [])
-    bench.say(
-        fork(told, 1, logs="f", storage=[1], ff_tokens=[100]),
-        sample(told, logs="a", storage=[2]),
-        sample(told, 1, logs="b"),
+    update = StepSequence(1, 0, [])
+    bench.send(
+        fork(update, 1, logs="f", storage=[1], ff_tokens=[100]),
+        sample(update, logs="a", storage=[2]),
+        sample(update, 1, logs="b"),
     )
     for _ in range(3):
         bench.step()
@@ -594,14 +604,14 @@ def test_logs_and_writes_go_with_the_next_token_of_their_own_sequence(bench: Ben
     )
 
 
-def test_the_logs_of_a_sequence_that_was_suspended_come_in_order(bench: Bench) -> None:
+def test_the_logs_of_a_suspended_sequence_are_sent_in_order(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
-    bench.say(StepResult(1, 0, "suspend", logs="1"))
+    bench.send(StepResult(1, 0, "suspend", logs="1"))
     bench.step()
-    bench.say(StepResult(1, 0, "suspend", logs="2"))
+    bench.send(StepResult(1, 0, "suspend", logs="2"))
     bench.step()
-    bench.say(StepResult(1, 0, "sample", logs="3"))
+    bench.send(StepResult(1, 0, "sample", logs="3"))
     bench.step()
-    bench.say(StepResult(1, 0, "stop", logs="4"))
+    bench.send(StepResult(1, 0, "stop", logs="4"))
     bench.step()
     assert [(o.pos, o.logs) for o in bench.received[1]] == [(0, "123"), (1, "4")]

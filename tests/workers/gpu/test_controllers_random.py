@@ -1,4 +1,4 @@
-"""Random controllers, on time and late, against what each sequence's tokens must be."""
+"""Random controllers, in time and deferred: each sequence has exactly the tokens it must have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenbus.workers.gpu.loader import wrap_model
 from ...counts import examples
 from .shapes import TIE, tiny_model
 from .steered import Bench, one_thread
-from .test_steering import Told, only
+from .test_steering import ClientView, only
 
 VOCAB = 64
 MAX_FORKS = 8
@@ -28,18 +28,18 @@ Key = tuple[int, int]
 
 @dataclass
 class Expected:
-    """A sequence as its controller knows it."""
+    """A sequence from its controller's point of view."""
 
     prompt: list[int]
     longest: int
     tokens: list[int] = field(default_factory=list)
     asked: tuple[list[int], set[int] | None] | None = None
-    """It is to be sampled: after which tokens, and from which."""
+    """A pending sampling: after which tokens, and from which allowed set."""
     owes: bool = True
     """It is the controller's turn."""
     suspended: bool = False
     over: bool = False
-    """The controller has said its last, or knows that there is no more to say."""
+    """The controller has sent its last decision, or none is expected."""
 
     @property
     def full(self) -> bool:
@@ -96,21 +96,21 @@ class Play:
 
     # --- the controllers ------------------------------------------------------------------------
 
-    def hear(self, told: StepSequence) -> None:
-        one = self.sequences.get((told.request, told.seq))
+    def on_update(self, update: StepSequence) -> None:
+        one = self.sequences.get((update.request, update.seq))
         if one is None or one.over:
             return
-        for token in told.tokens:
-            assert one.asked is not None, "it was sampled without being asked"
+        for token in update.tokens:
+            assert one.asked is not None, "it was sampled without a decision to sample"
             self.drawn.append(([*one.prompt, *one.asked[0]], one.asked[1], token))
             assert one.tokens == one.asked[0]
             one.tokens.append(token)
             one.asked = None
-        assert not told.tokens or (told.ended is not None) == one.full
+        assert not update.tokens or (update.ended is not None) == one.full
         one.owes = True
 
     def decide(self, key: Key, quietly: bool) -> list[StepResult]:
-        """What a controller says when it is its turn; ``quietly``: it lets sample."""
+        """A controller's decisions when it is its turn; ``quietly``: it only samples."""
         one, rng = self.sequences[key], self.rng
         one.owes = False
         if one.full:
@@ -145,7 +145,7 @@ class Play:
         self.next[request] += count
         results = [result]
         if one.full:
-            # It ends with what it appended, and nothing comes of its forks.
+            # It ends with the appended tokens, and its forks are not made.
             children = [StepResult(request, child, "sample") for child in result.children]
             return [result, StepResult(*key, "sample"), *children]
         for child in result.children:
@@ -175,25 +175,29 @@ class Play:
                 one.suspended = False
                 self.masks = []
                 results = self.decide(key, quietly)
-                bench.say(*results, masks=self.masks, while_waiting=rng.random() < 0.3)
+                bench.send(*results, masks=self.masks, while_waiting=rng.random() < 0.3)
         bench.starts.clear()
         bench.step()
-        news, bench.updates = bench.updates, []
-        for told in news:
-            self.hear(told)
+        updates, bench.updates = bench.updates, []
+        for update in updates:
+            self.on_update(update)
 
     def check(self, reference: Reference) -> None:
-        """All that the clients know is what the controllers wanted, and the model."""
-        told: dict[int, Told] = {request: self.bench.told(request) for request in self.bench.live}
+        """The clients have received exactly what the controllers and the model decided."""
+        clients: dict[int, ClientView] = {
+            request: self.bench.client(request) for request in self.bench.live
+        }
         for key, one in self.sequences.items():
-            assert told[key[0]].tokens[key[1]] == one.tokens, key
-        heard = {
+            assert clients[key[0]].tokens[key[1]] == one.tokens, key
+        parents = {
             (o.request, o.seq): o.parent
             for outputs in self.bench.received.values()
             for o in outputs
             if o.parent is not None and (o.request, 0) in self.sequences
         }
-        assert heard == {key: p for key, p in self.parents.items() if (key[0], 0) in self.sequences}
+        assert parents == {
+            key: p for key, p in self.parents.items() if (key[0], 0) in self.sequences
+        }
         wholes = [[*one.prompt, *one.tokens] for one in self.sequences.values()]
         reference.check(self.drawn, wholes)
 
@@ -233,7 +237,7 @@ def reference() -> Iterator[Reference]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(rng=st.randoms(use_true_random=False))
-def test_any_controllers_get_what_they_want_and_leave_nothing(
+def test_random_decisions_give_their_tokens_and_leave_nothing(
     reference: Reference, rng: random.Random
 ) -> None:
     play = Play(rng)
@@ -248,6 +252,6 @@ def test_any_controllers_get_what_they_want_and_leave_nothing(
             break
         play.step(quietly=True)
     bench = play.bench
-    assert not any(bench.live.values()), "a sequence hangs"
+    assert not any(bench.live.values()), "a sequence has not ended"
     play.check(reference)
     bench.check_nothing_is_left()

@@ -77,18 +77,18 @@ def test_a_malformed_decision_ends_its_sequence_and_the_others_of_its_message_ar
     bench.starts.clear()
     if bad == MALFORMED["a row without a file"]:
         bench._host = "elsewhere"
-        bench.say(StepResult(1, 0, "suspend"))
+        bench.send(StepResult(1, 0, "suspend"))
         bench.step()
     deliver(bench, bad, entry(StepResult(2, 0, "sample")), masks=[b"odd", b"four"])
     bench.run(freely)
     [end] = ends(bench, 1)
     assert end[:2] == (0, "error")
-    assert bench.told(1).errors[0]
+    assert bench.client(1).errors[0]
     assert bench.tokens(2) == alone(embedded, PROMPT, SEEDED)
     bench.check_nothing_is_left()
 
 
-def test_an_entry_that_names_no_sequence_is_skipped(bench: Bench, embedded: LoadedModel) -> None:
+def test_an_entry_for_an_unknown_sequence_is_skipped(bench: Bench, embedded: LoadedModel) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
     deliver(bench, "?", {"request": 1}, [], ["1", 0], entry(StepResult(1, 0, "sample")))
@@ -100,9 +100,9 @@ def test_an_entry_that_names_no_sequence_is_skipped(bench: Bench, embedded: Load
 def test_a_malformed_last_decision_does_not_keep_the_end_back(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
 
-    def answers(told: StepSequence) -> list[StepResult]:
-        if told.ended is None:
-            return freely(told)
+    def answers(update: StepSequence) -> list[StepResult]:
+        if update.ended is None:
+            return freely(update)
         deliver(bench, [1, 0, "jump"])
         return []
 
@@ -117,9 +117,9 @@ def test_a_malformed_decision_of_a_fork_that_is_not_made_yet_ends_the_fork(
 ) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    told = StepSequence(1, 0, [])
+    update = StepSequence(1, 0, [])
     forked = StepResult(1, 0, "fork", children=[1])
-    deliver(bench, entry(forked), [1, 1, "jump"], entry(sample(told)))
+    deliver(bench, entry(forked), [1, 1, "jump"], entry(sample(update)))
     bench.run(freely)
     assert ends(bench, 1)[0] == (1, "error", "controller_failed")
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
@@ -132,8 +132,10 @@ def test_a_malformed_decision_of_a_fork_that_is_not_made_yet_ends_the_fork(
 def test_a_second_decision_for_one_token_has_no_effect(bench: Bench, embedded: LoadedModel) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    told = StepSequence(1, 0, [])
-    bench.say(sample(told), sample(told, backtrack=0, ff_tokens=[7, 7]), StepResult(1, 0, "stop"))
+    update = StepSequence(1, 0, [])
+    bench.send(
+        sample(update), sample(update, backtrack=0, ff_tokens=[7, 7]), StepResult(1, 0, "stop")
+    )
     bench.run(freely)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
     bench.check_nothing_is_left()
@@ -144,10 +146,10 @@ def test_another_controller_worker_s_decision_has_no_effect(
 ) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    bench.say(StepResult(1, 0, "suspend"))
+    bench.send(StepResult(1, 0, "suspend"))
     bench.step()
     deliver(bench, entry(StepResult(1, 0, "stop")), worker=bench.worker + 1)
-    bench.say(StepResult(1, 0, "sample"))
+    bench.send(StepResult(1, 0, "sample"))
     bench.run(freely)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
     bench.check_nothing_is_left()
@@ -164,20 +166,20 @@ def test_a_decision_that_never_arrives_ends_its_sequence_alone(
     bench.add(2, PROMPT, SEEDED)
     given = 0
 
-    def answers(told: StepSequence) -> list[StepResult]:
+    def answers(update: StepSequence) -> list[StepResult]:
         nonlocal given
-        if told.request == 2:
-            return freely(told)
+        if update.request == 2:
+            return freely(update)
         given += 1
         if given > tokens:
             bench.now += LATER_S
             return []
-        return freely(told)
+        return freely(update)
 
     bench.run(answers)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)[:tokens]
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    assert f"no decision within {TIMEOUT_S:g} s" in bench.told(1).errors[0]
+    assert f"no decision within {TIMEOUT_S:g} s" in bench.client(1).errors[0]
     assert bench.tokens(2) == alone(embedded, PROMPT, SEEDED)
     bench.check_nothing_is_left()
     assert [s.ended for step in bench.steps for s in step.sequences if s.request == 1][-1:] == (
@@ -188,14 +190,14 @@ def test_a_decision_that_never_arrives_ends_its_sequence_alone(
 def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    told = StepSequence(1, 0, [])
-    bench.say(StepResult(1, 0, "fork", children=[1]), sample(told, 1))
+    update = StepSequence(1, 0, [])
+    bench.send(StepResult(1, 0, "fork", children=[1]), sample(update, 1))
     bench.step()
     bench.now += LATER_S
-    bench.say(sample(told, 1))
+    bench.send(sample(update, 1))
     bench.step()
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    bench.say(sample(told), *(sample(told) for told in bench.updates if told.seq == 1))
+    bench.send(sample(update), *(sample(update) for update in bench.updates if update.seq == 1))
     bench.updates.clear()
     bench.step()
     assert StepSequence(1, 0, [], "error") in bench.updates
@@ -209,11 +211,11 @@ def test_the_last_round_that_never_ends_does_not_keep_the_last_token_back(
 ) -> None:
     bench.add(1, PROMPT, GREEDY)
 
-    def answers(told: StepSequence) -> list[StepResult]:
-        if told.ended is not None:
+    def answers(update: StepSequence) -> list[StepResult]:
+        if update.ended is not None:
             bench.now += LATER_S
             return []
-        return freely(told)
+        return freely(update)
 
     bench.run(answers)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
@@ -224,11 +226,11 @@ def test_the_last_round_that_never_ends_does_not_keep_the_last_token_back(
 def test_a_suspended_sequence_may_wait_for_any_time(bench: Bench, embedded: LoadedModel) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    bench.say(StepResult(1, 0, "suspend"))
+    bench.send(StepResult(1, 0, "suspend"))
     for _ in range(3):
         bench.now += LATER_S
         bench.step()
-    bench.say(StepResult(1, 0, "sample"))
+    bench.send(StepResult(1, 0, "sample"))
     bench.run(freely)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
 
@@ -236,12 +238,12 @@ def test_a_suspended_sequence_may_wait_for_any_time(bench: Bench, embedded: Load
 def test_a_fork_may_wait_for_its_logits_for_any_time(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
-    told = StepSequence(1, 0, [])
+    update = StepSequence(1, 0, [])
     deliver(
         bench,
         entry(StepResult(1, 0, "fork", children=[1])),
-        entry(sample(told)),
-        entry(sample(told, 1)),
+        entry(sample(update)),
+        entry(sample(update, 1)),
     )
     bench.now += LATER_S
     bench.run(freely)

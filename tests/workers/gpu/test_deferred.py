@@ -95,7 +95,9 @@ def test_there_is_no_work_while_only_a_decision_can_change_anything(embedded: Lo
 
 
 @pytest.mark.parametrize("way", ["abort", "end", "suspend", "splice", "smaller"])
-def test_whatever_frees_the_way_wakes_what_waits(embedded: LoadedModel, way: str) -> None:
+def test_any_change_that_admits_a_waiting_sequence_makes_work(
+    embedded: LoadedModel, way: str
+) -> None:
     engine = small(embedded, blocks=5)
     engine.add(1, PROMPT, SEEDED)
     step(engine, 1)
@@ -126,7 +128,7 @@ def test_whatever_frees_the_way_wakes_what_waits(embedded: LoadedModel, way: str
         assert tokens(outputs, 2) == alone(embedded, PROMPT[::-1], SEEDED)
 
 
-def test_a_deferred_sequence_that_loses_its_blocks_goes_on_with_the_same_tokens(
+def test_a_preempted_deferred_sequence_continues_with_the_same_tokens(
     embedded: LoadedModel,
 ) -> None:
     engine = small(embedded, blocks=6)

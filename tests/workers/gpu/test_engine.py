@@ -166,14 +166,14 @@ def test_a_sequence_whose_logits_are_nan_ends_alone() -> None:
     assert end.finish_reason == "error"
     assert "NaN" in (end.error or "")
     assert engine.stats()["kv_pages_used"] == 0
-    # The block that held the numbers is clean again.
+    # The block with the NaN values has been cleared.
     for number in range(3, 40):
         engine.add(number, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
     again = run(engine)
     assert all(o.error is None for o in again)
 
 
-def test_a_forward_that_raises_ends_only_the_guilty_sequence(
+def test_a_forward_that_raises_ends_only_the_sequence_that_causes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = engine._runner.run

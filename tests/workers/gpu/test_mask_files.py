@@ -69,7 +69,7 @@ def test_requests_of_one_controller_worker_share_a_file_until_the_last_is_over(
 ) -> None:
     for request in (1, 2):
         bench.add(request, PROMPT, GREEDY)
-        bench.say(StepResult(request, 0, "sample"))
+        bench.send(StepResult(request, 0, "sample"))
     bench.starts.clear()
     bench.step()
     for request in (1, 2):
@@ -88,7 +88,7 @@ def test_a_mask_is_read_from_the_file_of_its_own_controller_worker(
     for request, token in ((1, 10), (2, 20)):
         bench.worker = 100 + request
         bench.add(request, PROMPT, GREEDY)
-        bench.say(StepResult(request, 0, "sample"))
+        bench.send(StepResult(request, 0, "sample"))
         bench.starts.clear()
         bench.step()
         step = bench.steps[-1]
@@ -99,10 +99,10 @@ def test_a_mask_is_read_from_the_file_of_its_own_controller_worker(
         for stale in old:
             stale.view(row)[:] = only(SIZE, 99).tobytes()
         bench.updates.clear()
-        bench.say(StepResult(request, 0, "sample", row=row))
+        bench.send(StepResult(request, 0, "sample", row=row))
         bench.step()
         assert bench.tokens(request)[1:] == [token]
-        bench.say(StepResult(request, 0, "stop"))
+        bench.send(StepResult(request, 0, "stop"))
         bench.run(freely)
         old.append(rows)
     del rows, stale
@@ -119,12 +119,12 @@ def test_masks_are_sent_while_the_system_gives_no_files(
     with monkeypatch.context() as patched:
         patched.setattr("tokenbus.workers.gpu.mask_file.MaskFile", refuses)
         bench.add(1, PROMPT, GREEDY)
-        bench.say(StepResult(1, 0, "sample"))
+        bench.send(StepResult(1, 0, "sample"))
         bench.starts.clear()
         bench.step()
     bench.add(2, PROMPT, GREEDY)
-    told = StepSequence(1, 0, [])
-    bench.say(*freely(told), StepResult(2, 0, "sample"))
+    update = StepSequence(1, 0, [])
+    bench.send(*freely(update), StepResult(2, 0, "sample"))
     bench.starts.clear()
     bench.updates.clear()
     bench.run(freely)

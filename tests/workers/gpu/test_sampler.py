@@ -38,7 +38,7 @@ def _rest(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k != "temperature"}
 
 
-def test_greedy_takes_the_best_and_tells_its_own_log_probability() -> None:
+def test_greedy_takes_the_best_token_and_reports_its_log_probability() -> None:
     values = logits()
     got = sample(values, [0], [row()])
     best = int(values.argmax())
@@ -128,7 +128,7 @@ def test_a_mask_that_allows_nothing_and_nan_are_errors_of_their_rows_alone() -> 
     assert got.tokens[2] == int(values[2].argmax())
 
 
-def test_a_row_is_drawn_the_same_whatever_is_beside_it() -> None:
+def test_a_row_is_sampled_the_same_in_any_batch() -> None:
     values = logits(8)
     kinds: list[dict[str, Any]] = [
         {"temperature": 1.0},

@@ -1,4 +1,4 @@
-"""Steps are packed without torch: what goes in, in what order, and who has to wait."""
+"""Packing of steps, without torch: which tokens, in which order, and which sequences wait."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shape(batch: Batch) -> list[tuple[int, int, int]]:
     return [(c.sequence.request, c.start, c.end) for c in batch.chunks]
 
 
-def test_a_long_prompt_goes_in_chunks_beside_decodes() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_together_with_decodes() -> None:
     s = scheduler(room=16)
     s.add(sequence(1, 3))
     compute(s.schedule())
@@ -67,7 +67,7 @@ def test_a_higher_priority_goes_first() -> None:
     assert shape(s.schedule()) == [(2, 0, 4)]
 
 
-def test_the_client_with_least_running_goes_first() -> None:
+def test_the_client_with_fewest_running_sequences_goes_first() -> None:
     s = scheduler(room=8)
     for number in (1, 2, 3):
         s.add(sequence(number, 4, client=1))
@@ -75,7 +75,7 @@ def test_the_client_with_least_running_goes_first() -> None:
     assert shape(s.schedule()) == [(1, 0, 4), (4, 0, 4)]
 
 
-def test_no_more_run_than_there_are_slots() -> None:
+def test_no_more_sequences_run_than_max_num_seqs() -> None:
     s = scheduler(running=2)
     for number in (1, 2, 3):
         s.add(sequence(number, 2))
@@ -83,7 +83,7 @@ def test_no_more_run_than_there_are_slots() -> None:
     assert len(s.waiting) == 1
 
 
-def test_where_blocks_run_out_the_last_to_arrive_waits_and_comes_back() -> None:
+def test_when_blocks_run_out_the_last_to_arrive_is_preempted_and_recomputed() -> None:
     s = scheduler(blocks=7)
     first, second = sequence(1, 8), sequence(2, 8)
     s.add(first)

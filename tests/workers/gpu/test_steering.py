@@ -33,8 +33,8 @@ def engine(embedded: LoadedModel) -> Engine:
     return Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
 
 
-class Told:
-    """What a client would know from the outputs of a request."""
+class ClientView:
+    """What a client has received, from the outputs of a request."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {0: []}
@@ -61,12 +61,12 @@ class Told:
                 self.errors[o.seq] = o.error
 
 
-def run(engine: Engine, told: Told | None = None) -> Told:
+def run(engine: Engine, client: ClientView | None = None) -> ClientView:
     """Steps until nothing is left."""
-    told = told or Told()
+    client = client or ClientView()
     while engine.has_work:
-        told.take(engine.step())
-    return told
+        client.take(engine.step())
+    return client
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
@@ -86,39 +86,39 @@ def only(vocab: int, *tokens: int) -> np.ndarray:
 # --- forks ----------------------------------------------------------------------------------------
 
 
-def test_a_fork_of_a_greedy_sequence_goes_the_same_way(
+def test_a_fork_of_a_greedy_sequence_gets_the_same_tokens(
     engine: Engine, embedded: LoadedModel
 ) -> None:
     wanted = alone(embedded, PROMPT, GREEDY)
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     for _ in range(7):
-        told.take(engine.step())
+        client.take(engine.step())
     assert engine.fork(1, 0, 3) == [1, 2, 3]
-    run(engine, told)
-    assert told.tokens == dict.fromkeys(range(4), wanted)
+    run(engine, client)
+    assert client.tokens == dict.fromkeys(range(4), wanted)
     assert engine.stats()["kv_pages_used"] == 0
 
 
-def test_forks_of_a_sampled_sequence_draw_for_themselves(
+def test_forks_of_a_sampled_sequence_are_sampled_independently(
     engine: Engine, embedded: LoadedModel
 ) -> None:
     engine.add(1, PROMPT, SEEDED)
-    told = Told()
+    client = ClientView()
     for _ in range(7):
-        told.take(engine.step())
+        client.take(engine.step())
     engine.fork(1, 0, 3)
-    run(engine, told)
-    assert len({tuple(t) for t in told.tokens.values()}) == 4
-    assert len({tuple(t[:7]) for t in told.tokens.values()}) == 1
-    assert told.tokens[0] == alone(embedded, PROMPT, SEEDED), "its forks do not disturb it"
+    run(engine, client)
+    assert len({tuple(t) for t in client.tokens.values()}) == 4
+    assert len({tuple(t[:7]) for t in client.tokens.values()}) == 1
+    assert client.tokens[0] == alone(embedded, PROMPT, SEEDED), "its forks do not disturb it"
 
 
-def test_forks_between_the_halves_share_the_logits_and_need_no_forward(
+def test_forks_between_begin_and_finish_share_the_logits_and_need_no_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add(1, PROMPT, SEEDED)
-    told = Told()
+    client = ClientView()
     step = engine.begin()
     assert step.ready == [(1, 0)]
     assert step.logits is not None
@@ -126,22 +126,22 @@ def test_forks_between_the_halves_share_the_logits_and_need_no_forward(
     engine.fork(1, 0, 7)
     assert len(step.ready) == 8
     assert len(step.logits) == rows
-    told.take(engine.finish(step))
-    assert [len(t) for t in told.tokens.values()] == [1] * 8
-    run(engine, told)
-    assert len({tuple(t) for t in told.tokens.values()}) > 4
+    client.take(engine.finish(step))
+    assert [len(t) for t in client.tokens.values()] == [1] * 8
+    run(engine, client)
+    assert len({tuple(t) for t in client.tokens.values()}) > 4
 
 
 def test_forks_of_forks(engine: Engine, embedded: LoadedModel) -> None:
     wanted = alone(embedded, PROMPT, GREEDY)
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     for seq in range(4):
-        told.take(engine.step())
+        client.take(engine.step())
         assert engine.fork(1, seq, 1) == [seq + 1]
-    run(engine, told)
-    assert set(told.reasons.values()) == {"length"}
-    assert told.tokens == dict.fromkeys(range(5), wanted)
+    run(engine, client)
+    assert set(client.reasons.values()) == {"length"}
+    assert client.tokens == dict.fromkeys(range(5), wanted)
 
 
 def test_too_many_forks_end_the_sequence_and_nothing_else(
@@ -161,7 +161,7 @@ def test_too_many_forks_end_the_sequence_and_nothing_else(
 
 
 @pytest.mark.parametrize("numbers", [[0], [-1], [2, 2]])
-def test_forks_cannot_take_numbers_that_are_taken(engine: Engine, numbers: list[int]) -> None:
+def test_forks_cannot_take_ids_that_are_in_use(engine: Engine, numbers: list[int]) -> None:
     engine.add(1, PROMPT, GREEDY)
     outputs = engine.step()
     with pytest.raises(RequestError, match="cannot be numbered"):
@@ -180,16 +180,16 @@ def test_what_follows_a_splice_is_what_follows_that_text(
 ) -> None:
     forced = [100, 200, 300, 400, 500]
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     for _ in range(6):
-        told.take(engine.step())
-    kept = told.tokens[0][:4]
+        client.take(engine.step())
+    kept = client.tokens[0][:4]
     engine.splice(1, 0, 2, forced)
-    run(engine, told)
+    run(engine, client)
     head = [*kept, *forced]
-    assert told.tokens[0][: len(head)] == head
+    assert client.tokens[0][: len(head)] == head
     rest = Sampling(max_tokens=30 - len(head), ignore_eos=True)
-    assert told.tokens[0][len(head) :] == alone(embedded, PROMPT + head, rest)
+    assert client.tokens[0][len(head) :] == alone(embedded, PROMPT + head, rest)
 
 
 @pytest.mark.parametrize(("drop", "forced"), [(0, [7]), (3, []), (1, [9] * 40), (6, [8])])
@@ -198,17 +198,17 @@ def test_splices_of_every_kind(
 ) -> None:
     sampling = Sampling(max_tokens=60, ignore_eos=True)
     engine.add(1, PROMPT, sampling)
-    told = Told()
+    client = ClientView()
     for _ in range(6):
-        told.take(engine.step())
-    head = [*told.tokens[0][: 6 - drop], *forced]
+        client.take(engine.step())
+    head = [*client.tokens[0][: 6 - drop], *forced]
     engine.splice(1, 0, drop, forced)
-    run(engine, told)
+    run(engine, client)
     rest = Sampling(max_tokens=60 - len(head), ignore_eos=True)
-    assert told.tokens[0] == head + alone(embedded, PROMPT + head, rest)
+    assert client.tokens[0] == head + alone(embedded, PROMPT + head, rest)
 
 
-def test_a_seeded_splice_is_the_same_alone_and_beside_others(embedded: LoadedModel) -> None:
+def test_a_seeded_splice_gives_the_same_tokens_alone_and_in_a_batch(embedded: LoadedModel) -> None:
     def spliced(others: int) -> list[int]:
         config = EngineConfig(
             kv_cache_bytes=32 * 2**20, max_num_batched_tokens=40 if others else 2048
@@ -223,87 +223,87 @@ def test_a_seeded_splice_is_the_same_alone_and_beside_others(embedded: LoadedMod
         engine.splice(0, 0, 2, [100, 200, 300])
         while engine.has_work:
             mine += [o for o in engine.step() if o.request == 0]
-        told = Told()
-        told.take(mine)
-        return told.tokens[0]
+        client = ClientView()
+        client.take(mine)
+        return client.tokens[0]
 
     assert spliced(0) == spliced(5)
 
 
-def test_a_splice_between_the_halves_replaces_the_sampling(
+def test_a_splice_between_begin_and_finish_replaces_the_sampling(
     engine: Engine, embedded: LoadedModel
 ) -> None:
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     step = engine.begin()
     engine.splice(1, 0, 0, [100, 200])
     assert step.ready == []
-    told.take(engine.finish(step))
-    assert told.tokens[0] == [100, 200]
-    run(engine, told)
+    client.take(engine.finish(step))
+    assert client.tokens[0] == [100, 200]
+    run(engine, client)
     rest = Sampling(max_tokens=28, ignore_eos=True)
-    assert told.tokens[0][2:] == alone(embedded, [*PROMPT, 100, 200], rest)
+    assert client.tokens[0][2:] == alone(embedded, [*PROMPT, 100, 200], rest)
 
 
 def test_the_text_of_a_spliced_sequence_is_that_of_its_tokens(engine: Engine) -> None:
     tokenizer = engine.loaded.tokenizer
     prompt = tokenizer.encode("def f(x):\n")
     engine.add(1, prompt, GREEDY, text=True)
-    told = Told()
+    client = ClientView()
     for _ in range(5):
-        told.take(engine.step())
+        client.take(engine.step())
     engine.splice(1, 0, 3, tokenizer.encode("    return é + x"))
-    run(engine, told)
-    assert "".join(told.texts[0]) == tokenizer.decode(told.tokens[0])
+    run(engine, client)
+    assert "".join(client.texts[0]) == tokenizer.decode(client.tokens[0])
 
 
 def test_a_splice_ends_the_sequence_at_its_stop_and_at_its_length(engine: Engine) -> None:
     tokenizer = engine.loaded.tokenizer
     stop = Sampling(max_tokens=30, ignore_eos=True, stop=["END"])
     engine.add(1, PROMPT, stop, text=True)
-    told = Told()
-    told.take(engine.step())
+    client = ClientView()
+    client.take(engine.step())
     engine.splice(1, 0, 0, tokenizer.encode("some END of it"))
-    run(engine, told)
-    assert told.reasons[0] == "stop"
-    assert "".join(told.texts[0]).endswith("some ")
+    run(engine, client)
+    assert client.reasons[0] == "stop"
+    assert "".join(client.texts[0]).endswith("some ")
     engine.add(2, PROMPT, Sampling(max_tokens=4, ignore_eos=True))
-    told = Told()
-    told.take(engine.step())
+    client = ClientView()
+    client.take(engine.step())
     engine.splice(2, 0, 0, [7] * 50)
-    run(engine, told)
-    assert told.reasons[0] == "length"
-    assert told.tokens[0][1:] == [7] * 3
+    run(engine, client)
+    assert client.reasons[0] == "length"
+    assert client.tokens[0][1:] == [7] * 3
 
 
 @pytest.mark.parametrize(("drop", "tokens", "says"), [(9, [], "9 tokens"), (0, [9999], "9999")])
-def test_a_wrong_splice_ends_its_sequence_with_a_clear_error(
+def test_a_splice_that_is_not_valid_ends_its_sequence_with_a_clear_error(
     engine: Engine, drop: int, tokens: list[int], says: str
 ) -> None:
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
-    told.take(engine.step())
+    client = ClientView()
+    client.take(engine.step())
     engine.splice(1, 0, drop, tokens)
-    run(engine, told)
-    assert told.reasons[0] == "error"
-    assert says in told.errors[0]
+    run(engine, client)
+    assert client.reasons[0] == "error"
+    assert says in client.errors[0]
     assert engine.stats()["kv_pages_used"] == 0
 
 
-# --- masks, suspension, late controllers ----------------------------------------------------------
+# --- masks, suspension, deferred sequences --------------------------------------------------------
 
 
 def test_a_mask_holds_for_one_token(engine: Engine) -> None:
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     engine.set_mask(1, 0, only(4096, 77))
-    told.take(engine.step())
-    told.take(engine.step())
-    assert told.tokens[0][0] == 77
-    assert told.tokens[0][1] != 77
+    client.take(engine.step())
+    client.take(engine.step())
+    assert client.tokens[0][0] == 77
+    assert client.tokens[0][1] != 77
 
 
-def test_an_empty_mask_ends_its_sequence_alone(engine: Engine, embedded: LoadedModel) -> None:
+def test_an_empty_mask_ends_its_sequence_only(engine: Engine, embedded: LoadedModel) -> None:
     engine.add(1, PROMPT, GREEDY)
     engine.add(2, PROMPT[:9], GREEDY)
     engine.set_mask(1, 0, only(4096))
@@ -323,16 +323,18 @@ def test_a_mask_of_the_wrong_size_is_refused(engine: Engine) -> None:
         engine.set_mask(9, 0, None)
 
 
-def test_a_suspended_sequence_sits_out_and_goes_on_as_if_nothing_was(
+def test_a_suspended_sequence_is_not_scheduled_and_continues_with_the_same_tokens(
     engine: Engine, embedded: LoadedModel
 ) -> None:
     for when in ("between steps", "between halves"):
         engine.add(1, PROMPT, SEEDED)
         engine.add(2, PROMPT[:9], GREEDY)
-        told, other = Told(), Told()
+        client, other = ClientView(), ClientView()
 
-        def sort(outputs: list[TokenOutput], told: Told = told, other: Told = other) -> None:
-            told.take([o for o in outputs if o.request == 1])
+        def sort(
+            outputs: list[TokenOutput], client: ClientView = client, other: ClientView = other
+        ) -> None:
+            client.take([o for o in outputs if o.request == 1])
             other.take([o for o in outputs if o.request == 2])
 
         for _ in range(5):
@@ -342,19 +344,19 @@ def test_a_suspended_sequence_sits_out_and_goes_on_as_if_nothing_was(
             engine.suspend(1, 0)
         sort(engine.finish(step))
         engine.suspend(1, 0)
-        count = len(told.tokens[0])
+        count = len(client.tokens[0])
         for _ in range(4):
             sort(engine.step())
-        assert len(told.tokens[0]) == count
+        assert len(client.tokens[0]) == count
         assert engine.stats()["suspended"] == 1
         engine.resume(1, 0)
         while engine.has_work:
             sort(engine.step())
-        assert told.tokens[0] == alone(embedded, PROMPT, SEEDED)
+        assert client.tokens[0] == alone(embedded, PROMPT, SEEDED)
         assert other.tokens[0] == alone(embedded, PROMPT[:9], GREEDY)
 
 
-def test_suspended_sequences_alone_are_no_work(engine: Engine) -> None:
+def test_there_is_no_work_while_every_sequence_is_suspended(engine: Engine) -> None:
     engine.add(1, PROMPT, GREEDY)
     engine.step()
     engine.suspend(1, 0)
@@ -363,23 +365,21 @@ def test_suspended_sequences_alone_are_no_work(engine: Engine) -> None:
     assert engine.stats()["kv_pages_used"] == 0
 
 
-def test_a_late_controller_delays_its_own_sequence_only(
-    engine: Engine, embedded: LoadedModel
-) -> None:
+def test_deferring_delays_that_sequence_only(engine: Engine, embedded: LoadedModel) -> None:
     engine.add(1, PROMPT, SEEDED)
     engine.add(2, PROMPT[:9], GREEDY)
     outputs = []
-    held_at = -1
+    deferred_at = -1
     for number in itertools.count():
         step = engine.begin()
         if (1, 0) in step.ready:
-            if held_at < 0:
+            if deferred_at < 0:
                 engine.defer(1, 0)
-            held_at = number if held_at < 0 else -1
+            deferred_at = number if deferred_at < 0 else -1
         outputs += engine.finish(step)
         if not engine.has_requests:
             break
-        if held_at >= 0 and number - held_at == 2:
+        if deferred_at >= 0 and number - deferred_at == 2:
             engine.reschedule(1, 0)
     mine = [o.token for o in outputs if o.request == 1]
     assert mine == alone(embedded, PROMPT, SEEDED)
@@ -388,24 +388,24 @@ def test_a_late_controller_delays_its_own_sequence_only(
     assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
 
 
-def test_forks_that_find_no_slot_can_be_held_too(embedded: LoadedModel) -> None:
+def test_forks_without_a_slot_can_be_deferred_too(embedded: LoadedModel) -> None:
     config = EngineConfig(kv_cache_bytes=32 * 2**20, max_num_seqs=2)
     engine = Engine(embedded, config)
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
+    client = ClientView()
     step = engine.begin()
     engine.fork(1, 0, 4)
     for seq in range(1, 5):
         engine.defer(1, seq)
-    told.take(engine.finish(step))
-    told.take(engine.step())
+    client.take(engine.finish(step))
+    client.take(engine.step())
     for seq in range(1, 5):
         engine.reschedule(1, seq)
-    run(engine, told)
-    assert told.tokens == {seq: alone(embedded, PROMPT, GREEDY) for seq in range(5)}
+    run(engine, client)
+    assert client.tokens == {seq: alone(embedded, PROMPT, GREEDY) for seq in range(5)}
 
 
-def test_aborting_tells_of_forks_before_their_ends(engine: Engine) -> None:
+def test_aborting_reports_forks_before_their_ends(engine: Engine) -> None:
     engine.add(1, PROMPT, GREEDY)
     engine.step()
     engine.fork(1, 0, 2)
@@ -420,12 +420,12 @@ def test_aborting_tells_of_forks_before_their_ends(engine: Engine) -> None:
 
 def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
     engine.add(1, PROMPT, GREEDY)
-    told = Told()
-    told.take(engine.step())
+    client = ClientView()
+    client.take(engine.step())
     engine.fork(1, 0, 1)
     engine.end(1, 0)
-    run(engine, told)
-    assert told.reasons == {0: "controller", 1: "length"}
+    run(engine, client)
+    assert client.reasons == {0: "controller", 1: "length"}
 
 
 # --- long random load -----------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def _tiny() -> Engine:
 
 
 def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, int]]) -> None:
-    """Something that a program may do to one of the live sequences, wrong things among them."""
+    """A random operation on one of the live sequences, possibly one that is not valid."""
     request, seq = rng.choice(live)
     kind = rng.randrange(8)
     if kind == 0:
@@ -475,7 +475,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
-def test_steps_of_random_load_leak_nothing_and_starve_nobody() -> None:
+def test_steps_of_random_load_leak_nothing_and_starve_no_sequence() -> None:
     engine = _tiny()
     rng = random.Random(1)
     arrived: dict[int, int] = {}

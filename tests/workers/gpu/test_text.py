@@ -24,40 +24,40 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], bool]:
     """What each byte of a text brings, and whether it was stopped."""
     stream = TextStream(ByteDetokenizer(TABLE), stop)
-    told = []
+    output = []
     for byte in text.encode():
         piece = stream.push(byte)
-        told.append(piece.certain)
+        output.append(piece.certain)
         if piece.stopped:
-            return told, True
+            return output, True
     rest = stream.finish()
-    return [*told, rest.certain], rest.stopped
+    return [*output, rest.certain], rest.stopped
 
 
 @given(TEXT)
 def test_bytes_become_whole_characters(text: str) -> None:
-    told, _ = pieces(text)
-    assert "".join(told) == text
-    assert all(len(piece) <= 1 for piece in told)
+    output, _ = pieces(text)
+    assert "".join(output) == text
+    assert all(len(piece) <= 1 for piece in output)
 
 
 @given(TEXT, st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
-    told, stopped = pieces(text, stop)
+    output, stopped = pieces(text, stop)
     places = [at for at in (text.find(s) for s in stop) if at >= 0]
     assert stopped == bool(places)
     if not places:
-        assert "".join(told) == text
+        assert "".join(output) == text
     else:
         # Several may overlap: the first one to be complete ends it.
         ends = [text.find(s) + len(s) for s in stop if s in text]
         cut = text[: min(ends)]
-        assert "".join(told) == cut[: min(at for at in (cut.find(s) for s in stop) if at >= 0)]
+        assert "".join(output) == cut[: min(at for at in (cut.find(s) for s in stop) if at >= 0)]
 
 
 def test_what_could_begin_a_stop_string_is_held_back() -> None:
-    told, stopped = pieces("abcabd", ["abd"])
-    assert told == ["", "", "abc", "", "", ""]
+    output, stopped = pieces("abcabd", ["abd"])
+    assert output == ["", "", "abc", "", "", ""]
     assert stopped
 
 
@@ -76,8 +76,8 @@ def tokenizer() -> Any:
 def test_both_detokenizers_give_the_tokenizers_own_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     for detokenizer in (detokenizers(tokenizer)([]), WindowDetokenizer(tokenizer, [])):
-        told = "".join(detokenizer.push(token) for token in ids) + detokenizer.finish()
-        assert told == text
+        output = "".join(detokenizer.push(token) for token in ids) + detokenizer.finish()
+        assert output == text
 
 
 def test_special_tokens_have_no_text(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What FlashAttention is told on a GPU, checked on the CPU with its documented meaning.
+"""The arguments of FlashAttention on a GPU, checked on the CPU by their documented meaning.
 
 ``varlen_attn`` runs on CUDA only. Here a plain function with its signature and its documented
 semantics stands in for it, so that all that leads to the call is tested: blocks, tables, lengths,

@@ -35,7 +35,7 @@ def on_demand(processes: None, folder: Path) -> Iterator[Bus]:
         yield bus
 
 
-def test_models_are_loaded_on_demand_and_the_least_recently_used_goes(
+def test_models_are_loaded_on_demand_and_the_least_recently_used_is_evicted(
     on_demand: Bus, folder: Path
 ) -> None:
     with on_demand.client() as client:
@@ -60,7 +60,7 @@ def test_a_model_beyond_the_allow_list_is_refused_by_name(on_demand: Bus) -> Non
     assert caught.value.code == "unknown_model"
 
 
-def test_a_model_that_cannot_be_loaded_is_told_and_the_worker_goes_on(
+def test_a_model_that_cannot_be_loaded_is_reported_and_the_worker_continues(
     on_demand: Bus, folder: Path
 ) -> None:
     with on_demand.client() as client:
