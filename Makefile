@@ -50,7 +50,8 @@ lint: install
 	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --strict $(PACKAGES:%=-p tokenbus.%)
 	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --config-file= --ignore-missing-imports \
 		--namespace-packages --explicit-package-bases \
-		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py benchmarks/*.py)
+		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py tests/*/*/*/*/*.py \
+			benchmarks/*.py)
 
 # xgrammar without what it depends on: triton is a gigabyte, and is not needed on a CPU.
 bench: install

@@ -12,6 +12,19 @@ N, LIST, DROP, MASK_AT, COUNT, SEQ = 1056, 1060, 1064, 1068, 1036, 1044
 """Addresses of words of the call block, which is at 1024. The inbox is at 2048."""
 LOOP = "(loop $ever (br $ever))"
 RECURSE = "(call $recurse)"
+WASI = {
+    name: f'(import "wasi_snapshot_preview1" "{name}" (func ${name} (param {params}) (result i32)))'
+    for name, params in {
+        "fd_write": "i32 i32 i32 i32",
+        "fd_fdstat_get": "i32 i32",
+        "random_get": "i32 i32",
+        "clock_time_get": "i32 i64 i32",
+        "clock_res_get": "i32 i32",
+        "args_sizes_get": "i32 i32",
+        "environ_sizes_get": "i32 i32",
+    }.items()
+}
+"""Imports of WASI, each as a guest declares it."""
 
 _GUEST = """(module
   (import "tokenbus" "log" (func $log (param i32 i32)))
@@ -92,3 +105,7 @@ def times(count: int, body: str) -> str:
 def until_refused(grow: str) -> str:
     """Does ``grow`` (memory.grow, table.grow) until it gives -1."""
     return f"(loop $more (br_if $more (i32.ne {grow} (i32.const -1))))"
+
+
+GROW = until_refused("(memory.grow (i32.const 1))")
+"""Takes all the memory that a guest can have."""

@@ -1,0 +1,255 @@
+"""``tokenbus controller`` against a running system: what it prints, leaves and exits with."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.clients import Client
+
+from ..processes import Bus, clean_environment
+from .controller_command import PROMPT, TOKENBUS, start_long_run, tokenbus
+from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, guest
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
+        yield client
+
+
+def test_a_module_is_uploaded_named_and_run_from_the_command_line(
+    steered: Bus, tmp_path: Path
+) -> None:
+    file = tmp_path / "logs.wasm"
+    file.write_bytes(LOGS + b"\0\2\1x")  # An empty custom section: another module.
+    done = tokenbus(steered, "upload", str(file), "--tag", "cli")
+    module = done.stdout.split()[0]
+    assert (done.returncode, done.stderr, len(module)) == (0, "", 64)
+    assert "cli more" in tokenbus(steered, "tag", "cli", "more").stdout
+    listed = json.loads(tokenbus(steered, "list", "--json").stdout)
+    assert ["cli", "more"] in [m["tags"] for m in listed]
+    assert module in tokenbus(steered, "list").stdout
+    for program in (str(file), "cli", module):
+        run = tokenbus(steered, "run", program, "--prompt", PROMPT, "--max-tokens", "4", "--json")
+        [sequence] = json.loads(run.stdout)["sequences"]
+        assert run.stderr == ""
+        assert set(sequence) == {
+            "seq", "parent", "text", "tokens", "logs", "storage", "finish_reason", "error",
+        }  # fmt: skip
+        assert sequence["logs"] == "round\n" * 4
+        assert (sequence["finish_reason"], len(sequence["tokens"])) == ("length", 4)
+    shown = tokenbus(steered, "run", module[:8], "--prompt", PROMPT, "--max-tokens", "4")
+    assert shown.stdout == f"{sequence['text']}\n"
+    assert shown.stderr == "--- log of 0\n" + "round\n" * 4
+    done = tokenbus(steered, "delete", "more")
+    assert done.stdout == f"deleted the tag more; the module {module[:12]} stays\n"
+    tokenbus(steered, "tag", "cli", "more")
+    done = tokenbus(steered, "delete", module[:20])
+    assert done.stdout == f"deleted the module {module[:12]} and its tags cli, more\n"
+    assert tokenbus(steered, "run", "cli").returncode == 4
+
+
+def test_an_upload_may_get_several_tags(steered: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "tagged.wasm"
+    file.write_bytes(LOGS + b"\0\2\1y")
+    done = tokenbus(steered, "upload", str(file), "--tag", "race", "--tag", "race2", "--json")
+    stored = json.loads(done.stdout)
+    assert stored["tags"] == ["race", "race2"]
+    assert json.loads(tokenbus(steered, "delete", stored["module"], "--json").stdout) == stored
+
+
+def test_a_run_leaves_its_file_s_module_only_where_it_was_before(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "left.wasm"
+    file.write_bytes(LOGS + b"\0\2\1z")
+    before = client.controllers()
+
+    def run(*more: str) -> int:
+        return tokenbus(steered, "run", str(file), "--max-tokens", "2", *more).returncode
+
+    assert (run(), client.controllers()) == (0, before)
+    assert (run("--model", "gpt-9"), client.controllers()) == (4, before)
+    stored = client.upload_controller(file)
+    assert (run(), client.controllers()) == (0, [stored, *before])
+    client.delete_controller(stored.module)
+
+
+@pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_end_takes_its_module_along(
+    steered: Bus, client: Client, tmp_path: Path, wish: signal.Signals
+) -> None:
+    file = tmp_path / "told.wasm"
+    file.write_bytes(guest() + b"\0\2\1t")
+    before = client.controllers()
+    process = start_long_run(steered, file)
+    assert len(client.controllers()) == len(before) + 1
+    process.send_signal(wish)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors.strip()) == (130, "")
+    assert client.controllers() == before
+
+
+def test_of_several_runs_of_a_file_the_last_one_drops_its_module(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "twice.wasm"
+    file.write_bytes(guest() + b"\0\2\1u")
+    before = client.controllers()
+    first, second = (start_long_run(steered, file) for _ in range(2))
+    [module] = [m for m in client.controllers() if m not in before]
+    assert len(module.tags) == 2
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=300)
+    [module] = [m for m in client.controllers() if m not in before]
+    assert len(module.tags) == 1
+    kept = client.tag_controller(module.module, "kept")
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=300)
+    [module] = [m for m in client.controllers() if m not in before]
+    assert (module.module, module.tags) == (kept.module, ["kept"])
+    client.delete_controller(module.module)
+
+
+def test_what_is_taken_back_is_marked_and_nothing_is_printed_twice(
+    steered: Bus, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "splices.wasm"
+    file.write_bytes(SPLICES)
+    client.upload_controller(file, "splices")
+    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text
+    text = client.generate(PROMPT, controller="splices", max_tokens=8, ignore_eos=True).text
+    shown = f"{free}\n--- 3 tokens taken back\n{text}\n"
+    more = ("--max-tokens", "8", "--set", "ignore_eos=true")
+    assert text[:2] == "ab"
+    run = tokenbus(steered, "run", str(file), "--prompt", PROMPT, *more)
+    assert (run.stdout, run.stderr) == (shown, "")
+    for words, typed in (
+        (["generate", PROMPT, *more, "--set", "controller=splices"], ""),
+        (["client"], f"{PROMPT} max_tokens=8 ignore_eos=true controller=splices\n"),
+    ):
+        done = subprocess.run(
+            [TOKENBUS, *words],
+            env=clean_environment(front=steered.front),
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.stdout.removeprefix(PROMPT), done.stderr) == (shown, "")
+    client.delete_controller("splices")
+
+
+def test_a_run_takes_the_sampling_flags_of_generate(steered: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "free.wasm"
+    file.write_bytes(guest())
+
+    def text(*more: str) -> str:
+        given = ("--prompt", PROMPT, "--max-tokens", "12", "--set", "ignore_eos=true")
+        run = tokenbus(steered, "run", str(file), *given, *more)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    hot = ("--temperature", "1.5", "--top-p", "0.95")
+    assert text(*hot, "--seed", "3") == text(*hot, "--seed", "3")
+    assert text(*hot, "--seed", "3") != text(*hot, "--seed", "4")
+    assert text("--set", "temperature=1.5", "--set", "seed=3") != text()
+
+
+def test_several_sequences_are_shown_one_after_the_other(steered: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "forks.wasm"
+    file.write_bytes(FORKS)
+    run = tokenbus(steered, "run", str(file), "--prompt", PROMPT, "--max-tokens", "6")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "--- sequence 0 (length)\n" in run.stdout
+    assert "--- sequence 1, fork of 0 (length)\n" in run.stdout
+
+
+def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
+    steered: Bus, tmp_path: Path
+) -> None:
+    file = tmp_path / "fails.wasm"
+    file.write_bytes(FAILS)
+    run = tokenbus(steered, "run", str(file), "--json")
+    [sequence] = json.loads(run.stdout)["sequences"]
+    assert "bad luck" in sequence["error"]
+    assert (run.returncode, len(run.stderr.splitlines())) == (4, 1)
+    assert "bad luck" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["run", "no-such-tag"], 4, "no controller 'no-such-tag'"),
+        (["run", "/nowhere/x.wasm"], 2, "/nowhere/x.wasm"),
+        (["upload", "/nowhere/x.wasm"], 2, "No such file"),
+        (["upload", "/etc/passwd"], 4, "not Wasm"),
+        (["delete", "no-such-tag"], 4, "no-such-tag"),
+        (["run", "x", "--max-tokens", "0"], 2, "--max-tokens: expected int >= 1, not '0'"),
+        (["run", "x", "--max-tokens", "abc"], 2, "--max-tokens: expected int, not 'abc'"),
+        (["run", "x", "--timeout", "-1"], 2, "--timeout: expected float > 0.0, not '-1'"),
+        (["run", "x", "--temperature", "nan"], 2, "--temperature: expected"),
+        (["run", "x", "--set", "colour=red"], 4, "'colour'"),
+        (["run", "x", "--set", "controller=y"], 4, "--set controller"),
+        (["run", "chioce"], 4, "built in: choice"),
+        (["run", "my:Class"], 4, "served by `tokenbus controller serve`, and none of that name"),
+        (["run", "my.py"], 2, "tokenbus controller serve my:NAME"),
+        (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
+        (["run", "./nowhere"], 2, "nowhere"),
+        (["tag", "x"], 2, "TAG"),
+        (["list", "--front", "tcp://127.0.0.1:9"], 3, "tcp://127.0.0.1:9"),
+        ([], 2, "ACTION"),
+    ],
+)
+def test_what_is_wrong_is_told_with_an_exit_code(
+    steered: Bus, arguments: list[str], code: int, says: str
+) -> None:
+    done = tokenbus(steered, *arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path: Path) -> None:
+    (tmp_path / "named").write_bytes(LOGS)
+    (tmp_path / "named.wasm").write_bytes(LOGS)
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [TOKENBUS, "controller", "run", program, "--max-tokens", "2"],
+            env=clean_environment(front=steered.front),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    assert run("./named").returncode == run("named.wasm").returncode == 0
+    assert "no controller 'named'" in run("named").stderr
+
+
+@pytest.mark.process
+def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [TOKENBUS, "controller", "serve", "tokenbus_example:None", "--run-dir", str(tmp_path)],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, errors = process.communicate(timeout=300)
+    first, second = errors.splitlines()
+    assert first == (
+        f"tokenbus: waiting for a broker at ipc://{tmp_path}/back.sock; is a system running with "
+        f"--run-dir {tmp_path}?"
+    )
+    assert (process.returncode, "tokenbus_example" in second) == (2, True)

@@ -1,0 +1,57 @@
+"""Controllers in Wasm text for tests of the client: each does one thing."""
+
+from __future__ import annotations
+
+import wasmtime
+
+GUEST = """(module
+  (import "tokenbus" "log" (func $log (param i32 i32)))
+  (import "tokenbus" "fail" (func $fail (param i32 i32)))
+  (import "tokenbus" "seq_id" (func $seq (result i32)))
+  (import "tokenbus" "var_set" (func $set (param i32 i32 i32 i32 i32 i32) (result i32)))
+  (memory (export "memory") 1)
+  (global $round (mut i32) (i32.const 0))
+  (data (i32.const 1024) "\\01\\00\\00\\00\\00\\08\\00\\00\\00\\10\\00\\00")
+  (data (i32.const 512) "round\\0a----bad luck")
+  (data (i32.const 600) "\\41\\00\\00\\00\\42\\00\\00\\00")
+  (func (export "tokenbus_abi_v1") (result i32) (i32.const 1024))
+  (func (export "tokenbus_grow") (param i32) (result i32) (i32.const 0))
+  (func (export "tokenbus_init_prompt") (result i32) (i32.const 1))
+  (func (export "tokenbus_post_process") (result i32) (i32.const 1))
+  (func (export "tokenbus_pre_process") (result i32)
+    (global.set $round (i32.add (global.get $round) (i32.const 1)))
+    %(pre)s (i32.const 1))
+  (func (export "tokenbus_mid_process") (result i32) %(mid)s (i32.const 1)))"""
+
+
+def guest(pre: str = "", mid: str = "") -> bytes:
+    """A controller that goes on and allows everything, but for what is given."""
+    return bytes(wasmtime.wat2wasm(GUEST % {"pre": pre, "mid": mid}))
+
+
+LOGS = guest(
+    mid="""(call $log (i32.const 512) (i32.const 6))
+    (drop (call $set (i32.const 512) (i32.const 5) (i32.const 516) (i32.const 2) (i32.const -1)
+      (i32.const 0)))"""
+)
+FAILS = guest(
+    mid="""(if (i32.eq (global.get $round) (i32.const 3))
+      (then (call $fail (i32.const 522) (i32.const 8))))"""
+)
+FORKS = guest(
+    # In round 4 two sequences are made of one; the second drops 2 of 3 tokens and appends A and B.
+    pre="""(if (i32.eq (global.get $round) (i32.const 4)) (then
+      (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))""",
+    mid="""(if (i32.and (call $seq) (i32.eq (global.get $round) (i32.const 4))) (then
+      (global.set $round (i32.const 5))
+      (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
+      (i32.store (i32.const 1064) (i32.const 2)) (return (i32.const 4))))""",
+)
+
+
+SPLICES = guest(
+    # In round 4 the 3 tokens are dropped, and two others are appended, in one message.
+    mid="""(if (i32.eq (global.get $round) (i32.const 4)) (then
+      (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
+      (i32.store (i32.const 1064) (i32.const 3)) (return (i32.const 4))))"""
+)

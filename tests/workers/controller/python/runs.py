@@ -1,0 +1,161 @@
+"""Python controllers, run as a controller worker runs them, with a sampler for a model."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+
+from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.worker_messages import StepResult, Variable
+from tokenbus.workers.controller.host import allowed
+from tokenbus.workers.controller.interface import Program
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.python import Controller, PythonProgram, ScriptProgram
+from tokenbus.workers.controller.python.script import Script
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import VariableCalls
+from tokenbus.workers.state.variables import VariableStorage
+
+Choose = Callable[[int, list[int], list[int]], int]
+"""(seq, its tokens, what may be sampled) -> a token."""
+
+
+@cache
+def vocabulary() -> TokenizerVocabulary:
+    """That of the embedded model; token 0 ends a sequence."""
+    folder = files("tokenbus.workers.gpu.embedded") / "model"
+    text = (folder / "tokenizer.json").read_text()
+    return TokenizerVocabulary.from_json(text, size=4096, eos=(0,), fingerprint="embedded")
+
+
+def tokens_of(text: str) -> list[int]:
+    return vocabulary().tokenize(text.encode())
+
+
+def variable_calls() -> VariableCalls:
+    """A worker's way to the variables, with a state worker's storage at its end."""
+    storage = VariableStorage()
+
+    def post(frames: list[bytes]) -> None:
+        answer = storage.apply(decode_as(Variable, frames[2], "msgpack"))
+        calls.on_answer(encode_body(answer, "msgpack"))
+
+    calls = VariableCalls(post)
+    return calls
+
+
+class Run:
+    """A request played to its end: what became of each sequence."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        prompt: str = "",
+        arg: bytes = b"",
+        choose: Choose | None = None,
+        seed: int = 0,
+        limits: Limits | None = None,
+        max_tokens: int = 300,
+    ) -> None:
+        chance = random.Random(seed)
+        self._choose = choose or (lambda _seq, _tokens, may: chance.choice(may))
+        self._max_tokens = max_tokens
+        self.tokens: dict[int, list[int]] = {0: []}
+        self.ended: dict[int, str] = {}
+        self.errors: dict[int, str] = {}
+        self.codes: dict[int, str | None] = {}
+        self.logs: dict[int, str] = {}
+        self.sampled = 0
+        self.sent_back = 0
+        """Tokens that the model has to drop."""
+        ask = variable_calls().perform
+        self._group = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
+        self._play(self._group.begin(program, vocabulary(), tokens_of(prompt)))
+
+    def text(self, seq: int = 0) -> str:
+        """What the sequence became, after its prompt."""
+        return b"".join(map(vocabulary().token, self.tokens[seq])).decode("utf-8", "replace")
+
+    @property
+    def texts(self) -> list[str]:
+        """Of all sequences, in the order of their ids."""
+        return [self.text(seq) for seq in sorted(self.tokens)]
+
+    def _play(self, results: list[StepResult]) -> None:
+        rounds: deque[Round] = deque()
+        while True:
+            sampled: list[Round] = []
+            for result in results:
+                sampled += self._told(result)
+            woken, more = self._group.record(results)
+            self._group.free()
+            rounds += [*sampled, *woken]
+            if more:
+                results = more
+            elif rounds:
+                results = rounds.popleft()()
+            else:
+                break
+        assert set(self.ended) == set(self.tokens), "a sequence was left behind"
+
+    def _told(self, result: StepResult) -> list[Round]:
+        seq, tokens = result.seq, self.tokens[result.seq]
+        self.logs[seq] = self.logs.get(seq, "") + result.logs
+        del tokens[len(tokens) - result.backtrack :]
+        tokens += result.ff_tokens
+        self.sent_back += result.backtrack
+        if result.then == "fork":
+            for child in result.children:
+                self.tokens[child] = list(tokens)
+        elif result.then in ("stop", "error"):
+            self.ended[seq] = result.then
+            if result.error:
+                self.errors[seq], self.codes[seq] = result.error, result.code
+        elif result.then == "sample":
+            return [lambda: self._sample(result)]
+        return []
+
+    def _sample(self, result: StepResult) -> list[StepResult]:
+        seq, tokens = result.seq, self.tokens[result.seq]
+        size = vocabulary().size
+        masked = result.attachment is not None or result.row is not None
+        mask = self._group.mask(seq) if masked else None
+        may = list(range(size)) if mask is None else list(allowed(mask, size))
+        token = self._choose(seq, tokens, may)
+        assert token in may, f"the mask forbids {vocabulary().token(token)!r}"
+        tokens.append(token)
+        self.sampled += 1
+        over = len(tokens) >= self._max_tokens
+        stepped = self._group.step(seq, [token], over, None)
+        assert stepped is not None
+        return stepped[1]()
+
+
+def play_class(kind: type[Controller], **how: object) -> Run:
+    return Run(PythonProgram(kind), **how)  # type: ignore[arg-type]
+
+
+def play_script(script: Script, **how: object) -> Run:
+    return Run(ScriptProgram(script), **how)  # type: ignore[arg-type]
+
+
+def writes(text: str) -> Choose:
+    """A model that wants to write this text, and to end then."""
+
+    def choose(_seq: int, tokens: list[int], may: list[int]) -> int:
+        rest = text[len(b"".join(map(vocabulary().token, tokens)).decode()) :].encode()
+        fits = [t for t in may if vocabulary().token(t) and rest.startswith(vocabulary().token(t))]
+        return max(fits, key=lambda t: len(vocabulary().token(t))) if fits else 0
+
+    return choose
+
+
+def says(text: str) -> Choose:
+    """A model that says this, token by token, whatever was there before; then it ends."""
+    rest = deque(tokens_of(text))
+    return lambda _seq, _tokens, _may: rest.popleft() if rest else 0

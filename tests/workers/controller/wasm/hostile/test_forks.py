@@ -1,0 +1,58 @@
+"""Hostile guests that fork without end, or wait for each other."""
+
+from __future__ import annotations
+
+from tokenbus.clients import ControllerError
+
+from .guests import N, call, guest, set_word
+from .system import System
+
+
+def test_ten_thousand_forks_at_once_are_refused(system: System) -> None:
+    assert system.controller_error(guest(pre=set_word(N, 10_000) + "(return (i32.const 3))")) == (
+        "the fork of 9999 more sequences would make 10000 of this request; at most 128 are allowed"
+    )
+
+
+def test_a_fork_bomb_across_forks_is_refused(system: System) -> None:
+    # Every sequence becomes two in each of its rounds.
+    name = system.upload(guest(pre=set_word(N, 2) + "(return (i32.const 3))"))
+    sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
+    assert len(sequences) == 128
+    assert {s.error for s in sequences} == {
+        "the fork of 1 more sequences would make 129 of this request; at most 128 are allowed"
+    }
+    assert {s.code for s in sequences} == {"controller_failed"}
+
+
+def test_sequences_that_wake_each_other_for_ever_are_stopped(system: System) -> None:
+    fork = f"{set_word(N, 2)} (return (i32.const 3))"
+    write = f"(drop {call('var_set', 512, 4, 8, 8, -1, 0)})"
+    pre = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then {fork}))
+      (if (i32.gt_u (global.get $round) (i32.const 2)) (then {write} (return (i32.const 2))))"""
+    name = system.upload(guest(pre=pre))
+    sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
+    assert {s.error for s in sequences} <= {
+        f"the sequences of the request woke each other {n} times and none of them sampled; a "
+        "sequence that is woken has to sample or stop now and then"
+        for n in (401, 402)
+    }
+
+
+def test_a_deadlock_is_told_of(system: System) -> None:
+    error = system.fails(guest(pre="(return (i32.const 2))"))
+    assert type(error) is ControllerError
+    assert error.code == "deadlock"
+    assert error.message == (
+        "deadlock: every sequence of the request is suspended, so no variable will change and no "
+        "fork will end"
+    )
+
+
+def test_a_deadlock_of_forks_is_told_of_by_each(system: System) -> None:
+    fork = f"{set_word(N, 3)} (return (i32.const 3))"
+    pre = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then {fork}))
+      (return (i32.const 2))"""
+    name = system.upload(guest(pre=pre))
+    sequences = system.undisturbed(lambda: system.run(name))
+    assert [s.code for s in sequences] == ["deadlock"] * 3

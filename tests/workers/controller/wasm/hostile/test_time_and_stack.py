@@ -1,0 +1,113 @@
+"""Hostile guests that loop, recurse or trap, in each phase and many at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tokenbus.clients import ControllerError
+
+from .guests import LOOP, RECURSE, guest
+from .system import INIT_MS, System
+
+INITIALIZE = f'(func (export "_initialize") {LOOP})'
+START = "(func $begin %s) (start $begin)"
+LOOPS = {
+    "start": ({"more": START % LOOP}, INIT_MS),
+    "_initialize": ({"more": INITIALIZE}, INIT_MS),
+    "tokenbus_abi_v1": ({"abi": LOOP}, INIT_MS),
+    "tokenbus_grow": ({"grow": LOOP}, INIT_MS),
+    "init_prompt": ({"init": LOOP}, INIT_MS),
+    "pre_process": ({"pre": LOOP}, 1),
+    "mid_process": ({"mid": LOOP}, 20),
+    "post_process": ({"post": LOOP}, 1),
+}
+
+
+@pytest.mark.parametrize("phase", LOOPS)
+def test_an_endless_loop_is_stopped_in_each_phase(system: System, phase: str) -> None:
+    calls, limit_ms = LOOPS[phase]
+    # An argument for which the inbox is too small, so that it is grown.
+    error = system.fails(guest(**calls), controller_arg="x" * 5000 if "grow" in calls else "")
+    assert type(error) is ControllerError
+    assert error.code == "controller_timeout"
+    assert error.message == f"{phase} ran for longer than its {limit_ms:g} ms"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "(call $log (i32.const 0) (i32.const 0))",
+        "(drop (call $var_get (i32.const 512) (i32.const 4) (i32.const 0) (i32.const 0) "
+        "(i32.const 0)))",
+        "(drop (call $tokenize (i32.const 0) (i32.const 60000) (i32.const 0) (i32.const 0)))",
+        "(drop (call $trie_read (i32.const 0) (i32.const 0) (i32.const 4096)))",
+    ],
+    ids=["log", "var_get", "tokenize", "trie_read"],
+)
+def test_time_in_the_host_counts_too(system: System, body: str) -> None:
+    error = system.fails(guest(mid=f"(loop $ever {body} (br $ever))"))
+    assert error.code == "controller_timeout"
+    assert error.message == "mid_process ran for longer than its 20 ms"
+
+
+@pytest.mark.parametrize(
+    ("phase", "calls"),
+    [
+        ("start", {"more": START % RECURSE}),
+        ("tokenbus_abi_v1", {"abi": RECURSE}),
+        ("init_prompt", {"init": RECURSE}),
+        ("pre_process", {"pre": RECURSE}),
+        ("mid_process", {"mid": RECURSE}),
+        ("post_process", {"post": RECURSE}),
+    ],
+)
+def test_an_endless_recursion_is_stopped_in_each_phase(
+    system: System, phase: str, calls: dict[str, str]
+) -> None:
+    assert system.controller_error(guest(**calls)).startswith(
+        f"{phase}: its stack of 524288 bytes overflowed, in recurse < recurse"
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "calls"),
+    [
+        ("start", {"more": START % "unreachable"}),
+        ("tokenbus_abi_v1", {"abi": "unreachable"}),
+        ("init_prompt", {"init": "unreachable"}),
+        ("pre_process", {"pre": "unreachable"}),
+        ("mid_process", {"mid": "unreachable"}),
+        ("post_process", {"post": "unreachable"}),
+    ],
+)
+def test_a_trap_is_told_of_with_its_phase(
+    system: System, phase: str, calls: dict[str, str]
+) -> None:
+    assert system.controller_error(guest(**calls)).startswith(f"{phase}: it trapped (unreachable")
+
+
+def test_twenty_hostile_requests_at_once_hold_nobody_up(system: System) -> None:
+    """What they take of the machine, they take; but the stream receives tokens meanwhile."""
+    names = [system.upload(guest(**calls)) for calls, _ in LOOPS.values() if "grow" not in calls]
+    ended: list[str] = []
+    during: list[int] = []
+
+    def one(name: str) -> None:
+        with pytest.raises(ControllerError) as caught:
+            system.run(name)
+        ended.append(caught.value.code)
+
+    def all_of_them() -> None:
+        threads = [threading.Thread(target=one, args=(names[i % len(names)],)) for i in range(20)]
+        before = system.neighbour.received
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        during.append(system.neighbour.received - before)
+
+    system.undisturbed(all_of_them)
+    assert ended == ["controller_timeout"] * 20
+    # They take seconds of CPU time; a stream that waited for them would have one step or two.
+    assert during[0] > 5
