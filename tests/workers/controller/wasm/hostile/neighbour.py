@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tokenbus.clients import Client
 
@@ -70,7 +71,7 @@ class Neighbour:
         except BaseException as failure:
             self._failure = failure
 
-    def _options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, Any]:
         return {
             "controller": self._controller,
             "max_tokens": TOKENS,
