@@ -129,11 +129,14 @@ class System:
         return max(states, key=lambda worker: worker.pid == self.state.pid, default=_NOBODY)
 
     def start_request(self) -> tuple[int, int]:
-        """A request that lives: its id, and its stream."""
+        """A request whose controller has started: its id, and its stream."""
         stream = next(self.streams)
         body = {"stream_id": stream, "model": "m", "prompt": [5], "controller": "mine"}
         self.client.say(b"GENERATE", body)
-        return self.gpu.hear(b"GENERATE")[0].request, stream
+        request = self.gpu.hear(b"GENERATE")[0].request
+        self.gpu.say(b"START", b"", request)
+        self.controller.hear(b"START")
+        return request, stream
 
     def send(self, op: Variable) -> None:
         """An operation, unanswered."""
