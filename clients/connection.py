@@ -94,6 +94,7 @@ class _ClientPeer:
         self._deliver = deliver
         self._ended = ended
         self.connected = session.connected
+        self.disconnected = session.disconnected
         self.wait_s = session.wait_s
         self.lost = session.lost
 

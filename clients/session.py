@@ -93,6 +93,12 @@ class ClientSession:
             self._offline_since = now
         self._hello(now)
 
+    def disconnected(self, now: float) -> None:
+        """There is no connection: until the next WELCOME calls wait, as long as patience lasts."""
+        if self._welcomed:
+            self._welcomed = False
+            self._offline_since = now
+
     def lost(self, now: float) -> bool:
         """Whether to open a new connection, as the broker was silent for too long."""
         if not self._welcomed:

@@ -48,6 +48,9 @@ class Peer(Protocol):
     def connected(self, now: float) -> None:
         """A new socket was opened; what was not sent on the old one is to be discarded."""
 
+    def disconnected(self, now: float) -> None:
+        """There is no socket for now: what is sent before the next ``connected`` is discarded."""
+
     def receive(self, messages: list[Frames], now: float) -> None:
         """The messages that have arrived, in order; never an empty list."""
 
@@ -158,6 +161,10 @@ class Dealer:
                     # A failure of the operating system explains itself.
                     exc_info=not isinstance(error, OSError | zmq.ZMQError),
                 )
+            try:
+                self._peer.disconnected(time.monotonic())
+            except Exception:
+                log.exception("there is no connection to %s, and its peer failed", self.address)
             self._pause(pause_s)
 
     def _pause(self, pause_s: float) -> None:

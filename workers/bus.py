@@ -183,6 +183,9 @@ class _WorkerPeer:
         self._answers.clear()
         self._answers.extend(self._lease.connected(now))
 
+    def disconnected(self, now: float) -> None:
+        """Nothing to do: the next registration replaces this one."""
+
     def receive(self, messages: list[Frames], now: float) -> None:
         """Lets the lease see each message, and puts the others where the worker takes them."""
         taken: list[FromBus] = []

@@ -267,6 +267,32 @@ def test_without_a_broker_a_call_ends_when_patience_does() -> None:
     assert "tcp://front" in error.message
 
 
+def test_without_a_socket_a_call_ends_when_patience_does(bench: Bench) -> None:
+    """No call-specific time-out, and no new connection either: the failure may last for ever."""
+    call = bench.submit(generate())
+    bench.session.disconnected(bench.now)
+    bench.pass_time(PATIENCE - 1)
+    bench.session.disconnected(bench.now)
+    assert bench.events(call) == []
+    bench.pass_time(2)
+    error = error_of(bench.events(call))
+    assert error is not None
+    assert error.code == "connection_lost"
+
+
+def test_a_call_submitted_without_a_socket_is_sent_at_the_next_welcome(bench: Bench) -> None:
+    bench.session.disconnected(bench.now)
+    call = bench.submit(generate())
+    assert bench.sent() == []
+    bench.session.connected(bench.now)
+    bench.welcome(session="new")
+    assert [word for word, _ in bench.sent()] == ["HELLO", "GENERATE"]
+    bench.tokens(call, 5, last=True)
+    events = bench.events(call)
+    assert ids(events) == [5]
+    assert error_of(events) is None
+
+
 def test_a_cancelled_call_is_forgotten(bench: Bench) -> None:
     call = bench.submit(generate())
     bench.sent()

@@ -32,6 +32,7 @@ class Echo:
         """Makes the connection be opened anew, once."""
         self.fails = 0
         """How often ``connected`` raises."""
+        self.disconnections = 0
         self.reasons: list[str] = []
 
     def connected(self, now: float) -> None:
@@ -39,6 +40,9 @@ class Echo:
             self.fails -= 1
             raise RuntimeError("the peer has a defect")
         self.to_send.appendleft([b"hello"])
+
+    def disconnected(self, now: float) -> None:
+        self.disconnections += 1
 
     def receive(self, messages: list[Frames], now: float) -> None:
         self.received += messages
@@ -159,6 +163,22 @@ def test_without_descriptors_it_tries_again_with_growing_pauses(
         turns = peer.turns
         until(lambda: peer.turns > turns, WAIT_S, "the peer's deadlines go on")
     assert pauses(caplog)[:4] == [0.05, 0.1, 0.2, 0.4]
+    assert router.receive()[1] == b"hello"
+    dealer.close()
+
+
+def test_the_peer_is_notified_that_it_has_no_socket_before_it_sends_again(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    assert router.receive()[1] == b"hello"
+    assert peer.disconnections == 0
+    with no_descriptors(), caplog.at_level(logging.WARNING):
+        peer.silent = True
+        until(lambda: len(pauses(caplog)) >= 2, WAIT_S, "two attempts failed")
+        assert peer.disconnections >= 1
     assert router.receive()[1] == b"hello"
     dealer.close()
 
