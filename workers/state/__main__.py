@@ -1,4 +1,4 @@
-"""``python -m tokenbus.workers.state``: the state worker, set by the environment."""
+"""``python -m tokenbus.workers.state``: the state worker, configured by the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .worker import StateWorker
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM; the exit code."""
+    """Runs the worker until SIGINT or SIGTERM; returns the exit code."""
     try:
         settings = load()
         logging.basicConfig(

@@ -1,8 +1,8 @@
-"""A log's successor: what is held now, written beside the log a few requests at a time.
+"""Compaction of the log: a new log with the current state, written a few requests at a time.
 
-Operations go on meanwhile. Those of requests that are in the new log already are written to both;
-what a request did before it got there is in what is saved of it. No request depends on another
-one, so it does not matter that each is saved at another moment.
+Operations continue meanwhile. Those of requests that are already in the new log are written to both
+logs; earlier ones are part of the request's saved state. Requests do not depend on each other, so
+each can be saved at a different time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .log import REQUEST, Log, Record
 from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
-"""Bytes of requests that are saved at a time; operations that come meanwhile wait for it."""
+"""Bytes of requests that are saved in one call; operations wait for it."""
 
 _encode = msgpack.Encoder().encode
 
 
 class Compaction:
-    """A log that is to take the place of another one."""
+    """A new log that will replace the current one."""
 
     def __init__(self, path: Path, limits: StorageLimits, requests: Iterable[int]) -> None:
-        """Begins a new log at ``path``. Raises OSError."""
+        """Creates the new log at ``path``. Raises OSError."""
         self.log = Log.create(path, limits)
         self.pending = set(requests)
-        """Requests that are not in it yet."""
+        """Requests that are not in the new log yet."""
 
     def save(self, storage: VariableStorage) -> None:
         """Saves some of the pending requests. Raises OSError."""
@@ -41,7 +41,7 @@ class Compaction:
             size += len(body)
 
     def also(self, records: Iterable[Record]) -> None:
-        """What was written to the old log. Raises OSError."""
+        """Adds records that were written to the current log. Raises OSError."""
         new = [record for record in records if record.request not in self.pending]
         if new:
             self.log.append(new)

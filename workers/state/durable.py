@@ -1,8 +1,8 @@
-"""Variables that outlive their process: each operation is in a log before it is done.
+"""Durable variables: each operation is written to a log before it is applied.
 
-The log holds operations as they came; reading it again does them again, with the same answers. An
-operation in which the process was killed was not answered, so that its sender repeats it, and it is
-done once whether the log has it or not.
+The log has the operations as they were received; replaying it gives the same answers. If the
+process is killed during an operation, its sender has no answer and repeats it, and it is applied
+exactly once whether it is in the log or not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""Bytes of a log that is not worth rewriting."""
+"""A log of at most so many bytes is not rewritten."""
 COMPACT_FACTOR = 2
-"""The log is rewritten where it is longer than the floor and this many times what is held."""
+"""The log is rewritten if it exceeds the floor and this many times the size of the state."""
 SYNC_S = 1.0
-"""How often what was written is brought to disk, in seconds: that much of the last answers may be
-lost with the machine's power, and nothing with the process."""
+"""Seconds between two syncs of the log. A power failure can lose this much of the latest
+operations; a crash of the process loses none."""
 
 _UNBOUNDED = 1 << 62
 
@@ -41,7 +41,7 @@ _saved = msgpack.Decoder(SavedRequest).decode
 
 
 class Counts(NamedTuple):
-    """What is held, for the operator."""
+    """The amounts of stored data, for metrics."""
 
     requests: int
     variables: int
@@ -52,13 +52,13 @@ class Counts(NamedTuple):
 class DurableVariables:
     """A ``VariableStorage`` and its log, in a folder of its own.
 
-    One thread does operations; ``maintain`` runs on another one.
+    One thread applies operations; another one calls ``maintain``.
     """
 
     def __init__(
         self, path: Path, limits: StorageLimits | None = None, compact_floor: int = COMPACT_FLOOR
     ) -> None:
-        """Reads the log that is there; raises FolderError where it cannot be used."""
+        """Replays the log if there is one; raises FolderError if it cannot be used."""
         self._limits = limits or StorageLimits()
         self._compact_floor = compact_floor
         self._lock = threading.Lock()
@@ -84,15 +84,15 @@ class DurableVariables:
 
     @property
     def counts(self) -> Counts:
-        """What is held."""
+        """The current amounts of stored data."""
         storage = self._storage
         return Counts(len(storage), storage.variables, storage.bytes, self._log.size)
 
     def apply(self, ops: Sequence[tuple[Variable, bytes]]) -> list[VariableAnswer]:
-        """Does operations, each given decoded and as it came, in order; their answers.
+        """Applies operations in order, each given decoded and as received; their answers.
 
-        One write takes all of them into the log. Where that fails, those that are new are not done,
-        and say so in their answer's ``error``.
+        All of them are logged with one write. If it fails, the new ones are not applied, and their
+        answers have an ``error``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -119,10 +119,10 @@ class DurableVariables:
         return answers
 
     def end(self, requests: Iterable[int]) -> None:
-        """Drops requests; those that are not held are passed over.
+        """Removes the variables of ended requests; ignores requests that have none.
 
-        Where the log cannot be written they are held again after a restart, until the broker says
-        that it does not know them.
+        If the log cannot be written, they reappear after a restart, until the broker reports that
+        it does not know them.
         """
         with self._lock:
             ended = [request for request in requests if self._storage.end(request)]
@@ -135,10 +135,10 @@ class DurableVariables:
                 self._compaction.pending.difference_update(ended)
 
     def maintain(self) -> float:
-        """Has what was written on disk, and rewrites a part of the log, where it is time to.
+        """Syncs the log and rewrites a part of it, if either is due.
 
-        Returns after how many seconds it should be called again. It may run on another thread than
-        the operations do.
+        Returns the seconds until it should be called again. It may run on another thread than the
+        operations.
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:
@@ -161,11 +161,11 @@ class DurableVariables:
             with self._lock:
                 self._abandon(error)
             return SYNC_S
-        # As long again for the operations as they had to wait.
+        # Operations get as much time as they had to wait.
         return time.monotonic() - now
 
     def close(self) -> None:
-        """Has everything on disk and closes the files."""
+        """Syncs the log and closes the files."""
         with self._lock:
             if self._compaction is not None:
                 self._compaction.abandon()
@@ -176,7 +176,7 @@ class DurableVariables:
     # --- reading --------------------------------------------------------------------------------
 
     def _read(self) -> tuple[VariableStorage, Log]:
-        """What the log holds, and the log to go on with."""
+        """The state that the log contains, and the log to continue with."""
         self._new_path.unlink(missing_ok=True)
         storage = VariableStorage(self._limits)
         if not self._path.exists():
@@ -186,12 +186,14 @@ class DurableVariables:
         try:
             if reader.limits is None:
                 aside = self._path.with_suffix(".damaged")
-                log.error("%s is damaged from its first byte; it is %s now", self._path, aside)
+                log.error(
+                    "%s is damaged from its first byte; it was renamed to %s", self._path, aside
+                )
                 self._path.rename(aside)
                 return storage, self._new_log(storage)
-            # What was done then is done again, whatever the limits are now.
+            # Logged operations are replayed under the limits of that time.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
-            count = _do_again(reader, storage)
+            count = _replay(reader, storage)
             storage.limits = self._limits
         finally:
             reader.close()
@@ -199,13 +201,13 @@ class DurableVariables:
         if cut:
             log.warning("the last %d bytes of %s are damaged and were cut off", cut, self._path)
         took = time.monotonic() - started
-        log.info("%d records read, %d requests held, in %.2f s", count, len(storage), took)
+        log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
         if reader.limits == self._limits:
-            return storage, Log.go_on(self._path, reader.size)
+            return storage, Log.reopen(self._path, reader.size)
         return storage, self._new_log(storage)
 
     def _new_log(self, storage: VariableStorage) -> Log:
-        """A log of what is held, in the place of any other."""
+        """A new log of the current state, which replaces any other."""
         compaction = Compaction(self._new_path, self._limits, storage.requests)
         while compaction.pending:
             compaction.save(storage)
@@ -217,7 +219,7 @@ class DurableVariables:
     # --- writing --------------------------------------------------------------------------------
 
     def _append(self, records: list[Record]) -> str | None:
-        """Writes records to the log; what to say where that is not possible."""
+        """Writes records to the log; the error message if that fails."""
         try:
             self._log.append(records)
         except OSError as error:
@@ -233,10 +235,10 @@ class DurableVariables:
         try:
             self._log.sync()
         except OSError as error:
-            log.error("cannot have the log %s on disk: %s", self._path, error.strerror)
+            log.error("cannot sync the log %s to disk: %s", self._path, error.strerror)
 
     def _finish(self, compaction: Compaction) -> None:
-        """The new log takes the old one's place. Raises OSError."""
+        """Replaces the old log by the new one. Raises OSError."""
         compaction.log.sync()
         with self._lock:
             if compaction is not self._compaction:
@@ -247,10 +249,10 @@ class DurableVariables:
             self._compact_above = self._compact_floor
         old.close()
         self._folder.sync()
-        log.info("the log was rewritten: %d bytes of %d", self._log.size, old.size)
+        log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Goes on with the old log, and does not try again before it has doubled."""
+        """Continues with the old log, and does not try again before it has doubled."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None
@@ -258,8 +260,8 @@ class DurableVariables:
         log.error("cannot rewrite the log %s: %s", self._path, error.strerror)
 
 
-def _do_again(reader: Reader, storage: VariableStorage) -> int:
-    """Does what a log holds; how many records that were."""
+def _replay(reader: Reader, storage: VariableStorage) -> int:
+    """Replays the records of a log; their number."""
     count = 0
     for kind, body in reader:
         count += 1

@@ -1,4 +1,4 @@
-"""The folder of a state worker: its user's own, and one worker's at a time."""
+"""The folder of a state worker: private to its user, and locked by one worker at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class FolderError(Exception):
-    """A state worker cannot use its folder or what is in it; the message says why."""
+    """A state worker cannot use its folder or a file in it; the message has the reason."""
 
 
 class Folder:
-    """A folder with a lock, which ends with the process that holds it, however it ends."""
+    """A folder with a lock that the kernel releases when the process ends."""
 
     def __init__(self, path: Path) -> None:
         """Creates the folder if it is missing, and locks it; raises FolderError."""
@@ -20,7 +20,9 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if path.stat().st_uid != os.getuid():
-                raise FolderError(f"the folder {path} belongs to another user")
+                raise FolderError(
+                    f"the folder {path} belongs to another user; it must belong to this one"
+                )
             path.chmod(0o700)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(path / "lock", flags, 0o600)
@@ -32,14 +34,14 @@ class Folder:
             other = os.read(self._lock, 20).decode("ascii", "replace") or "unknown"
             os.close(self._lock)
             raise FolderError(
-                f"another state worker, process {other}, uses the folder {path}; stop it, or give "
-                "this one another run_dir"
+                f"the folder {path} is in use by another state worker, process {other}; stop it, "
+                "or give this one another run_dir"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def sync(self) -> None:
-        """Has the names of its files on disk, after one was renamed."""
+        """Syncs the directory to disk, after a file was renamed."""
         number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(number)

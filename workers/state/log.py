@@ -1,7 +1,7 @@
-"""The log file: records that are appended, and read again up to the first that is not whole.
+"""The log file: appended records, which are read back up to the first incomplete one.
 
-A record is its length and its CRC-32 (u32 each, little-endian), then as many bytes: one for its
-kind, and the body. A file begins with a record that says what it is.
+A record has a length and a CRC-32 (u32 each, little-endian), then that many bytes: one for its
+kind, and the body. The first record of a file is a header with its format.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ _FRAME = struct.Struct("<II")
 
 
 class Head(Struct, array_like=True):
-    """The first record: the limits under which the operations in the file were done."""
+    """The body of the first record: the limits under which the file's operations were applied."""
 
     format: int
     limits: StorageLimits
 
 
 class Record(NamedTuple):
-    """One record, and the request that it is of."""
+    """One record and its request."""
 
     kind: bytes
-    """``OPERATION``: the body of a ``VARIABLE``. ``END``: no body but the request, as msgpack.
+    """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
     ``REQUEST``: a ``SavedRequest``."""
     request: int
     body: bytes
 
 
 class Log:
-    """A log that is written. What ``append`` returned from outlives the process; what ``sync``
-    returned from after it outlives the machine's power."""
+    """A log that is open for writing. Records survive a crash of the process once ``append`` has
+    returned, and a power failure once a later ``sync`` has returned."""
 
     def __init__(self, path: Path, number: int, size: int) -> None:
         self.path = path
         self.size = size
-        """Bytes of whole records."""
+        """Bytes of complete records."""
         self._number = number
         self._torn = False
         self._synced = size
 
     @classmethod
     def create(cls, path: Path, limits: StorageLimits) -> Log:
-        """A new log in the place of any file of that name. Raises OSError."""
+        """Creates a log, replacing any file of that name. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         log = cls(path, os.open(path, flags, 0o600), 0)
         try:
@@ -71,15 +71,15 @@ class Log:
         return log
 
     @classmethod
-    def go_on(cls, path: Path, size: int) -> Log:
-        """An existing log, to append behind its first ``size`` bytes. Raises OSError."""
+    def reopen(cls, path: Path, size: int) -> Log:
+        """Opens an existing log to append after its first ``size`` bytes. Raises OSError."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         number = os.open(path, flags)
         os.ftruncate(number, size)
         return cls(path, number, size)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Writes records, all of them or none. Raises OSError: nothing was written."""
+        """Writes all records or none. Raises OSError if nothing was written."""
         parts: list[bytes] = []
         for kind, _, body in records:
             parts += (_FRAME.pack(len(body) + 1, zlib.crc32(body, zlib.crc32(kind))), kind, body)
@@ -100,14 +100,14 @@ class Log:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Has what was appended on disk. Raises OSError. Any thread may call it."""
+        """Syncs the appended records to disk. Raises OSError. Thread-safe."""
         size = self.size
         if size != self._synced:
             os.fdatasync(self._number)
             self._synced = size
 
     def rename(self, path: Path) -> None:
-        """Takes the place of the file at ``path``."""
+        """Renames the log to ``path``, replacing any file there."""
         self.path.rename(path)
         self.path = path
 
@@ -117,14 +117,14 @@ class Log:
 
 
 class Reader:
-    """The whole records of a log file, in order: kind and body of each behind the first."""
+    """The complete records of a log file, in order: kind and body of each after the header."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError; FolderError where the file was written by another version."""
+        """Raises OSError, and FolderError if another version wrote the file."""
         self.limits: StorageLimits | None = None
-        """None: the file does not begin as a log does."""
+        """None if the file has no valid header."""
         self.size = 0
-        """Bytes of the whole records that were read."""
+        """Bytes of the complete records that were read."""
         self._file = path.open("rb", buffering=1 << 20)
         self.file_size = os.fstat(self._file.fileno()).st_size
         first = self._next()
@@ -146,8 +146,8 @@ class Reader:
                 return head.limits
         self.close()
         raise FolderError(
-            f"{self._file.name} was written by another version of Tokenbus; where no stream runs "
-            "that has variables, remove the file"
+            f"{self._file.name} was written by another version of Tokenbus; remove the file if no "
+            "running stream has variables"
         )
 
     def _next(self) -> tuple[bytes, bytes] | None:
@@ -155,7 +155,7 @@ class Reader:
         if len(frame) < _FRAME.size:
             return None
         length, crc = _FRAME.unpack(frame)
-        # A record has a kind; zeros, which a file system may leave at a file's end, have none.
+        # Length 0 has no kind: a file system may leave zeros at the end of a file.
         if not 0 < length <= self.file_size - self.size - _FRAME.size:
             return None
         content = self._file.read(length)

@@ -1,11 +1,11 @@
-"""The variables of requests: what each operation does, without a file, a socket or a clock.
+"""The variables of requests: the effect of each operation, without files, sockets or clocks.
 
-Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is kept until its request
-ends, so that a controller which is replayed gets the answers that it got the first time. Nothing of
-one request depends on another one, except the worker's own bound, whose refusals are not kept.
+Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
+ends, so that a replayed controller gets the same answers as the first time. Requests are
+independent of each other, except for the worker's own bound, whose refusals are not stored.
 
-Appends make a value longer in place, and a kept answer refers to the first bytes of it: a
-controller that appends and reads at each token costs what it appended, not that times its reads.
+Appends extend a value in place, and a stored answer refers to a prefix of it: a controller that
+appends and reads at each token costs the memory of its appends, not that times its reads.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ REQUEST_BYTES = 512
 VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
-"""Counted for a request, for a variable beside its name and value, and for a kept answer; and the
-most that the text of an error may count: what CPython takes for them, measured and rounded up."""
+"""Accounted bytes of a request, of a variable besides its name and value, and of a stored answer;
+and the most for an error text: what CPython uses for them, measured and rounded up."""
 
 ENDED = 10_000
-"""Requests that are known to be over, the last ones: an operation that was on its way when its
-request ended does not bring it back. Ids of requests are never given twice."""
+"""How many ended requests are remembered, so that an operation in transit when its request ended
+does not recreate it. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
-    """What is refused. A request counts 512 bytes; each variable 256, its name and its value; each
-    kept answer 256, and its error's text where it has one. A value that was replaced counts as long
-    as a kept answer gives it, once for all answers that do, with 256 bytes of its own."""
+    """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
+    plus its name and value; each stored answer 256 plus its error text. A value that was replaced
+    counts while stored answers refer to it: once for all of them, plus 256 bytes."""
 
     value_bytes: int = MIB
-    """Of one value."""
+    """Bytes of one value."""
     name_bytes: int = 256
-    """Of one name, as UTF-8."""
+    """Bytes of one name, as UTF-8."""
     variables: int = 1000
-    """Of one request."""
+    """Variables of one request."""
     request_bytes: int = 8 * MIB
-    """Of one request: about 32,000 operations where its values are small."""
+    """Bytes of one request: about 32,000 operations if its values are small."""
     total_bytes: int = KIB * MIB
-    """Of all requests."""
+    """Bytes of all requests."""
 
 
 class SavedRequest(Struct, array_like=True):
-    """Everything that is held of one request, for a file."""
+    """The complete state of one request, for the log."""
 
     request: int
     values: list[bytes]
     variables: list[tuple[str, int, int]]
     """Name, version, index of its value."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Seq, count, version, index of a value or -1, bytes of it, written, error."""
+    """Seq, count, version, index of a value or -1, length of its prefix, written, error."""
 
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """The bytes of a variable since it was last set."""
+    """The value of a variable since it was last set."""
 
     data: bytearray = field(default_factory=bytearray)
     answered: int = 0
-    """The most of it that a kept answer gives."""
+    """Length of the longest prefix that a stored answer refers to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,23 +77,23 @@ class _Stored:
     value: _Value
 
 
-class _Kept(NamedTuple):
-    """An answer, without what names its operation."""
+class _Result(NamedTuple):
+    """An answer without the ids of its operation."""
 
     version: int = 0
     value: _Value | None = None
     length: int = 0
-    """Its first bytes are the answer's value."""
+    """The answer's value is a prefix of this length."""
     written: bool = False
     error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A request."""
+    """The state of a request."""
 
     variables: dict[str, _Stored] = field(default_factory=dict)
-    answers: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    answers: dict[tuple[int, int], _Result] = field(default_factory=dict)
     bytes: int = REQUEST_BYTES
 
 
@@ -103,7 +103,7 @@ class VariableStorage:
     def __init__(self, limits: StorageLimits | None = None) -> None:
         self.limits = limits or StorageLimits()
         self.bytes = 0
-        """Of all requests, as ``StorageLimits`` counts them."""
+        """Bytes of all requests, as ``StorageLimits`` counts them."""
         self.variables = 0
         self._held: dict[int, _Held] = {}
         self._ended: dict[int, None] = {}
@@ -117,22 +117,22 @@ class VariableStorage:
         return len(self._held)
 
     def size(self, request: int) -> int:
-        """The bytes of a request, as ``StorageLimits`` counts them; 0 for one that is not held."""
+        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown one."""
         held = self._held.get(request)
         return held.bytes if held is not None else 0
 
     def answered(self, op: Variable) -> bool:
-        """Whether an operation of this name was done before: it only gets its answer again."""
+        """Whether the operation was already applied, so that it only gets the same answer again."""
         held = self._held.get(op.request)
         return held is not None and (op.seq, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
-        """Why an operation that was not answered before gets an error that is not kept.
+        """The error for a new operation that is refused without a stored answer; None otherwise.
 
-        A wrong name, a value that is too long, a request that is over and one that has no room for
-        another answer are refused again when they are repeated. Where all requests together have
-        no room, a repeated one may succeed. ``ahead``: ``cost`` of operations that will be done
-        before it.
+        Refusals for a name that is not valid, a value that is too long, an ended request, and a
+        request without room for another answer are the same when repeated. If all requests together
+        exceed their limit, a repeated operation may succeed. ``ahead``: the ``cost`` of operations
+        that will be applied before it.
         """
         limits = self.limits
         size = len(op.name.encode())
@@ -148,7 +148,7 @@ class VariableStorage:
             return f"the request {op.request} has ended, and its variables with it"
         if held is not None and held.bytes + ANSWER_BYTES > limits.request_bytes:
             return (
-                f"the request's variables and the answers that are kept of them take {held.bytes} "
+                f"the request's variables and the stored answers take {held.bytes} "
                 f"bytes; at most {limits.request_bytes} are allowed, "
                 "so it can do no more operations"
             )
@@ -162,15 +162,16 @@ class VariableStorage:
 
     @staticmethod
     def cost(op: Variable) -> int:
-        """The most bytes that an operation may add."""
+        """An upper bound on the bytes that an operation adds."""
         own = REQUEST_BYTES + VARIABLE_BYTES + ANSWER_BYTES + ERROR_BYTES
         return own + 4 * len(op.name) + len(op.value)
 
     def apply(self, op: Variable) -> VariableAnswer:
-        """Does an operation, or gives the answer that it got before.
+        """Applies an operation, or returns the stored answer if it was applied before.
 
-        ``append`` makes a variable that is not there. Versions count writes, from 1. A ``get``
-        looks at no version. What a quota forbids changes nothing and is answered with an ``error``.
+        ``append`` creates a variable that does not exist. Versions count writes, from 1. A ``get``
+        ignores ``when_version_is``. An operation that exceeds a quota changes nothing and is
+        answered with an ``error``.
         """
         name = (op.seq, op.count)
         held = self._held.get(op.request)
@@ -189,7 +190,7 @@ class VariableStorage:
         return _answer(op, kept)
 
     def end(self, request: int) -> bool:
-        """Drops everything of a request, which is over; whether there was anything."""
+        """Removes the state of an ended request; whether it had any."""
         self._ended[request] = None
         if len(self._ended) > ENDED:
             del self._ended[next(iter(self._ended))]
@@ -204,7 +205,7 @@ class VariableStorage:
         return True
 
     def save(self, request: int) -> SavedRequest:
-        """What ``restore`` needs; KeyError for a request that is not held."""
+        """The state of a request, for ``restore``; raises KeyError for an unknown request."""
         held = self._held[request]
         values: dict[_Value, int] = {}
         variables = [
@@ -218,7 +219,7 @@ class VariableStorage:
         return SavedRequest(request, [bytes(v.data) for v in values], variables, answers)
 
     def restore(self, saved: SavedRequest) -> None:
-        """Takes a saved request back, in the place of what is held of it."""
+        """Restores a saved request, replacing its current state."""
         self._drop(saved.request)
         values = [_Value(bytearray(data)) for data in saved.values]
         held = _Held()
@@ -230,7 +231,7 @@ class VariableStorage:
             if index >= 0:
                 value = values[index]
                 value.answered = max(value.answered, length)
-            kept = held.answers[seq, count] = _Kept(version, value, length, written, error)
+            kept = held.answers[seq, count] = _Result(version, value, length, written, error)
             held.bytes += _answer_bytes(kept)
         held.bytes += sum(VARIABLE_BYTES + len(value.data) for value in values)
         self._held[saved.request] = held
@@ -239,14 +240,14 @@ class VariableStorage:
 
     # --- one operation --------------------------------------------------------------------------
 
-    def _do(self, held: _Held, op: Variable) -> _Kept:
+    def _do(self, held: _Held, op: Variable) -> _Result:
         stored = held.variables.get(op.name)
         version = stored.version if stored is not None else 0
         if op.op == "get" or (op.when_version_is is not None and op.when_version_is != version):
             return _as_it_is(stored)
         error = self._over(held, stored, op)
         if error is not None:
-            return _Kept(error=error)
+            return _Result(error=error)
         if stored is None:
             stored = held.variables[op.name] = _Stored(0, _Value())
             held.bytes += VARIABLE_BYTES + len(op.name.encode())
@@ -258,10 +259,10 @@ class VariableStorage:
         stored.value.data += op.value
         held.bytes += len(op.value)
         stored.version += 1
-        return _Kept(stored.version, written=True)
+        return _Result(stored.version, written=True)
 
     def _over(self, held: _Held, stored: _Stored | None, op: Variable) -> str | None:
-        """The quota of its request that a write would break."""
+        """The error for a write that would exceed a quota of its request; None if it fits."""
         limits = self.limits
         grows = ANSWER_BYTES + len(op.value)
         if stored is None:
@@ -280,7 +281,7 @@ class VariableStorage:
         if held.bytes + grows > limits.request_bytes:
             return (
                 f"{len(op.value)} bytes for {_shown(op.name)} are too many: the request's "
-                f"variables and the answers that are kept of them take {held.bytes} bytes, "
+                f"variables and the stored answers take {held.bytes} bytes, "
                 f"at most {limits.request_bytes} are allowed"
             )
         return None
@@ -292,26 +293,26 @@ class VariableStorage:
         )
 
 
-def _as_it_is(stored: _Stored | None) -> _Kept:
+def _as_it_is(stored: _Stored | None) -> _Result:
     if stored is None:
-        return _Kept()
+        return _Result()
     value = stored.value
     value.answered = length = len(value.data)
-    return _Kept(stored.version, value if length else None, length)
+    return _Result(stored.version, value if length else None, length)
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that go when a value is replaced: not those that an answer gives."""
+    """The bytes that replacing a value frees, without those that stored answers refer to."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)
 
 
-def _answer_bytes(kept: _Kept) -> int:
+def _answer_bytes(kept: _Result) -> int:
     return ANSWER_BYTES + (len(kept.error) if kept.error is not None else 0)
 
 
-def _answer(op: Variable, kept: _Kept) -> VariableAnswer:
+def _answer(op: Variable, kept: _Result) -> VariableAnswer:
     version, stored, length, written, error = kept
     value: bytes | None
     if stored is not None:
@@ -323,5 +324,5 @@ def _answer(op: Variable, kept: _Kept) -> VariableAnswer:
 
 
 def _shown(name: str) -> str:
-    """A name for a person, cut where it is long."""
+    """A name for an error message, shortened if it is long."""
     return repr(name) if len(name) <= 40 else repr(name[:40]) + "…"

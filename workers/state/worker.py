@@ -1,7 +1,7 @@
-"""The state worker: variable operations from the bus, answers to it.
+"""The state worker: applies variable operations from the bus and sends the answers.
 
-Operations are done on the thread of the bus, those of one burst together, and are sent right after;
-the worker's own thread keeps the log: on disk, and short.
+The bus thread applies operations, those of one burst together, and sends their answers immediately;
+the worker's own thread syncs and compacts the log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .durable import DurableVariables
 log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
-"""Requests: what it holds is bounded by bytes, not by their number."""
+"""Capacity in requests, practically unlimited: storage is bounded by bytes instead."""
 
 
 class _Name(Struct, array_like=True):
@@ -51,7 +51,7 @@ class StateWorker:
     """One process of the state group. ``run`` serves until ``stop``."""
 
     def __init__(self, settings: Settings, name: str = "") -> None:
-        """Reads the log; raises FolderError where its folder or what is in it cannot be used."""
+        """Replays the log; raises FolderError if its folder or a file in it cannot be used."""
         self._name = name or f"state-{socket.gethostname()}-{os.getpid()}"
         self._variables = DurableVariables(settings.run_folder / "state")
         self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._on_messages)
@@ -64,24 +64,27 @@ class StateWorker:
         while not self._stop_reason:
             for message in self._bus.take(self._variables.maintain()):
                 if message.type == b"DRAIN":
-                    # No operation is under way: the next state worker reads the log.
+                    # No operation is in progress, and the next state worker replays the log.
                     self.stop("the broker requested it")
                 else:
-                    log.warning("a state worker takes no messages of type %r", message.type)
+                    log.warning(
+                        "ignored a message of type %r, which a state worker does not take",
+                        message.type,
+                    )
         log.info("stopping: %s", self._stop_reason)
         self._bus.close(self._stop_reason)
         self._variables.close()
         return 0
 
     def stop(self, reason: str) -> None:
-        """Ends it after what it has; callable from a signal."""
+        """Stops it after the current operations; may be called from a signal handler."""
         self._stop_reason = reason
         self._bus.interrupt()
 
     # --- on the bus thread ------------------------------------------------------------------------
 
     def _on_messages(self, messages: list[FromBus]) -> list[FromBus]:
-        """A burst of messages: operations that follow each other share a write of the log."""
+        """Handles a burst of messages; consecutive operations share one write of the log."""
         others: list[FromBus] = []
         run: list[FromBus] = []
         for message in messages:
@@ -102,13 +105,13 @@ class StateWorker:
                     "a %r message that is not well-formed was dropped: %s", message.type, error
                 )
             except Exception:
-                # The bus thread goes on: the other messages of the burst are answered.
+                # The bus thread continues, so that the other messages of the burst are answered.
                 log.exception("a %r message failed", message.type)
         self._do(run)
         return others
 
     def _do(self, messages: list[FromBus]) -> None:
-        """Does operations and posts their answers."""
+        """Applies operations and posts their answers."""
         if not messages:
             return
         ops: list[tuple[Variable, bytes]] = []
@@ -122,8 +125,8 @@ class StateWorker:
             if op.request != message.header.request:
                 self._refuse(
                     message,
-                    f"an operation of request {op.request} came as one of request "
-                    f"{message.header.request}",
+                    f"the operation has request {op.request} in its body but request "
+                    f"{message.header.request} in its header; both must be the same",
                 )
                 continue
             ops.append((op, message.body))
@@ -139,7 +142,7 @@ class StateWorker:
             self._post(message, answer)
 
     def _refuse(self, message: FromBus, error: str) -> None:
-        """Answers what cannot be done, where it can be read what that was."""
+        """Answers an operation with an error, if its ids can be decoded."""
         try:
             name = _name(message.body)
         except DecodeError:

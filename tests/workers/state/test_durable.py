@@ -246,7 +246,7 @@ def test_a_log_of_another_version_is_refused_and_left_alone(folder: Path) -> Non
     log = Log.create(folder / "log", StorageLimits())
     log.close()
     os.truncate(folder / "log", 0)
-    log = Log.go_on(folder / "log", 0)
+    log = Log.reopen(folder / "log", 0)
     log.append([Record(HEAD, 0, msgpack.encode([999, {"some": "thing"}]))])
     log.close()
     content = (folder / "log").read_bytes()
@@ -414,7 +414,7 @@ def test_what_cannot_be_written_is_refused_and_not_done(folder: Path) -> None:
 def test_a_folder_has_one_worker_at_a_time(folder: Path) -> None:
     with opened(folder), pytest.raises(FolderError) as caught:
         DurableVariables(folder)
-    assert f"another state worker, process {os.getpid()}, uses the folder {folder}" in str(
+    assert f"{folder} is in use by another state worker, process {os.getpid()};" in str(
         caught.value
     )
     with opened(folder):

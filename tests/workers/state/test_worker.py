@@ -251,7 +251,7 @@ def test_a_request_that_nobody_knows_any_more_is_dropped_when_the_worker_registe
         ({4: b"\xff\xfe"}, "not well-formed"),
         ({3: "delete"}, "not well-formed"),
         ({5: "text"}, "not well-formed"),
-        ({0: 12345}, "of request 12345 came as one of request"),
+        ({0: 12345}, "has request 12345 in its body but request"),
     ],
 )
 def test_an_operation_that_is_wrong_is_answered_with_an_error(
@@ -277,7 +277,7 @@ def test_a_second_worker_of_the_folder_ends_with_a_clear_message(system: System)
     log = system.bus.folder / "second.log"
     second = Process("tokenbus.workers.state", log, system.bus.environment)
     assert second.wait() == 2
-    assert f"another state worker, process {system.state.pid}, uses the folder" in second.log
+    assert f"is in use by another state worker, process {system.state.pid};" in second.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
