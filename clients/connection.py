@@ -41,7 +41,7 @@ class Connection:
         self._dealer = Dealer(front, peer, "tokenbus", LINGER_MS)
 
     def submit(self, call: Call) -> None:
-        """Begins a call; raises RuntimeError where no call can be carried any more."""
+        """Begins a call; raises RuntimeError where no call can be carried."""
         if self._dealer.forked:
             raise RuntimeError(
                 "this client was made before the process forked, and serves only the parent; make "
@@ -50,9 +50,10 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            self._commands.append(lambda session, now: session.submit(call, now))
+            # First, as it may fail: a call that was refused must not be sent by a later one.
             if not self._dealer.started:
                 self._dealer.start()
+            self._commands.append(lambda session, now: session.submit(call, now))
         self._dealer.wake()
 
     def cancel(self, call: Call) -> None:

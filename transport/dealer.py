@@ -96,7 +96,7 @@ class Dealer:
 
     @property
     def started(self) -> bool:
-        """Whether ``start`` was called."""
+        """Whether the thread was started."""
         return self._thread is not None
 
     @property
@@ -105,9 +105,13 @@ class Dealer:
         return os.getpid() != self._process
 
     def start(self) -> None:
-        """Starts the thread, which opens the socket."""
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        """Starts the thread, which opens the socket.
+
+        Raises RuntimeError where the system has no thread left; it may be called again then.
+        """
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def wake(self) -> None:
         """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""

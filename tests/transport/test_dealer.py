@@ -196,6 +196,20 @@ def test_a_peer_that_fails_gets_a_new_socket_after_a_pause(
     dealer.close()
 
 
+def test_a_thread_that_cannot_start_may_be_started_again(router: Router) -> None:
+    dealer = Dealer(router.address, Echo(), "test", linger_ms=0)
+    size = threading.stack_size(2**46)  # more than any system gives
+    try:
+        with pytest.raises(RuntimeError):
+            dealer.start()
+    finally:
+        threading.stack_size(size)
+    assert not dealer.started
+    dealer.start()
+    assert router.receive()[1] == b"hello"
+    dealer.close()
+
+
 def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     monkeypatch.setattr(zmq.Context, "instance", lambda: context)
