@@ -277,6 +277,7 @@ class ClientSession:
             for kept, attachments in self._buffers.values():
                 self._send(b"BUFFER", kept, attachments)
         live = set(welcome.streams) if welcome.resumed else set()
+        ended = sorted(live - self._calls.keys())
         lost = ConnectionLostError(Code.CONNECTION_LOST, "the connection to the broker was lost")
         for call in sent:
             if call.number in live:
@@ -284,6 +285,9 @@ class ClientSession:
                 self._send(b"ATTACH", Attach(stream_id=call.number, received=call.received))
             else:
                 self._failed(call, lost, now, tell_broker=True)
+        for number in ended:
+            # Its CANCEL was lost with the connection.
+            self._send(b"CANCEL", Cancel(stream_id=number))
         for call in list(self._waiting.values()):
             if call.resend_at is None:
                 self._send_call(call, now)

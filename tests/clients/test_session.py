@@ -304,6 +304,18 @@ def test_a_cancelled_call_is_forgotten(bench: Bench) -> None:
     assert bench.sent() == []
 
 
+def test_a_cancel_that_was_lost_is_sent_again_when_the_session_is_taken_up(bench: Bench) -> None:
+    ended, kept = bench.submit(generate()), bench.submit(generate())
+    bench.session.cancel(ended)
+    bench.session.connected(bench.now)
+    bench.sent()
+    bench.welcome(resumed=True, streams=[ended.number, kept.number])
+    assert bench.sent() == [
+        ("ATTACH", {"stream_id": kept.number, "received": 0}),
+        ("CANCEL", {"stream_id": ended.number}),
+    ]
+
+
 def test_a_buffer_is_there_when_the_ping_behind_it_is_answered(bench: Bench) -> None:
     call = bench.submit(buffer_call("b", "text", 5.0))
     (_, _), (_, ping) = bench.sent()
