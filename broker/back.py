@@ -114,13 +114,13 @@ class Back:
             if session is not None and session.peer is not None:
                 out.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
         self._counters.token_bodies += len(sessions)
-        try:
-            for number in finished:
+        for number in finished:
+            try:
                 request = self._dispatcher.requests.get(number)
                 if request is not None:
                     self._dispatcher.forget(request)
-        except Exception as error:
-            self._on_failure(worker, peer, frames, error)
+            except Exception as error:
+                self._on_failure(worker, peer, frames, error)
 
     def on_gone(self, peer: bytes) -> None:
         """A worker's connection closed: its lease ends."""

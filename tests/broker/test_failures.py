@@ -198,6 +198,22 @@ def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams(
     assert bench.broker.dispatcher.requests == {}
 
 
+def test_a_request_that_cannot_be_forgotten_does_not_keep_those_that_ended_with_it(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    for stream in (1, 2):
+        bench.client("c", "GENERATE", generate(stream))
+    headers = [header for _, header in bench.to_worker("a")]
+    dispatcher = bench.broker.dispatcher
+    dispatcher.forget = fail_once(dispatcher.forget)  # type: ignore[method-assign]
+    head = encode_token_header([headers[0].address], [header.request for header in headers])
+    end = [Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop") for stream in (1, 2)]
+    bench.broker.on_worker(peer_of("a"), [b"TOKEN", head, encode_body(end, "json")], bench.now)
+    assert headers[1].request not in dispatcher.requests
+    assert bench.broker.counters.internal_errors == 1
+
+
 @pytest.mark.parametrize("kind", [b"ERROR", b"MSG", b"START", b"BUFFER"])
 def test_a_malformed_message_about_a_stream_ends_it_with_an_error(
     bench: Bench, kind: bytes
