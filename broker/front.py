@@ -213,10 +213,17 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
 
 
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
-    """The streams that end with a TOKEN message, but for those that were cancelled."""
+    """The streams that end with a TOKEN message, but for those that were cancelled.
+
+    None where its body, which the broker passes on unread, cannot be decoded.
+    """
     if frames[0] != b"TOKEN":
         return set()
-    entries: list[Token] = decode_as(list[Token], frames[1])
+    try:
+        entries: list[Token] = decode_as(list[Token], frames[1])
+    except RequestError as error:
+        log.warning("a TOKEN body that was dropped cannot be decoded: %s", error)
+        return set()
     return {
         e.stream_id for e in entries if e.live == 0 and e.finish_reason not in (None, "cancelled")
     }

@@ -253,6 +253,20 @@ def test_a_connection_that_closes_while_the_broker_fails_is_forgotten(bench: Ben
     assert bench.broker.counters.internal_errors == 1
 
 
+def test_a_dropped_body_that_cannot_be_decoded_ends_the_streams_of_its_client(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    head = encode_token_header([header.address], [])
+    [out] = bench.broker.on_worker(peer_of("a"), [b"TOKEN", head, b"\xc1"], bench.now)
+    bench.sent += bench.broker.on_full(out)
+    errors = {e["stream_id"]: e["code"] for kind, e in bench.to_client("c") if kind == "ERROR"}
+    assert errors == {1: "slow_client"}
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+
+
 def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(bench: Bench) -> None:
     bench.worker("a")
     for stream in (1, 2):
