@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoings
@@ -9,10 +11,10 @@ from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
 
 class Controllers:
-    """Chooses a controller worker when a request is accepted, and keeps to the choice.
+    """Chooses a controller worker when a request goes to its GPU worker, and keeps to the choice.
 
     A request is in ``steers`` of the worker that is in its ``steered_by``, from its reservation to
-    its end, and counts towards that worker's load.
+    its end, and counts towards that worker's load. A queued one has no reservation.
     """
 
     def __init__(self, workers: dict[int, Worker], out: Outgoings) -> None:
@@ -54,8 +56,15 @@ class Controllers:
             )
         return min(free, key=lambda w: (w.fill, w.id))
 
-    def assign(self, request: Request, worker: Worker) -> None:
-        """Reserves a place for a request's controller on ``worker``."""
+    def reserve(self, request: Request) -> None:
+        """Reserves a place for a request's controller, where there is one.
+
+        Where there is none, ``start`` chooses a worker, or says why the request is refused.
+        """
+        with contextlib.suppress(TokenbusError):
+            self._assign(request, self.choose(request.controller))
+
+    def _assign(self, request: Request, worker: Worker) -> None:
         request.steered_by = worker
         worker.steers[request.id] = request
 
@@ -65,7 +74,7 @@ class Controllers:
         That is the reserved one, or another one where it was lost or drains; raises as ``choose``.
         """
         if request.steered_by is None:
-            self.assign(request, self.choose(request.controller))
+            self._assign(request, self.choose(request.controller))
         assert request.steered_by is not None
         request.controller_started = True
         return request.steered_by

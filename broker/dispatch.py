@@ -45,7 +45,7 @@ class Dispatcher:
         if not free:
             self._check_queues(request)
         if request.controller:
-            self.controllers.assign(request, self.controllers.choose(request.controller))
+            self.controllers.choose(request.controller)
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
@@ -252,6 +252,8 @@ class Dispatcher:
         return min(workers, key=lambda w: (bool(model) and model not in w.models, w.fill, w.id))
 
     def _start(self, request: Request, worker: Worker) -> None:
+        if request.controller:
+            self.controllers.reserve(request)
         flags = Flag.MSGPACK if request.session.encoding == "msgpack" else 0
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames]

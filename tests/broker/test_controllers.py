@@ -241,7 +241,7 @@ def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
     assert bench.to_worker("a") == []
 
 
-# --- reservations: the controller worker is chosen once, when the request is accepted -------------
+# --- reservations: the controller worker is chosen when the request goes to its GPU worker --------
 
 
 def accepted(bench: Bench, stream: int = 1) -> Header:
@@ -261,7 +261,7 @@ def start(bench: Bench, header: Header) -> str:
     return out.peer[1:].decode() + ":" + out.frames[0].decode()
 
 
-def test_the_worker_that_was_chosen_at_admission_gets_the_start(bench: Bench) -> None:
+def test_the_worker_that_was_reserved_gets_the_start(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=2)
     headers = [accepted(bench, 1), accepted(bench, 2)]
     # Another one is there now and empty, but the choice has been made.
@@ -278,6 +278,47 @@ def test_a_reservation_counts_towards_the_load(bench: Bench) -> None:
     # What was accepted is never refused at its START for want of room.
     [(_, error)] = bench.client("c", "GENERATE", generate(9, controller="mine"))
     assert error["code"] == "queue_full"
+
+
+def ended(bench: Bench, stream: int, header: Header) -> None:
+    """The GPU worker reports the end of a request."""
+    end = Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop")
+    bench.tokens("gpu", header, end, final=True)
+
+
+def test_a_request_that_is_queued_reserves_nothing_until_it_runs() -> None:
+    bench = Bench()
+    bench.worker("gpu", capacity=1)
+    a = controller_worker(bench, "a", capacity=2)
+    first = accepted(bench, 1)
+    steers = bench.broker.dispatcher.workers[a].steers
+    for stream in (2, 3, 4):
+        [(kind, notice)] = bench.client("c", "GENERATE", generate(stream, controller="mine"))
+        assert (kind, notice["event"]) == ("SYSTEM", "queued")
+    assert list(steers) == [first.request]
+    ended(bench, 1, first)
+    [(_, second)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
+    assert list(steers) == [second.request]
+    assert start(bench, second) == "a:START"
+
+
+def test_a_queued_request_that_finds_no_free_place_when_it_runs_is_refused_at_its_start() -> None:
+    bench = Bench()
+    bench.worker("gpu", capacity=1)
+    bench.worker("other", capacity=1, patterns=["n"], default="n")
+    a = controller_worker(bench, "a", capacity=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, first)] = bench.to_worker("gpu")
+    [(kind, _)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
+    assert kind == "SYSTEM"
+    assert bench.client("c", "GENERATE", generate(3, controller="mine") | {"model": "n"}) == []
+    ended(bench, 1, first)
+    [(_, second)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
+    assert second.request not in bench.broker.dispatcher.workers[a].steers
+    bench.sent.clear()
+    assert start(bench, second) == "gpu:LOST"
+    [lost] = bodies(bench, "gpu", "LOST", Lost)
+    assert (lost.requests, lost.code) == ([second.request], "queue_full")
 
 
 def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Bench) -> None:
