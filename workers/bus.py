@@ -67,7 +67,7 @@ class Bus:
         self._load = load
         lease = Lease(registration, self._beat, time.monotonic())
         self._lease = lease
-        peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end)
+        peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end, self._drop)
         self._dealer = Dealer(endpoint, peer, "bus", LINGER_MS)
 
     def start(self) -> None:
@@ -142,6 +142,13 @@ class Bus:
             self._inbox.extend(messages)
             self._arrived.notify_all()
 
+    def _drop(self) -> None:
+        """Drops what is about requests of the registration that has ended."""
+        with self._arrived:
+            kept = [message for message in self._inbox if not message.header.request]
+            self._inbox.clear()
+            self._inbox.extend(kept)
+
     def _end(self, reason: str) -> None:
         with self._arrived:
             self._ended = reason
@@ -168,6 +175,7 @@ class _WorkerPeer:
         put: Callable[[list[FromBus]], None],
         first: Callable[[list[FromBus]], list[FromBus]] | None,
         ended: Callable[[str], None],
+        drop: Callable[[], None],
     ) -> None:
         self._address = address
         self._lease = lease
@@ -176,10 +184,12 @@ class _WorkerPeer:
         self._first = first
         self._answers: deque[Frames] = deque()
         """The lease's own, which precede what the worker posts."""
+        self._drop = drop
         self.ended = ended
 
     def connected(self, now: float) -> None:
-        """Registers."""
+        """Registers; what has arrived for requests of an earlier registration is dropped."""
+        self._drop()
         self._answers.clear()
         self._answers.extend(self._lease.connected(now))
 
@@ -202,15 +212,28 @@ class _WorkerPeer:
                 if self._lease.registered and not was_registered:
                     log.info("registered with the broker at %s", self._address)
                 self._answers.extend(answers)
+                if frames[0] == b"REREGISTER":
+                    self._hand_on(taken, registered=False)
+                    taken = []
                 if not consumed:
                     header = decode_header(frames[1])
                     taken.append(FromBus(frames[0], header, frames[2], frames[3:]))
             except TokenbusError as error:
                 log.warning("dropped an invalid message from the broker: %s", error)
-        if taken and self._first is not None:
-            taken = self._see_first(self._first, taken)
-        if taken:
-            self._put(taken)
+        self._hand_on(taken)
+
+    def _hand_on(self, messages: list[FromBus], registered: bool = True) -> None:
+        """Puts messages where the worker takes them, after ``first`` has seen them.
+
+        Where the registration has ended since they came, those about its requests are dropped.
+        """
+        if messages and self._first is not None:
+            messages = self._see_first(self._first, messages)
+        if not registered:
+            self._drop()
+            messages = [message for message in messages if not message.header.request]
+        if messages:
+            self._put(messages)
 
     def _see_first(
         self, first: Callable[[list[FromBus]], list[FromBus]], messages: list[FromBus]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.messages import PROTOCOL_VERSION
-from tokenbus.protocol.worker_messages import Register
+from tokenbus.protocol.worker_messages import Register, Registered
 from tokenbus.transport.dealer import AddressError
 from tokenbus.workers.bus import Bus as Connection
 from tokenbus.workers.bus import FromBus
@@ -83,6 +84,62 @@ def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
     assert seen == [b"1", b"3"]
     worker.close("the test is over")
     assert router.receive()[1] in (b"HEARTBEAT", b"UNREGISTER"), "the same connection"
+    router.close()
+
+
+def test_what_is_about_requests_of_an_earlier_registration_is_dropped() -> None:
+    """The broker ended those requests when the registration ended: nobody waits for them."""
+    router = Router(zmq.Context.instance())
+    worker = connection(router.address)
+    worker.start()
+    sender, *register = router.receive()
+    assert register[0] == b"REGISTER"
+    for frames in (
+        [b"GENERATE", encode_header(7), b"stale"],
+        [b"DRAIN", encode_header(), b"of the worker"],
+        [b"REREGISTER", encode_header(), b""],
+        [b"GENERATE", encode_header(8), b"new"],
+    ):
+        router.send([sender, *frames])
+    while router.receive()[1] != b"REGISTER":
+        pass
+    taken: list[bytes] = []
+    while b"new" not in taken:
+        taken += [message.body for message in worker.take(WAIT_S)]
+    assert taken == [b"of the worker", b"new"]
+    worker.close("the test is over")
+    router.close()
+
+
+def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
+    arrived: list[bytes] = []
+
+    def first(messages: list[FromBus]) -> list[FromBus]:
+        arrived.extend(message.body for message in messages)
+        return messages
+
+    router = Router(zmq.Context.instance())
+
+    def answer_until_arrived(body: bytes, expiry_s: float) -> None:
+        """Answers each registration with a request, until one has arrived."""
+        answer = Registered(worker=1, heartbeat_s=0.05, expiry_s=expiry_s)
+        while body not in arrived:
+            sender, kind, *_ = router.receive()
+            if kind == b"REGISTER":
+                registered = encode_body(answer, "msgpack")
+                router.send([sender, b"REGISTERED", encode_header(), registered])
+                router.send([sender, b"GENERATE", encode_header(7), body])
+
+    worker = connection(router.address, first)
+    worker.start()
+    # A short lease, so that the worker takes the broker for lost and opens a new socket.
+    answer_until_arrived(b"stale", 0.2)
+    answer_until_arrived(b"new", 600.0)
+    taken: list[bytes] = []
+    while b"new" not in taken:
+        taken += [message.body for message in worker.take(WAIT_S)]
+    assert taken == [b"new"]
+    worker.close("the test is over")
     router.close()
 
 
