@@ -144,7 +144,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Suspended and deferred sequences are no work,
-        nor are waiting ones for which there are too few blocks until one of these goes on."""
+        nor are waiting ones that are not admitted until one of these goes on."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property

@@ -19,6 +19,11 @@ from .waiting import WaitingQueue
 
 SCORE_ROWS = 256
 """Scored tokens of a sequence in one step at most: each takes a row of logits ``[vocab]``."""
+MAX_HELD = 4
+"""Running and deferred sequences, as a multiple of ``max_num_seqs``, from which on none is
+admitted. A deferred sequence holds no slot but keeps its row of logits (``vocab`` * 4 bytes): while
+a controller worker does not respond, the whole queue would otherwise be admitted and deferred, and
+the device would run out of memory."""
 
 
 class Chunk(NamedTuple):
@@ -64,7 +69,8 @@ class Scheduler:
     ``running`` (in a slot, with blocks), ``deferred`` (it has blocks and logits, and its decision
     has not arrived), ``suspended`` (until it is resumed). A deferred sequence gives its slot up;
     when it is rescheduled it runs again at once, so that more than ``max_num_seqs`` may run for a
-    while. A step then skips the last in order, and none is admitted.
+    while. A step then skips the last in order, and none is admitted. Nor is one admitted while
+    ``MAX_HELD`` times as many run or are deferred.
     """
 
     def __init__(
@@ -79,8 +85,8 @@ class Scheduler:
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
         self._stalled = False
-        """No sequence runs, and the deferred ones leave too few blocks for the first waiting one:
-        no step does anything until one of the tables changes."""
+        """No sequence runs, and the first waiting one is not admitted, as the deferred ones leave
+        too few blocks or are too many: no step does anything until one of the tables changes."""
         self.preemptions = 0
         self.prefix_hit_tokens = 0
 
@@ -168,6 +174,8 @@ class Scheduler:
             if sequence.row is not None:
                 # A fork that found no slot and has its logits: it needs no forward.
                 self._admit(sequence)
+            elif len(self.running) + len(self.deferred) >= MAX_HELD * self._max_num_seqs:
+                break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
             elif self.running or not self._evict_for(sequence):

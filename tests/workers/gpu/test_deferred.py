@@ -8,6 +8,7 @@ import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.scheduler import MAX_HELD
 
 from .test_steering import alone
 
@@ -92,6 +93,41 @@ def test_there_is_no_work_while_only_a_decision_can_change_anything(embedded: Lo
         outputs += step(engine)
     assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
     assert tokens(outputs, 2) == alone(embedded, PROMPT[::-1], SEEDED)
+
+
+@pytest.mark.parametrize("way", ["reschedule", "end", "abort", "suspend"])
+def test_the_number_of_deferred_sequences_is_bounded(embedded: LoadedModel, way: str) -> None:
+    engine = small(embedded, blocks=200, running=2)
+    queue = range(1, 3 * MAX_HELD * 2)
+    for request in queue:
+        engine.add(request, PROMPT[:9], SEEDED)
+    while engine.has_work:
+        # No decision arrives at all.
+        step(engine, *queue)
+    kept = MAX_HELD * 2
+    assert engine.stats()["running"] == kept
+    assert engine.stats()["waiting"] == len(queue) - kept
+    match way:
+        case "reschedule":
+            engine.reschedule(1, 0)
+        case "end":
+            engine.end(1, 0)
+        case "abort":
+            engine.abort(1)
+        case "suspend":
+            engine.suspend(1, 0)
+    assert engine.has_work
+    while engine.has_work:
+        step(engine, *queue[1:])
+    assert engine.stats()["waiting"] == len(queue) - kept - 1, "one more was admitted"
+    for request in queue[1:]:
+        if engine.alive(request, 0):
+            engine.reschedule(request, 0)
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += step(engine)
+    assert {o.request for o in outputs if o.finish_reason == "length"} == set(queue[1:])
+    assert tokens(outputs, queue[-1]) == alone(embedded, PROMPT[:9], SEEDED)
 
 
 @pytest.mark.parametrize("way", ["abort", "end", "suspend", "splice", "smaller"])
