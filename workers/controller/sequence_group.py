@@ -75,6 +75,11 @@ class SequenceGroup:
         self._written_bytes = 0
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether the request has ended."""
+        return self._closed
+
     # --- rounds ---------------------------------------------------------------------------------
 
     def begin(

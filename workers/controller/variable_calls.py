@@ -35,8 +35,11 @@ class VariableCalls:
         self._calls: dict[tuple[int, int, int], _Call] = {}
         self._lock = threading.Lock()
 
-    def perform(self, operation: Variable) -> VariableAnswer:
-        """The answer to an operation.
+    def perform(
+        self, operation: Variable, ended: Callable[[], bool] = lambda: False
+    ) -> VariableAnswer:
+        """The answer to an operation. ``ended``: whether its request has ended; from then on
+        ``cancel`` is called, and an operation that begins later is not sent.
 
         Raises ControllerError where none comes or it is a refusal, UnavailableError where too many
         operations wait already.
@@ -47,6 +50,9 @@ class VariableCalls:
             self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
+            # Only now: what ends later finds the call in the table.
+            if ended():
+                raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
                 for _ in range(int(GIVE_UP_S / AGAIN_S)):
                     self._post(frames)
@@ -79,8 +85,11 @@ class VariableCalls:
         with self._lock:
             for (owner, seq, count), call in self._calls.items():
                 if owner == request:
-                    error = f"the request {request} has ended, and its variables with it"
-                    call.give(VariableAnswer(owner, seq, count, error=error))
+                    call.give(VariableAnswer(owner, seq, count, error=_ended(request)))
+
+
+def _ended(request: int) -> str:
+    return f"the request {request} has ended, and its variables with it"
 
 
 class _Call:

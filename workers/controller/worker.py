@@ -226,7 +226,7 @@ class ControllerWorker:
             _arg_bytes(start.arg),
             start.max_tokens,
             start.ignore_eos,
-            self._variable_calls.perform,
+            lambda operation: self._variable_calls.perform(operation, lambda: group.closed),
         )
         self._end(header.request)
         self._groups[header.request] = group

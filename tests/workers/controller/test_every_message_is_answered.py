@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from msgspec import msgpack
@@ -62,6 +62,24 @@ class Suspends(Controller):
         return sample()
 
 
+class Reads(Controller):
+    """Reads a variable in its first round, once its request has ended."""
+
+    began = threading.Event()
+    ended = threading.Event()
+    errors: ClassVar[list[str]] = []
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        self.began.set()
+        assert self.ended.wait(BOUND_S)
+        try:
+            self.host.variables.get("name")
+        except ControllerError as error:
+            self.errors.append(error.message)
+            raise
+        return sample()
+
+
 class Refuses:
     """A program whose reason is not valid Unicode."""
 
@@ -85,6 +103,7 @@ class Worker:
             "panics": Panics(),
             "free": PythonProgram(Controller),
             "fails": PythonProgram(Fails),
+            "reads": PythonProgram(Reads),
             "suspends": PythonProgram(Suspends),
         }
         settings = Settings(run_dir=str(folder))
@@ -102,6 +121,11 @@ class Worker:
 
     def start(self, request: int, controller: str, n: int = 1) -> StepResult:
         """START, with the tokenizer sent where the worker requests it."""
+        self.begin(request, controller, n)
+        return self.result(request)
+
+    def begin(self, request: int, controller: str, n: int = 1) -> None:
+        """The same; the result is not awaited."""
         name = VocabularyName(fingerprint="f", size=300, eos=[0])
         start = Start(
             controller=controller, prompt=[1], n=n, max_tokens=9, model="m", vocabulary=name
@@ -109,7 +133,6 @@ class Worker:
         self.send(b"START", msgpack.encode(start), request, b"tenant")
         json = byte_level().to_str().encode()
         self.send(b"TOKENIZER_JSON", msgpack.encode(TokenizerAnswer(fingerprint="f")), 0, json)
-        return self.result(request)
 
     def step(self, request: int, seq: int = 0, **more: Any) -> StepResult:
         stepped = StepSequence(request, seq, [5], **more)
@@ -228,6 +251,17 @@ def test_a_second_start_of_a_request_closes_the_controllers_of_the_first(worker:
     assert worker.start(1, "free").then == "sample"
     assert not first._sequences
     assert worker.worker._groups[1] is not first
+
+
+def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Worker) -> None:
+    worker.begin(1, "reads")
+    assert Reads.began.wait(BOUND_S)
+    worker.send(b"END", msgpack.encode({"requests": [1]}))
+    # The next START shows that END has been handled.
+    assert worker.start(2, "free").then == "sample"
+    Reads.ended.set()
+    worker.result(1)
+    assert Reads.errors == ["the request 1 has ended, and its variables with it"]
 
 
 def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
