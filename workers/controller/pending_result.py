@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code
 from ...protocol.header import encode_header
 from ...protocol.worker_messages import Result, StepResult
 from ..machine import machine_id
+from .pool import Job
 from .sequence_group import Round, SequenceGroup
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ class PendingResult:
 
     ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
     sequences that these results wake, and with results of sequences that can never be woken.
+    ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there, as
+    that takes milliseconds where their memory is large, and ``flush`` is called on the thread that
+    enforces the time limits.
     ``order`` is one lock for all results of a worker: a STEP that arrives at once finds its
     sequences waiting for the model, and the result of a woken sequence is sent after the one that
     suspended it.
@@ -38,12 +42,14 @@ class PendingResult:
         rounds: int,
         post: Callable[[list[bytes]], None],
         sent: Callable[[SequenceGroup, list[Round], list[StepResult]], None],
+        submit: Callable[[Iterable[Job]], None],
         order: threading.Lock,
     ) -> None:
         self._gpu = gpu
         self._missing = rounds
         self._post = post
         self._sent = sent
+        self._submit = submit
         self._order = order
         self._parts: list[Part] = []
         self._lock = threading.Lock()
@@ -94,7 +100,8 @@ class PendingResult:
             self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
-            group.free()
+            if group.has_unfreed:
+                self._submit([group.free])
 
 
 def _encoded(sequences: list[StepResult]) -> bytes:

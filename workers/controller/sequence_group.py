@@ -80,6 +80,11 @@ class SequenceGroup:
         """Whether the request has ended."""
         return self._closed
 
+    @property
+    def has_unfreed(self) -> bool:
+        """Whether there is something to ``free``."""
+        return bool(self._unfreed)
+
     # --- rounds ---------------------------------------------------------------------------------
 
     def begin(

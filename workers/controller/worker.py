@@ -312,7 +312,9 @@ class ControllerWorker:
         self._bus.post([b"RESULT", encode_header(0, gpu), body])
 
     def _new_result(self, gpu: int, rounds: int) -> PendingResult:
-        pending = PendingResult(gpu, rounds, self._bus.post, self._after_send, self._order)
+        pending = PendingResult(
+            gpu, rounds, self._bus.post, self._after_send, self._pool.submit, self._order
+        )
         with self._pending_lock:
             self._pending.append(pending)
             if len(self._pending) > 64:

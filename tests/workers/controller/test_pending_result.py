@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import cache
 
 import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.pending_result import PendingResult
+from tokenbus.workers.controller.pool import Job
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
@@ -29,6 +31,11 @@ def program(pre: str) -> NativeProgram:
     return NativeProgram(engine, wasmtime.Module(engine, with_exported_globals(guest(pre=pre))))
 
 
+def run_all(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job()
+
+
 def begun(pre: str = "") -> tuple[SequenceGroup, list[StepResult]]:
     group = SequenceGroup(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
     return group, group.begin(program(pre), vocabulary(WORDS), [1, 2])
@@ -42,7 +49,7 @@ def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
         # The GPU worker is as quick as can be: it has sampled before post returns.
         found.append(group.step(0, [65], False, None) is not None)
 
-    PendingResult(1, 1, post, lambda *_: None, threading.Lock()).add(group, results)
+    PendingResult(1, 1, post, lambda *_: None, run_all, threading.Lock()).add(group, results)
     assert found == [True]
     group.close()
     group.free()
@@ -60,11 +67,11 @@ def test_a_sequence_that_is_woken_by_an_answer_is_played_after_it_was_sent() -> 
         assert not failed
         done.extend(["woken"] * len(rounds))
 
-    PendingResult(1, 1, post, woken, threading.Lock()).add(group, results)
+    PendingResult(1, 1, post, woken, run_all, threading.Lock()).add(group, results)
     steps = [group.step(seq, [65], False, None) for seq in (1, 0)]
     for stepped in steps:
         assert stepped is not None
-        PendingResult(1, 1, post, woken, threading.Lock()).add(group, stepped[1]())
+        PendingResult(1, 1, post, woken, run_all, threading.Lock()).add(group, stepped[1]())
     assert done == ["sent", "sent", "sent", "woken"]
     group.close()
     group.free()
@@ -77,6 +84,17 @@ def test_controllers_that_are_over_are_freed_after_the_answer_was_sent() -> None
     def post(frames: list[bytes]) -> None:
         left.append(len(group._unfreed))
 
-    PendingResult(1, 1, post, lambda *_: None, threading.Lock()).add(group, results)
+    PendingResult(1, 1, post, lambda *_: None, run_all, threading.Lock()).add(group, results)
     assert left == [1]
     assert not group._unfreed
+
+
+def test_controllers_are_freed_by_a_job_and_not_by_the_thread_that_flushes() -> None:
+    group, results = begun("(return (i32.const 0))")
+    jobs: list[Job] = []
+    pending = PendingResult(1, 2, lambda _: None, lambda *_: None, jobs.extend, threading.Lock())
+    pending.add(group, results)
+    pending.flush(pending._began + 1)
+    assert group.has_unfreed
+    run_all(jobs)
+    assert not group.has_unfreed

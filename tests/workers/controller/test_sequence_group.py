@@ -19,7 +19,7 @@ from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskFiles, MaskRows
 from tokenbus.workers.controller.pending_result import PendingResult
-from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.pool import Job, Pool
 from tokenbus.workers.controller.python import (
     Controller,
     Decision,
@@ -455,7 +455,10 @@ class Answered:
         self.attachments: list[list[bytes]] = []
         self.woken: list[tuple[list[Round], list[StepResult]]] = []
         self.on_post: Callable[[], None] = lambda: None
-        self.pending = PendingResult(9, parts, self._post, self._woken, threading.Lock())
+        self.jobs: list[Job] = []
+        self.pending = PendingResult(
+            9, parts, self._post, self._woken, self.jobs.extend, threading.Lock()
+        )
 
     def _post(self, frames: list[bytes]) -> None:
         word, header, body, *attachments = frames
