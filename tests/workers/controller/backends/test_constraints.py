@@ -271,7 +271,9 @@ def test_a_grammar_without_a_token_that_goes_on_ends_with_the_text_so_far(
     for token in (1, 2):
         assert run.mid() == {token}
         run.post([token])
-    with pytest.raises(ControllerError, match=r"no token of this model .* so far: 'ab'"):
+    with pytest.raises(
+        ControllerError, match=r"no token of this model's vocabulary .* so far: 'ab'"
+    ):
         run.mid()
 
 
