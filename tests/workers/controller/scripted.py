@@ -114,7 +114,7 @@ class Gated(Controller):
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         self.rounds += 1
-        while Path(self.arg).stat().st_size < self.rounds:
+        while Path(str(self.arg)).stat().st_size < self.rounds:
             time.sleep(0.002)
         return sample()
 
