@@ -33,7 +33,7 @@ PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# What starts no process, in a minute or so.
+# What starts no process, in about two minutes.
 test-quick: install
 	$(PYTEST) -m 'not process' $(ARGS)
 
