@@ -32,6 +32,7 @@ ROLES = {
     b"GENERATE": "gpu",
     b"SCORE": "gpu",
     b"MODEL_INFO": "gpu",
+    b"TOKENIZER": "gpu",
     b"UPLOAD": "controller",
     b"TAG": "controller",
     b"TAGS": "controller",

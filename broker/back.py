@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _FRONT, _BACK = Side.FRONT, Side.BACK
 RELAYED = frozenset(
-    (b"STEP", b"RESULT", b"TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
+    (b"STEP", b"RESULT", b"FETCH_TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
 )
 """What one worker sends another; the broker reads only the header."""
 

@@ -20,7 +20,15 @@ from ..protocol.errors import (
     TokenbusError,
     UnavailableError,
 )
-from ..protocol.messages import ModelInfo, Status, StoredModule, System, Token
+from ..protocol.messages import (
+    ModelInfo,
+    Status,
+    StoredModule,
+    StreamStatus,
+    System,
+    Token,
+    TokenizerFiles,
+)
 from .async_client import AsyncClient
 from .client import Client
 from .request_options import GenerateOptions, RequestOptions
@@ -46,8 +54,10 @@ __all__ = [
     "Status",
     "StoredModule",
     "Stream",
+    "StreamStatus",
     "System",
     "Token",
+    "TokenizerFiles",
     "TokenbusError",
     "UnavailableError",
 ]

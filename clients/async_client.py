@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule
+from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
 from .connection import Connection, Delivery
@@ -30,6 +30,7 @@ from .request_options import (
     stored_modules,
     tag_call,
     tags_call,
+    tokenizer_call,
     upload_call,
 )
 from .results import GeneratedSequence, Scores
@@ -78,7 +79,7 @@ class AsyncClient:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = self._stream(score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = await stream.wait() or [GeneratedSequence(0)]
-        return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
+        return Scores.of(sequence)
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""
@@ -86,9 +87,15 @@ class AsyncClient:
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
 
-    async def status(self, *, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues."""
-        answer = await self._ask(status_call(timeout_s))
+    async def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
+        """The tokenizer of a model; see ``Client.tokenizer``."""
+        answer = await self._ask(tokenizer_call(model, timeout_s))
+        assert isinstance(answer.tokenizer, TokenizerFiles)
+        return answer.tokenizer
+
+    async def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
+        """Workers, sessions and queues; with ``streams``, the live streams of all clients too."""
+        answer = await self._ask(status_call(timeout_s, streams))
         assert isinstance(answer.status, Status)
         return answer.status
 

@@ -12,6 +12,7 @@ from ..protocol.messages import (
     Delete,
     Generate,
     ModelInfoRequest,
+    ModelTokenizerRequest,
     Msg,
     Score,
     StatusRequest,
@@ -23,7 +24,16 @@ from ..protocol.messages import (
 )
 
 Request = (
-    Generate | Score | ModelInfoRequest | StatusRequest | Buffer | Upload | Tag | Tags | Delete
+    Generate
+    | Score
+    | ModelInfoRequest
+    | ModelTokenizerRequest
+    | StatusRequest
+    | Buffer
+    | Upload
+    | Tag
+    | Tags
+    | Delete
 )
 
 

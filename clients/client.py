@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule
+from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
 from .connection import Connection, Delivery
@@ -27,6 +27,7 @@ from .request_options import (
     stored_modules,
     tag_call,
     tags_call,
+    tokenizer_call,
     upload_call,
 )
 from .results import GeneratedSequence, Scores
@@ -77,7 +78,7 @@ class Client:
         call = score_call(prompt, scored, options)
         stream = Stream(self, self._connection, call, options.get("on_system"))
         [sequence] = stream.wait() or [GeneratedSequence(0)]
-        return Scores(sequence.tokens, sequence.logprobs, sequence.texts)
+        return Scores.of(sequence)
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""
@@ -85,9 +86,18 @@ class Client:
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
 
-    def status(self, *, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues."""
-        answer = self._ask(status_call(timeout_s))
+    def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
+        """The tokenizer of a model, up to some 20 MB, with its chat template and special tokens.
+
+        Raises RequestError if the model has none that the tokenizers library reads.
+        """
+        answer = self._ask(tokenizer_call(model, timeout_s))
+        assert isinstance(answer.tokenizer, TokenizerFiles)
+        return answer.tokenizer
+
+    def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
+        """Workers, sessions and queues; with ``streams``, the live streams of all clients too."""
+        answer = self._ask(status_call(timeout_s, streams))
         assert isinstance(answer.status, Status)
         return answer.status
 

@@ -16,6 +16,7 @@ from ..protocol.messages import (
     Delete,
     Generate,
     ModelInfoRequest,
+    ModelTokenizerRequest,
     Msg,
     Score,
     StatusRequest,
@@ -35,7 +36,7 @@ OnSystem = Callable[[System], None]
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
 ASK_S = 30.0
-"""How long ``model_info`` and ``status`` wait for their answer, in seconds."""
+"""How long ``model_info``, ``tokenizer`` and ``status`` wait for their answer, in seconds."""
 UPLOAD_S = 120.0
 """How long ``upload_controller`` waits, in seconds; compiling a large module takes long."""
 STORE_RETRY_S = 10.0
@@ -86,6 +87,10 @@ class GenerateOptions(RequestOptions, total=False):
     """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
     """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
+    inspect: bool
+    """Entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
+    trace: str
+    """The ``traceparent`` of the request (W3C Trace Context)."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
@@ -131,9 +136,16 @@ def model_info_call(model: str, timeout_s: float) -> Call:
     return Call(b"MODEL_INFO", message, timeout_s=timeout_s, retry_s=timeout_s)
 
 
-def status_call(timeout_s: float) -> Call:
+def tokenizer_call(model: str, timeout_s: float) -> Call:
+    """The call of a TOKENIZER; it waits for a model that is being loaded."""
+    message = ModelTokenizerRequest(stream_id=0, model=model)
+    return Call(b"TOKENIZER", message, timeout_s=timeout_s, retry_s=timeout_s)
+
+
+def status_call(timeout_s: float, streams: bool = False) -> Call:
     """The call of a STATUS."""
-    return Call(b"STATUS", StatusRequest(stream_id=0), timeout_s=timeout_s)
+    message = StatusRequest(stream_id=0, streams=streams)
+    return Call(b"STATUS", message, timeout_s=timeout_s)
 
 
 def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:

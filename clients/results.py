@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET
 
 from ..protocol.errors import Code, RequestTimeoutError, TokenbusError, error_for
-from ..protocol.messages import Token
+from ..protocol.messages import ConstraintEnd, Token
 from .calls import Call
 
 
@@ -38,6 +38,12 @@ class GeneratedSequence:
     """Why it failed, if it did."""
     code: str | None = None
     """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
+    constraint: ConstraintEnd | None = None
+    """How the text ended under a built-in constraint: ``complete``, ``closed`` or ``cut``."""
+    prompt_tokens: int = 0
+    """The tokens of the stream's prompt, those of buffers included."""
+    cached_tokens: int = 0
+    """How many of them were in the worker's cache already."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -62,6 +68,8 @@ class GeneratedSequence:
             self.tokens[:at],
             self.logprobs[:at],
             top_logprobs=self.top_logprobs[:at],
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             _pieces=self._pieces[:at],
         )
 
@@ -82,7 +90,7 @@ class GeneratedSequence:
         self.storage += entry.storage
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
-            self.code = entry.code
+            self.code, self.constraint = entry.code, entry.constraint
 
 
 class Sequences:
@@ -90,9 +98,12 @@ class Sequences:
 
     def __init__(self) -> None:
         self.by_seq: dict[int, GeneratedSequence] = {}
+        self._prompt_tokens = self._cached_tokens = 0
 
     def add(self, entry: Token) -> None:
         """Adds one entry."""
+        if entry.prompt_tokens:
+            self._prompt_tokens, self._cached_tokens = entry.prompt_tokens, entry.cached_tokens
         sequence = self.by_seq.get(entry.seq)
         if sequence is None:
             parent = self.by_seq.get(entry.parent) if entry.parent is not None else None
@@ -100,7 +111,12 @@ class Sequences:
             if parent is not None:
                 sequence = parent._fork(entry.seq, at)
             else:
-                sequence = GeneratedSequence(entry.seq, entry.parent)
+                sequence = GeneratedSequence(
+                    entry.seq,
+                    entry.parent,
+                    prompt_tokens=self._prompt_tokens,
+                    cached_tokens=self._cached_tokens,
+                )
             self.by_seq[entry.seq] = sequence
         sequence._add(entry)
 
@@ -127,6 +143,20 @@ class Scores:
     logprobs: list[float]
     texts: list[str]
     """Each token's text, where text was scored."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """As in ``GeneratedSequence``."""
+
+    @classmethod
+    def of(cls, scored: GeneratedSequence) -> Scores:
+        """The answer in the only sequence of a SCORE."""
+        return cls(
+            scored.tokens,
+            scored.logprobs,
+            scored.texts,
+            scored.prompt_tokens,
+            scored.cached_tokens,
+        )
 
     @property
     def total(self) -> float:

@@ -34,6 +34,10 @@ Count = Annotated[int, Meta(ge=0)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
+ConstraintEnd = Literal["complete", "closed", "cut"]
+"""How the text of a sequence under a built-in constraint ended: it is a whole value; it is one
+because the shortest completion was appended before the limit; it ends inside a value."""
+TraceParent = Annotated[str, Meta(max_length=256)]
 
 
 # --- client to broker ---------------------------------------------------------------------------
@@ -79,6 +83,10 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """Higher goes first."""
     timeout_s: Timeout | None = None
     """End the stream, with ``timeout``, this many seconds after it arrived."""
+    inspect: bool = False
+    """TOKEN entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
+    trace: TraceParent = ""
+    """The ``traceparent`` of the request (W3C Trace Context); workers pass it on as it is."""
 
 
 class Score(Struct, kw_only=True, omit_defaults=True):
@@ -133,10 +141,22 @@ class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
     model: str = ""
 
 
+class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
+    """``TOKENIZER``: the tokenizer of a model; answered by ``MSG {"tokenizer": …}``.
+
+    A model that has no tokenizer in the form of the tokenizers library gets an ``unsupported``.
+    """
+
+    stream_id: StreamId
+    model: str = ""
+
+
 class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     """``STATUS``: workers, sessions and queues; answered by ``MSG {"status": …}``."""
 
     stream_id: StreamId
+    streams: bool = False
+    """List the live streams of all sessions too."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -257,6 +277,19 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """The code that belongs to ``error``."""
     live: int = 0
     """In an entry with a finish_reason: running sequences of the stream; 0: it has ended."""
+    prompt_tokens: int = 0
+    """In the first entry of a stream: the tokens of its prompt, those of buffers included."""
+    cached_tokens: int = 0
+    """In the first entry of a stream: how many of them were in the cache already."""
+    constraint: ConstraintEnd | None = None
+    """In the last entry of a sequence under a built-in constraint: how its text ended."""
+    allowed: int | UnsetType = UNSET
+    """``inspect``: how many tokens the mask allowed where this one was sampled; absent without a
+    mask."""
+    cut: list[int] = []
+    """``inspect``: those of the most likely tokens that the mask forbade, the likeliest first."""
+    round_us: int = 0
+    """``inspect``: how long the controller's round before this token took, in microseconds."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):
@@ -290,6 +323,40 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """Whether its sequences may fork."""
 
 
+class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
+    """The tokenizer of a model, for programs that tokenize and detokenize themselves."""
+
+    fingerprint: str
+    """As in ``ModelInfo``."""
+    json: str
+    """What the tokenizers library reads (``tokenizer.json``); up to some 20 MB."""
+    chat_template: str = ""
+    """A Jinja template, as transformers has it; empty: the model has none."""
+    special_tokens: dict[str, str] = {}
+    """By their names in transformers: ``bos_token``, ``eos_token``, ``pad_token``, …"""
+
+
+class StreamStatus(Struct, kw_only=True, omit_defaults=True):
+    """A live stream, as ``STATUS`` with ``streams`` shows it."""
+
+    request: int
+    """The broker's own number of the request."""
+    type: str
+    """``GENERATE``, ``SCORE``, or another message that a worker answers."""
+    state: Literal["waiting", "running"]
+    """Waiting for a worker, or with one."""
+    age_s: float
+    """Since it arrived."""
+    client: str = ""
+    """The program, as it named itself in ``HELLO``."""
+    model: str = ""
+    """As the request named it."""
+    worker: str = ""
+    controller: str = ""
+    controller_worker: str = ""
+    priority: int = 0
+
+
 class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     """A worker, as ``STATUS`` shows it."""
 
@@ -317,6 +384,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     queued: int
     workers: list[WorkerStatus]
     counters: dict[str, int] = {}
+    live: list[StreamStatus] = []
+    """With ``streams``: the live streams of all sessions, in the order of their arrival."""
 
 
 class Msg(Struct, kw_only=True, omit_defaults=True):
@@ -326,6 +395,7 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
+    tokenizer: TokenizerFiles | UnsetType = UNSET
     result: Any = UNSET
 
 
@@ -379,6 +449,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"ATTACH": Attach,
     b"BUFFER": Buffer,
     b"MODEL_INFO": ModelInfoRequest,
+    b"TOKENIZER": ModelTokenizerRequest,
     b"STATUS": StatusRequest,
     b"UPLOAD": Upload,
     b"TAG": Tag,

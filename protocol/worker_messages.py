@@ -14,18 +14,21 @@ from .messages import (
     Attach,
     Buffer,
     Cancel,
+    ConstraintEnd,
     Delete,
     Error,
     FinishReason,
     Generate,
     ModelInfo,
     ModelInfoRequest,
+    ModelTokenizerRequest,
     Msg,
     Score,
     System,
     Tag,
     Tags,
     Token,
+    TraceParent,
     Upload,
 )
 from .sampling import TokenId
@@ -117,7 +120,7 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     """What a controller needs of a model: the fingerprint of its tokenizer, the size of a mask."""
 
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON, which ``TOKENIZER`` requests."""
+    """SHA-256 of the tokenizer's canonical JSON, which ``FETCH_TOKENIZER`` requests."""
     size: int
     """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
@@ -141,6 +144,10 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     """An end-of-sequence token does not end a sequence. Otherwise it does, unless the controller
     appends, drops, forks or suspends."""
+    inspect: bool = False
+    """Each result has the time of its round."""
+    trace: TraceParent = ""
+    """As in ``GENERATE``."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -189,6 +196,10 @@ class StepResult(Struct, array_like=True):
     """``error``: its code."""
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
+    constraint: ConstraintEnd | None = None
+    """``stop`` of a built-in constraint: how its text stands at the end."""
+    round_us: int = 0
+    """With ``Start.inspect``: how long the round took, in microseconds."""
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
@@ -218,8 +229,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     requests: list[Id]
 
 
-class TokenizerRequest(Struct, kw_only=True, omit_defaults=True):
-    """``TOKENIZER``: a controller worker requests the tokenizer of this fingerprint."""
+class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
+    """``FETCH_TOKENIZER``: a controller worker requests the tokenizer of this fingerprint."""
 
     fingerprint: str
 
@@ -280,7 +291,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"START": Start,
     b"STEP": Step,
     b"RESULT": Result,
-    b"TOKENIZER": TokenizerRequest,
+    b"FETCH_TOKENIZER": FetchTokenizer,
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
@@ -297,6 +308,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"CANCEL": Cancel,
     b"ATTACH": Attach,
     b"MODEL_INFO": ModelInfoRequest,
+    b"TOKENIZER": ModelTokenizerRequest,
     b"UPLOAD": Upload,
     b"TAG": Tag,
     b"TAGS": Tags,
@@ -306,7 +318,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"RESULT": Result,
     b"LOST": Lost,
     b"END": End,
-    b"TOKENIZER": TokenizerRequest,
+    b"FETCH_TOKENIZER": FetchTokenizer,
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,

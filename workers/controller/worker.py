@@ -30,6 +30,7 @@ from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
     ANY_MODULE,
     End,
+    FetchTokenizer,
     LiveRequest,
     Register,
     Registered,
@@ -39,7 +40,6 @@ from ...protocol.worker_messages import (
     StepResult,
     StepSequence,
     TokenizerAnswer,
-    TokenizerRequest,
 )
 from ..bus import Bus, FromBus
 from ..machine import machine_id
@@ -341,8 +341,8 @@ class ControllerWorker:
     # --- tokenizers and modules -----------------------------------------------------------------
 
     def _request_tokenizer(self, fingerprint: str, gpu: int) -> None:
-        body = encode_body(TokenizerRequest(fingerprint=fingerprint), "msgpack")
-        self._bus.post([b"TOKENIZER", encode_header(0, gpu), body])
+        body = encode_body(FetchTokenizer(fingerprint=fingerprint), "msgpack")
+        self._bus.post([b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _serve_store(self, message: FromBus) -> None:
         """A client's request to the module store; the last attachment is the client's tenant."""

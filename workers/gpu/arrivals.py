@@ -10,7 +10,16 @@ import msgspec
 
 from ...protocol.bodies import decode_as
 from ...protocol.errors import Code, RequestError
-from ...protocol.messages import Cancel, Generate, ModelInfoRequest, Msg, Score, System, Token
+from ...protocol.messages import (
+    Cancel,
+    Generate,
+    ModelInfoRequest,
+    ModelTokenizerRequest,
+    Msg,
+    Score,
+    System,
+    Token,
+)
 from ...protocol.worker_messages import Start, VocabularyName
 from ..bus import FromBus
 from .engine import Engine
@@ -19,10 +28,11 @@ from .models import Failed, LoadEvent, Models, Progress, Ready, model_info
 from .prompts import prompt_tokens, tokenize
 from .steering import Steering
 from .streams import Frames, Stream, message_frames
+from .tokenizer_files import TokenizerAnswers
 
 log = logging.getLogger(__name__)
 
-Request = Generate | Score | ModelInfoRequest
+Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest
 
 
 @dataclass(slots=True)
@@ -55,6 +65,7 @@ class Arrivals:
         self._steering = steering
         self._post = post
         self._on_models = on_models
+        self._tokenizers = TokenizerAnswers()
         self._waiting: dict[int, Waiting] = {}
         self._logged = ("", 0)
         """The stage of loading, and the tenth of it, that was logged last."""
@@ -133,6 +144,9 @@ class Arrivals:
         if isinstance(message, ModelInfoRequest):
             answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
             self._post(message_frames(stream, b"MSG", answer, final=True))
+            return
+        if isinstance(message, ModelTokenizerRequest):
+            self._post(self._tokenizers.frames(stream, engine.loaded))
             return
         prompt = prompt_tokens(message, waiting.attachments, tokenizer)
         common = {"priority": message.priority, "client": stream.session}
@@ -225,6 +239,8 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
             eos=sorted(engine.loaded.eos_token_ids),
         ),
         ignore_eos=message.ignore_eos,
+        inspect=message.inspect,
+        trace=message.trace,
     )
 
 

@@ -50,6 +50,9 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON; empty without one."""
+    tokenizer_json: bytes | None
+    """The tokenizer as the tokenizers library writes it, kept because writing it takes up to a
+    second; None where that library cannot."""
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
@@ -109,6 +112,7 @@ def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
     vocab_size = embeddings.weight.shape[0] if embeddings is not None else config.vocab_size
     parameter = next(model.parameters())
     layers, soft_caps = _probe(name, model)
+    tokenizer_json = _tokenizer_json(tokenizer)
     return LoadedModel(
         name=name,
         model=model,
@@ -116,7 +120,8 @@ def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
         vocab_size=vocab_size,
         context_length=getattr(config, "max_position_embeddings", None) or 2048,
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        fingerprint=_fingerprint(tokenizer),
+        fingerprint=_fingerprint(tokenizer, tokenizer_json),
+        tokenizer_json=tokenizer_json,
         num_parameters=model.num_parameters(),
         dtype=parameter.dtype,
         device=parameter.device,
@@ -278,11 +283,18 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _fingerprint(tokenizer: Any) -> str:
+def _tokenizer_json(tokenizer: Any) -> bytes | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    written: str = backend.to_str()
+    return written.encode()
+
+
+def _fingerprint(tokenizer: Any, tokenizer_json: bytes | None) -> str:
     if tokenizer is None:
         return ""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    content = tokenizer.get_vocab() if tokenizer_json is None else json.loads(tokenizer_json)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 

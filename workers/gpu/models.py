@@ -191,10 +191,3 @@ def model_info(loaded: LoadedModel) -> ModelInfo:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
     )
-
-
-def tokenizer_json(loaded: LoadedModel) -> str | None:
-    """A model's tokenizer as ``tokenizers`` JSON; None where it has none of that kind."""
-    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
-    json: str | None = backend.to_str() if backend is not None else None
-    return json

@@ -17,22 +17,23 @@ from ...protocol.messages import (
     Cancel,
     Generate,
     ModelInfoRequest,
+    ModelTokenizerRequest,
     Score,
 )
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
+    FetchTokenizer,
     LiveRequest,
     Lost,
     Register,
     Registered,
     TokenizerAnswer,
-    TokenizerRequest,
 )
 from ..bus import Bus, FromBus
 from .arrivals import Arrivals
 from .engine import Engine, TokenOutput
 from .live_streams import LiveStreams
-from .models import Models, device_works, tokenizer_json
+from .models import Models, device_works
 from .ranks import Ranks
 from .steering import Steering, decision_timeout
 from .streams import Stream, attached_frames
@@ -212,6 +213,8 @@ class GpuWorker:
                 self._arrivals.request(message, Score)
             case b"MODEL_INFO":
                 self._arrivals.request(message, ModelInfoRequest)
+            case b"TOKENIZER":
+                self._arrivals.request(message, ModelTokenizerRequest)
             case b"CANCEL":
                 self._cancel(message.header.request, decode_as(Cancel, message.body))
             case b"ATTACH":
@@ -227,7 +230,7 @@ class GpuWorker:
                     self._streams.send(ends)
             case b"LOST":
                 self._lost(decode_as(Lost, message.body, "msgpack"))
-            case b"TOKENIZER":
+            case b"FETCH_TOKENIZER":
                 self._tokenizer(message)
             case b"DRAIN":
                 self.stop("the broker drains it")
@@ -263,23 +266,18 @@ class GpuWorker:
 
     def _tokenizer(self, message: FromBus) -> None:
         """Sends the tokenizer that a controller worker needs, or why there is none."""
-        wanted: TokenizerRequest = decode_as(TokenizerRequest, message.body, "msgpack")
+        wanted: FetchTokenizer = decode_as(FetchTokenizer, message.body, "msgpack")
         loaded = (e.loaded for e in self._models.engines.values())
         found = next((m for m in loaded if m.fingerprint == wanted.fingerprint), None)
-        json, error = None, None
+        json = found.tokenizer_json if found is not None else None
+        error = None
         if found is None:
             error = f"no loaded model has a tokenizer of the fingerprint {wanted.fingerprint}"
-        else:
-            try:
-                json = tokenizer_json(found)
-                if json is None:
-                    error = "the model has no tokenizer in the form of the tokenizers library"
-            except Exception as failed:
-                log.exception("the tokenizer of %s cannot be sent", found.name)
-                error = f"the model's tokenizer cannot be written as JSON: {failed}"
+        elif json is None:
+            error = "the model has no tokenizer in the form of the tokenizers library"
         answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)
         head = encode_header(0, message.header.address)
-        attachments = [json.encode()] if json is not None else []
+        attachments = [json] if json is not None else []
         self._bus.post([b"TOKENIZER_JSON", head, encode_body(answer, "msgpack"), *attachments])
 
     def _release(self, stream: Stream) -> None:
