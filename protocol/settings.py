@@ -88,6 +88,18 @@ class Settings(Struct, kw_only=True, frozen=True):
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
     """Controller worker processes of ``tokenbus up``; with one or more, a state worker too."""
+    http: str = "127.0.0.1:8080"
+    """Where the gateways listen for HTTP and WebSocket; ``none``: no gateway."""
+    gateways: AtLeastOne = 1
+    """Gateway processes of ``tokenbus up``. Several share the port, by SO_REUSEPORT."""
+    api_keys: str = ""
+    """A file of hashed API keys; with it, every path but ``/live`` and ``/ready`` needs a key."""
+    tls_cert: str = ""
+    """The certificate (PEM) of the gateways, for HTTPS; with ``tls_key``."""
+    tls_key: str = ""
+    """The private key of the certificate."""
+    cors: list[str] = []
+    """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
     drain_s: Positive = 30.0
     """How long a worker that is stopped goes on with its running requests."""
 
@@ -120,6 +132,8 @@ class Settings(Struct, kw_only=True, frozen=True):
         return self.back or f"ipc://{self.run_folder}/back.sock"
 
 
+_LISTS = frozenset({"allow", "cors"})
+"""Settings with several values, which are separated by commas in a variable."""
 _NAMES = {field.name for field in msgspec.structs.fields(Settings)}
 
 
@@ -176,7 +190,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def _from_text(name: str, text: str) -> Any:
-    if name == "allow":
+    if name in _LISTS:
         return [part.strip() for part in text.split(",") if part.strip()]
     return text
 

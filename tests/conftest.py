@@ -17,7 +17,7 @@ from tokenbus.clients import Client
 
 from . import counts as counts  # chooses how much property tests try
 from . import starts
-from .processes import Bus
+from .processes import Bus, Gateway
 
 
 def pytest_configure() -> None:
@@ -86,6 +86,12 @@ def steered(processes: None) -> Iterator[Bus]:
         bus.wait_for_models("embedded")
         bus.wait_for_roles("controller", "state")
         yield bus
+
+
+@pytest.fixture(scope="session")
+def gateway(steered: Bus) -> Gateway:
+    """A gateway of that bus, without API keys."""
+    return steered.start_gateway()
 
 
 @pytest.fixture

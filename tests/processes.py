@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+import httpx
 import pytest
 from tokenbus.clients import Client, TokenbusError
 
@@ -32,6 +33,7 @@ LASTING: dict[str, object] = {
 def clean_environment(**settings: object) -> dict[str, str]:
     """The environment without the user's own settings, and with these ones."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+    settings.setdefault("http", "none")  # Else all would share one port.
     return own | {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
 
 
@@ -100,6 +102,25 @@ class Process:
         self._process.wait()
 
 
+class Gateway:
+    """A running gateway, and where it listens."""
+
+    def __init__(self, process: Process, url: str) -> None:
+        self.process = process
+        self.url = url
+        """As ``http://127.0.0.1:20000``."""
+        self.ws_url = url.replace("http", "ws", 1) + "/"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answers requests; fails the test if it has ended."""
+        assert self.process.alive, self.process.log
+        try:
+            return httpx.get(f"{self.url}/live", verify=False, timeout=10.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
 class Bus:
     """A broker, and any number of workers, in a folder of their own."""
 
@@ -118,6 +139,7 @@ class Bus:
         self.workers: list[Process] = []
         """The GPU workers."""
         self.others: list[Process] = []
+        self.gateways: list[Gateway] = []
         self.broker = self.start_broker()
 
     def start_broker(self) -> Process:
@@ -142,6 +164,17 @@ class Bus:
         worker = Process(f"tokenbus.workers.{role}", log, self.environment | extra)
         self.others.append(worker)
         return worker
+
+    def start_gateway(self, scheme: str = "http", **settings: object) -> Gateway:
+        """Starts a gateway on a random port, and waits until it answers."""
+        extra = {"http": f"127.0.0.1:{free_port()}", **settings}
+        environment = {f"TOKENBUS_{k.upper()}": str(v) for k, v in extra.items()}
+        log = self.folder / f"gateway-{len(self.gateways)}.log"
+        process = Process("tokenbus.clients.gateway", log, self.environment | environment)
+        gateway = Gateway(process, f"{scheme}://{extra['http']}")
+        self.gateways.append(gateway)
+        until(lambda: gateway.answers, 300.0, "a gateway that answers")
+        return gateway
 
     def wait_for_roles(self, *roles: str, seconds: float = 300.0) -> None:
         """Waits until a worker of each of these roles has registered, as often as it is named."""
@@ -183,6 +216,7 @@ class Bus:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (*self.workers, *self.others, self.broker):
+        gateways = [gateway.process for gateway in self.gateways]
+        for process in (*gateways, *self.workers, *self.others, self.broker):
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

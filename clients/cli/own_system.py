@@ -67,6 +67,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
         model=model,
         gpu_workers=1,
         controller_workers=1,
+        http="none",
         drain_s=DRAIN_S,
     )
     supervisor = Supervisor(own)

@@ -78,6 +78,17 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="controller worker processes (1); with any, a state worker too",
     )
+    add("--http", metavar="HOST:PORT", help="HTTP and WebSocket (127.0.0.1:8080), or none")
+    add("--gateways", metavar="N", help="gateway processes, on one port (1)")
+    add("--api-keys", dest="api_keys", metavar="FILE", help="hashed API keys for HTTP")
+    add("--tls-cert", dest="tls_cert", metavar="FILE", help="certificate of the gateways: HTTPS")
+    add("--tls-key", dest="tls_key", metavar="FILE", help="private key of the certificate")
+    add(
+        "--cors",
+        action="append",
+        metavar="ORIGIN",
+        help="an origin whose pages may use the gateways; may be given again",
+    )
     add("--device", help="auto (default), cpu, cuda, cuda:1")
     add("--dtype", help="auto (default), float32, bfloat16")
     add(
@@ -128,6 +139,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
     def when_ready(client: Client) -> list[str]:
         return [
             f"ready: clients connect to {settings.front}",
+            *_http_lines(settings),
             f"try:   {_example(settings)}",
         ]
 
@@ -151,10 +163,11 @@ def _serve_model(args: argparse.Namespace, settings: Settings) -> int:
     running = [f"======== Running on {settings.front} ========", "(Press CTRL+C to quit)"]
 
     def when_ready(client: Client) -> list[str]:
+        lines = [*running, *_http_lines(settings)]
         if on_demand:
-            return [*running, f"[Loading on demand: {', '.join(settings.allow)}]"]
+            return [*lines, f"[Loading on demand: {', '.join(settings.allow)}]"]
         info = client.model_info(settings.model)
-        return [*running, f"[{settings.model} ready on device {info.device}]"]
+        return [*lines, f"[{settings.model} ready on device {info.device}]"]
 
     first = [] if on_demand else [f"[Loading {settings.model}]"]
     return run_system(settings, first, when_ready)
@@ -168,8 +181,24 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
     return end_system(settings)
 
 
+def _http_lines(settings: Settings) -> list[str]:
+    """Where the gateways are."""
+    if settings.http == "none":
+        return []
+    scheme = "https" if settings.tls_cert else "http"
+    return [f"http:  {scheme}://{settings.http}/v1, console at {scheme}://{settings.http}/console"]
+
+
 def _with_what_is_installed(settings: Settings) -> Settings:
-    """The settings; without controller workers if wasmtime is not installed."""
+    """The settings; without controller workers if wasmtime is not installed, and without gateways
+    if Starlette is not."""
+    if settings.http != "none" and find_spec("starlette") is None:
+        print(
+            "tokenbus: starlette is not installed, so that no gateway starts; "
+            "pip install 'tokenbus[gateway]' installs it",
+            file=sys.stderr,
+        )
+        settings = msgspec.structs.replace(settings, http="none")
     if settings.controller_workers and find_spec("wasmtime") is None:
         print(
             "tokenbus: wasmtime is not installed, so that no controller workers start; "

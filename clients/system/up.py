@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from ...protocol.endpoints import is_loopback
+from ...protocol.endpoints import host_and_port, is_loopback
 from ...protocol.settings import Settings
 from .. import Client
 from .faults import FAILED, WRONG_SETTING, SystemFault
@@ -29,6 +30,7 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     Raises SystemFault if the system cannot start or a process fails; no process is left then.
     """
     check_address(settings.front)
+    check_http(settings)
     supervisor = Supervisor(settings)
     with StopSignals() as signals:
         supervisor.start()
@@ -66,8 +68,35 @@ def check_address(front: str) -> None:
             "ipc:///path/of/a/socket",
             WRONG_SETTING,
         )
+    _check_loopback(front, host)
+    _check_port("front", host, port, f"--front tcp://{host}:{port + 1}")
+
+
+def check_http(settings: Settings) -> None:
+    """Raises SystemFault if the gateways could not listen on the setting ``http``."""
+    if settings.http == "none":
+        return
     try:
-        _check_loopback(front, host)
+        host, port = host_and_port(settings.http)
+    except ValueError as error:
+        raise SystemFault(f"http: {error}, or none", WRONG_SETTING) from None
+    if not is_loopback(host) and not settings.api_keys:
+        raise SystemFault(
+            f"http: {settings.http} is not a loopback address, and there are no API keys; give "
+            "--api-keys FILE ('tokenbus api-key NAME' makes a key), or use 127.0.0.1:8080",
+            WRONG_SETTING,
+        )
+    for name in ("api_keys", "tls_cert", "tls_key"):
+        file = getattr(settings, name)
+        if file and not Path(file).is_file():
+            raise SystemFault(f"{name}: the file {file} does not exist", WRONG_SETTING)
+    shown = f"[{host}]" if ":" in host else host
+    _check_port("http", host, port, f"--http {shown}:{port + 1}, or --http none")
+
+
+def _check_port(setting: str, host: str, port: int, other: str) -> None:
+    """Raises SystemFault if nothing can listen there; ``other`` is the flag of another address."""
+    try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -77,11 +106,11 @@ def check_address(front: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SystemFault(
-                f"port {port} of {host} is in use; choose another one with --front "
-                f"tcp://{host}:{port + 1}, or stop the process that listens on it"
+                f"port {port} of {host} is in use; choose another one with {other}, or stop the "
+                "process that listens on it"
             ) from None
         raise SystemFault(
-            f"front: cannot listen on {front}: {error.strerror}", WRONG_SETTING
+            f"{setting}: cannot listen on port {port} of {host}: {error.strerror}", WRONG_SETTING
         ) from None
 
 

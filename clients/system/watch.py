@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from socket import gethostname
+from socket import create_connection, gethostname
 
+from ...protocol.endpoints import host_and_port
 from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status
 from ...protocol.settings import Settings
@@ -58,6 +59,7 @@ class Watcher:
         self._control = supervisor.control
         self._run_dir = supervisor.run_dir
         self._front = settings.front
+        self._http = settings.http
         self._on_demand = settings.model == "auto"
         self._client: Client | None = None
         self.ending = False
@@ -82,6 +84,14 @@ class Watcher:
         if self._client is not None:
             self._client.close()
 
+    def _listens(self) -> bool:
+        """Whether a gateway accepts connections."""
+        try:
+            with create_connection(host_and_port(self._http), timeout=ASK_S):
+                return True
+        except OSError:
+            return False
+
     def _status(self) -> Status | None:
         with suppress(TokenbusError):
             return self.client().status(timeout_s=ASK_S)
@@ -94,6 +104,9 @@ class Watcher:
             return Shown(process, False, process.state.lower())
         if process.name == "broker":
             serves = status is not None
+            return Shown(process, serves, "up" if serves else "starting")
+        if process.name.startswith("gateway"):
+            serves = process.state == "RUNNING" or self._listens()
             return Shown(process, serves, "up" if serves else "starting")
         workers = status.workers if status is not None else []
         here = gethostname()

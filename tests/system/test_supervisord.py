@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from tokenbus.clients import Client
 from tokenbus.clients.system.conf import CONF
@@ -28,14 +29,15 @@ CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
 
 @pytest.fixture
 def checkout(folder: Path) -> Path:
-    """What supervisord sees of a checkout, with a port of its own for clients."""
+    """What supervisord sees of a checkout, with ports of its own for clients."""
     tracked = subprocess.check_output(
         ["git", "ls-files", "supervisord.conf", "run"], cwd=ROOT, text=True
     )
     for name in tracked.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / "tokenbus.toml").write_text(f'front = "tcp://127.0.0.1:{free_port()}"\nthreads = 1\n')
+    front, http = f"tcp://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    (folder / "tokenbus.toml").write_text(f'front = "{front}"\nhttp = "{http}"\nthreads = 1\n')
     return folder
 
 
@@ -74,10 +76,18 @@ def ctl(checkout: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def live(http: str) -> bool:
+    """Whether the gateway at this address answers."""
+    try:
+        return httpx.get(f"http://{http}/live").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_it_runs_the_whole_system_and_leaves_nothing(
     checkout: Path, supervisord: subprocess.Popen[str]
 ) -> None:
-    front = (checkout / "tokenbus.toml").read_text().split('"')[1]
+    _, front, _, http, _ = (checkout / "tokenbus.toml").read_text().split('"')
     with Client(front, patience_s=WAIT_S) as client:
         text = client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=WAIT_S).text
         assert text, (checkout / "output").read_text()
@@ -85,11 +95,12 @@ def test_it_runs_the_whole_system_and_leaves_nothing(
             "import ", controller="choice", controller_arg=["os", "sys"], retry_s=WAIT_S
         )
         assert steered.text in ("os", "sys")
+        until(lambda: live(http), WAIT_S, "the gateway answers")
         assert sorted(w.role for w in client.status().workers) == ["controller", "gpu", "state"]
     names = {line.split()[0].rpartition(":")[2] for line in ctl(checkout, "status").splitlines()}
-    assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0"}
+    assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0", "gateway-0"}
     run_dir = RunDir(checkout / "run")
-    assert len(started_by(run_dir)) == 4
+    assert len(started_by(run_dir)) == 5
     supervisord.send_signal(signal.SIGTERM)
     assert supervisord.wait(WAIT_S) == 0
     until(lambda: not started_by(run_dir), WAIT_S, "no process is left")

@@ -1,0 +1,57 @@
+"""``tokenbus api-key``: makes an API key for the gateways."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...protocol.settings import Settings
+from ..gateway.keys import hash_of, new_key
+from .exits import WRONG_USAGE
+
+Subparsers = Any
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser(
+        "api-key",
+        allow_abbrev=False,
+        help="make an API key for the gateways",
+        description="Prints a new API key, once, and adds its hash to a file for --api-keys.",
+    )
+    parser.add_argument("name", metavar="NAME", help="its holder, for the operator")
+    parser.add_argument(
+        "--file",
+        default="api-keys",
+        metavar="FILE",
+        help="where its hash goes (./api-keys); made where it does not exist",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace, settings: Settings) -> int:
+    if not re.fullmatch(r"[^\s#]\S{0,99}", args.name):
+        print(
+            f"tokenbus: {args.name!r} is not a valid name; use up to 100 characters without spaces",
+            file=sys.stderr,
+        )
+        return WRONG_USAGE
+    key = new_key()
+    path = Path(args.file)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
+            file.write(f"{args.name} {hash_of(key)}\n")
+    except OSError as error:
+        print(f"tokenbus: cannot write {path}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(key)
+    print(
+        f"tokenbus: {path} has its hash; gateways accept it after a restart with --api-keys {path}",
+        file=sys.stderr,
+    )
+    return 0

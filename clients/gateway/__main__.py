@@ -1,0 +1,49 @@
+"""``python -m tokenbus.clients.gateway``: one gateway, set by the environment."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from ...protocol.settings import SettingError, load
+
+
+def main() -> int:
+    """Runs the gateway until SIGINT or SIGTERM; the exit code."""
+    try:
+        from .app import build
+        from .keys import ApiKeys, KeyFileError
+        from .server import BindError, GatewayServer, check_tls, listen
+    except ImportError as error:
+        print(
+            f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs what it needs",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        settings = load()
+        logging.basicConfig(
+            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        )
+        if settings.http == "none":
+            raise SettingError("http: it is 'none', so that there is nothing to serve")
+        fault = check_tls(settings)
+        if fault is not None:
+            raise SettingError(fault)
+        keys = ApiKeys.read(Path(settings.api_keys)) if settings.api_keys else None
+        listener = listen(settings)
+    except (SettingError, KeyFileError, BindError) as error:
+        print(f"tokenbus gateway: {error}", file=sys.stderr)
+        # With exit code 2, supervisord does not start it again; an address may become free.
+        return 1 if isinstance(error, BindError) and error.in_use else 2
+    server = GatewayServer(build(settings, keys), settings)
+    log = logging.getLogger("tokenbus.gateway")
+    scheme = "https" if settings.tls_cert else "http"
+    log.info("listening on %s://%s", scheme, settings.http)
+    server.run([listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

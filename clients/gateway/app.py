@@ -1,0 +1,106 @@
+"""The application: every door's routes, the checks before them, and errors in one form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from ...protocol.errors import TokenbusError
+from ...protocol.settings import Settings
+from . import health
+from .context import Gateway
+from .errors import ApiError, from_tokenbus
+from .keys import ApiKeys
+from .security import OriginCheck, RequireKey
+
+log = logging.getLogger(__name__)
+
+
+def routes() -> list[BaseRoute]:
+    """The routes of all doors."""
+    return [*health.routes()]
+
+
+def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
+    """The application of one gateway process; ``keys`` are those that it accepts, None: any."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.gateway = Gateway(settings)
+        try:
+            yield
+        finally:
+            await app.state.gateway.close()
+
+    checks = [Middleware(OriginCheck, allowed=settings.cors, any_host=keys is not None)]
+    if settings.cors:
+        checks.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
+        )
+    if keys is not None:
+        checks.append(Middleware(RequireKey, keys=keys))
+    return Starlette(
+        routes=routes(),
+        middleware=checks,
+        exception_handlers={
+            ApiError: _api_error,
+            TokenbusError: _tokenbus_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _disconnected,
+            Exception: _internal_error,
+        },
+        lifespan=lifespan,
+    )
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _tokenbus_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TokenbusError)
+    return from_tokenbus(error).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses: an unknown path, a method that a path does not have."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    path = request.url.path
+    if error.status_code == 404:
+        message = f"unknown path {path!r}; docs/http.md lists the paths"
+        return ApiError(404, message, code="unknown_path", headers=headers).response()
+    if error.status_code == 405:
+        message = (
+            f"{path} does not take {request.method}; it takes {headers.get('Allow', 'others')}"
+        )
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
+    return ApiError(error.status_code, error.detail, headers=headers).response()
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    """Nobody reads it: the status is that of nginx's log for a client that has gone."""
+    return Response(status_code=499)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(
+        500, "an internal error of the gateway; its log has the details", code="internal"
+    ).response()

@@ -1,0 +1,110 @@
+"""The bodies of requests: bounded, of the right type, and without a field that nobody reads."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct
+from starlette.requests import ClientDisconnect, Request
+
+from ...protocol.messages import MAX_BODY_BYTES
+from .errors import ApiError, field_name
+
+IGNORED_HEADER = "x-tokenbus-ignored"
+"""Names the fields of the request that have no effect."""
+
+
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The base of all bodies. A field that is not declared is refused, with its path."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Declared fields without an effect, which default to UNSET: accepted and reported."""
+
+    def ignored(self) -> list[str]:
+        """The fields without an effect that were given, by name."""
+        return sorted(name for name in self.IGNORED if getattr(self, name) is not UNSET)
+
+
+B = TypeVar("B")
+
+
+async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(int(declared), limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(size, limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(400, "the connection was closed before the whole body arrived") from None
+    return b"".join(parts)
+
+
+async def read_body(request: Request, kind: type[B], limit: int = MAX_BODY_BYTES) -> B:
+    """The JSON body of a request as a ``kind``.
+
+    Raises ApiError: 415 if it is not declared as JSON, 413 if it is too large, 400 if it is not
+    JSON or not a valid ``kind``, with the path of the field at fault.
+    """
+    check_json(request)
+    return decode_body(await read_bytes(request, limit), kind)
+
+
+def check_json(request: Request) -> None:
+    """Raises ApiError 415 if the body of a request is not declared as JSON."""
+    declared = request.headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            415,
+            f"the content type of the body is {declared or 'not given'!r}; it must be "
+            "application/json",
+            code="unsupported_media_type",
+        )
+
+
+def decode_body(body: bytes, kind: type[B]) -> B:
+    """``body`` as a ``kind``; raises ApiError 400 with the path of the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        what, path = split_validation(error)
+        raise ApiError(400, what, code="invalid_field", param=field_name(path)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What is wrong, in words, and the path of the field: ``$.messages[0].role``."""
+    what, _, path = str(error).partition(" - at ")
+    path = path.strip("`") or "$"
+    quoted = what.split("`")
+    if what.startswith("Object contains unknown field"):
+        path = f"{path}.{quoted[1]}"
+        return f"unknown field {field_name(path)!r}; docs/http.md lists the fields", path
+    if what.startswith("Object missing required field"):
+        path = f"{path}.{quoted[1]}"
+        return f"the field {field_name(path)!r} is missing", path
+    where = field_name(path)
+    shown = what.replace("`", "")
+    return (f"{where}: {shown}" if where else shown), path
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The header that names fields without an effect; none where there are none."""
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def _too_large(size: int, limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has {size} bytes or more; the limit is {limit}",
+        code="too_large",
+    )

@@ -1,0 +1,111 @@
+"""Errors as answers over HTTP: the status, and what each door writes into its own form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from starlette.responses import Response
+
+from ...protocol.errors import Code, TokenbusError
+from .json import json_response
+
+_STATUS: dict[str, int] = {
+    Code.TOO_LARGE: 413,
+    Code.UNKNOWN_MODEL: 404,
+    Code.UNKNOWN_CONTROLLER: 404,
+    Code.NOT_ALLOWED: 403,
+    Code.MODEL_LOAD_FAILED: 502,
+    Code.QUEUE_FULL: 429,
+    Code.NO_WORKER: 503,
+    Code.WORKER_LOST: 503,
+    Code.SHUTTING_DOWN: 503,
+    Code.SESSION_TAKEN: 503,
+    Code.SESSION_LOST: 503,
+    Code.CONNECTION_LOST: 503,
+    Code.SLOW_CLIENT: 503,
+    Code.TIMEOUT: 504,
+    Code.INTERNAL: 500,
+}
+"""The status of a code; 400 for all others, which the request itself has caused."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    502: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+"""OpenAI's type of error for a status; ``invalid_request_error`` for all others."""
+
+_CODES: dict[str, str] = {
+    Code.UNKNOWN_MODEL: "model_not_found",
+    Code.PROMPT_TOO_LONG: "context_length_exceeded",
+}
+"""Codes that OpenAI has a name of its own for."""
+
+
+class ApiError(Exception):
+    """A request that is answered by an error.
+
+    ``type``, ``code`` and ``param`` are OpenAI's: a class of errors, the exact reason, and the
+    field at fault, as ``messages[0].content``. ``retry_after_s`` becomes ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "invalid_request_error")
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """The error in OpenAI's form, as the answer to its request."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def from_tokenbus(error: TokenbusError) -> ApiError:
+    """The same error over HTTP."""
+    status = _STATUS.get(error.code, 400)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and status in (429, 503):
+        retry_after_s = 1.0
+    return ApiError(
+        status,
+        error.message,
+        code=_CODES.get(error.code, str(error.code)),
+        param=field_name(error.path),
+        retry_after_s=retry_after_s,
+    )
+
+
+def field_name(path: str | None) -> str | None:
+    """``$.messages[0].role`` as OpenAI writes it: ``messages[0].role``."""
+    return path.removeprefix("$").removeprefix(".") or None if path else None

@@ -1,0 +1,92 @@
+"""Server-sent events. A client that disconnects ends the generation that feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .json import encode
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's and AICI's streams."""
+
+
+def event(value: object, name: str | None = None) -> bytes:
+    """An event with ``value`` as JSON; ``name`` is its type."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """An answer that sends what ``events`` yields: whole events, one or several at a time.
+
+    When the client disconnects, the generator is cancelled at its ``await`` and closed, so that a
+    stream that it reads is cancelled. While the client does not read, the generator waits.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        # A proxy must neither keep nor collect the events.
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(None, 200, own)
+        self._events = events
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """The headers; a stream has no length."""
+        super().init_headers(headers)
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until they or the connection end."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for part in self._events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if the client disconnects before.
+
+    For answers that are sent whole: nothing is generated for a client that has gone. Raises
+    ClientDisconnect then.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,62 @@
+"""API keys: a file of their hashes. Nothing here needs the packages of the gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+
+LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})")
+
+
+class KeyFileError(ValueError):
+    """A file of API keys cannot be read."""
+
+
+class ApiKeys:
+    """The API keys of a file: on each line a name and the SHA-256 of a key, hexadecimal.
+
+    The keys themselves, 256 random bits each, are not in the file. Empty lines and those that begin
+    with ``#`` are skipped.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+
+    @classmethod
+    def read(cls, path: Path) -> ApiKeys:
+        """The keys of a file; raises KeyFileError, with the line at fault."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeyFileError(f"cannot read the API keys of {path}: {error}") from None
+        names: dict[str, str] = {}
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            entry = LINE.fullmatch(text)
+            if entry is None:
+                raise KeyFileError(
+                    f"line {number} of {path} is not a name and a SHA-256 (64 hexadecimal digits); "
+                    "'tokenbus api-key NAME' makes such a line"
+                )
+            names[entry["hash"]] = entry["name"]
+        if not names:
+            raise KeyFileError(f"{path} has no API key; 'tokenbus api-key NAME' makes one")
+        return cls(names)
+
+    def name_of(self, key: str) -> str | None:
+        """The name of the holder of a key; None if it is not one of these."""
+        return self._names.get(hash_of(key))
+
+
+def new_key() -> str:
+    """A new API key: 256 random bits."""
+    return "tb-" + secrets.token_urlsafe(32)
+
+
+def hash_of(key: str) -> str:
+    """What the file has of a key. A key is random, so that a plain hash is enough."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

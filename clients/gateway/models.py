@@ -1,0 +1,116 @@
+"""The models that are served, with their tokenizers, as the bus describes them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from ...protocol.messages import ModelInfo, TokenizerFiles
+from .. import AsyncClient
+
+FRESH_S = 10.0
+"""How long a description is used without asking again, in seconds."""
+LOAD_S = 600.0
+"""How long a model may take to load on demand, in seconds."""
+
+
+@dataclass
+class ServedModel:
+    """A model and its tokenizer."""
+
+    info: ModelInfo
+    files: TokenizerFiles
+    tokenizer: Tokenizer
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    """The bytes of tokens that ``token_bytes`` was asked for."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is served."""
+        return self.info.name
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which are no text."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of ``text``; ``special``: with those that the tokenizer adds (as BOS)."""
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: list[int], *, skip_special: bool = False) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
+
+    def text_of(self, token: int) -> str:
+        """The text of one token alone; part of a character is shown as U+FFFD."""
+        if token in self.special_ids:
+            return self.tokenizer.id_to_token(token) or ""
+        # Some decoders drop a leading space at the beginning: the token is put behind another one.
+        return self._after_anchor(token)
+
+    def _after_anchor(self, token: int) -> str:
+        anchor = self._anchor
+        if anchor is None:
+            return self.tokenizer.decode([token], skip_special_tokens=False)
+        before = self.tokenizer.decode([anchor], skip_special_tokens=False)
+        both = self.tokenizer.decode([anchor, token], skip_special_tokens=False)
+        return both.removeprefix(before)
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        ids = self.tokenizer.encode("a", add_special_tokens=False).ids
+        return ids[-1] if ids else None
+
+
+class ModelTable:
+    """Asks the bus for models and keeps the answers; the tokenizers by their fingerprints."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._models: dict[str, tuple[float, ServedModel]] = {}
+        self._tokenizers: dict[str, tuple[TokenizerFiles, Tokenizer]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def get(self, name: str = "") -> ServedModel:
+        """The model of this name, loaded where it is served on demand; empty: the default.
+
+        Raises TokenbusError: ``unknown_model`` if none is served under this name.
+        """
+        kept = self._models.get(name)
+        if kept is not None and time.monotonic() - kept[0] < FRESH_S:
+            return kept[1]
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        try:
+            async with lock:
+                kept = self._models.get(name)
+                if kept is not None and time.monotonic() - kept[0] < FRESH_S:
+                    return kept[1]
+                return await self._ask(name, kept[1] if kept is not None else None)
+        finally:
+            if not lock.locked():
+                self._locks.pop(name, None)
+
+    async def _ask(self, name: str, before: ServedModel | None) -> ServedModel:
+        info = await self._client.model_info(name, timeout_s=LOAD_S)
+        if before is not None and before.info == info:
+            model = before
+        else:
+            files, tokenizer = await self._tokenizer(name, info.fingerprint)
+            model = ServedModel(info, files, tokenizer)
+        self._models[name] = (time.monotonic(), model)
+        return model
+
+    async def _tokenizer(self, name: str, fingerprint: str) -> tuple[TokenizerFiles, Tokenizer]:
+        kept = self._tokenizers.get(fingerprint)
+        if kept is None:
+            files = await self._client.tokenizer(name)
+            # A vocabulary of 130,000 tokens takes a second to read.
+            tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
+            kept = self._tokenizers[fingerprint] = files, tokenizer
+        return kept

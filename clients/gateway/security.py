@@ -1,0 +1,143 @@
+"""Who may use the gateway: API keys, and the pages of which browsers may reach it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...protocol.endpoints import is_loopback
+from .errors import ApiError
+from .keys import ApiKeys
+
+OPEN_PATHS = frozenset({"/live", "/ready"})
+"""Paths that need no key: probes of a cluster have none."""
+SUBPROTOCOL = "tokenbus"
+"""The WebSocket subprotocol that a browser names beside its key, as ``key.<KEY>``."""
+
+
+class RequireKey:
+    """Refuses requests and WebSockets without a valid API key, except ``OPEN_PATHS``.
+
+    A key comes as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic) or as the
+    password of Basic authentication (a browser that opens a page asks for it); for a WebSocket
+    from a browser as the subprotocol ``key.<KEY>`` too.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks the key, and passes the request on."""
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = [key for key in keys_of(scope, headers) if key]
+        name = next(filter(None, map(self._keys.name_of, given)), None)
+        if name is not None:
+            scope["api_key_name"] = name
+            return await self._app(scope, receive, send)
+        what = "the API key is not valid" if given else "an API key is needed"
+        page = scope["type"] == "http" and "text/html" in headers.get("accept", "")
+        scheme = 'Basic realm="tokenbus", charset="UTF-8"' if page else "Bearer"
+        error = ApiError(
+            401,
+            f"{what}; send a valid one as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'",
+            code="invalid_api_key",
+            headers={"www-authenticate": scheme},
+        )
+        return await refuse(error, scope, receive, send)
+
+
+def keys_of(scope: Scope, headers: Headers) -> list[str]:
+    """Every key that a request carries."""
+    found = [headers.get("x-api-key", "")]
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        found.append(value.strip())
+    elif scheme.lower() == "basic":
+        found.append(_password(value))
+    protocols: list[str] = scope.get("subprotocols", [])
+    found += [p.removeprefix("key.") for p in protocols if p.startswith("key.")]
+    return found
+
+
+def _password(value: str) -> str:
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+class OriginCheck:
+    """Refuses what pages of other sites make a browser send.
+
+    A browser names the page in ``Origin``. Pages of this gateway may use it, and those of
+    ``allowed`` origins (``*``: all). Without API keys (``any_host`` false) the ``Host`` must be a
+    loopback name too, so that no site can pretend, by its DNS entry, to be this gateway.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], any_host: bool) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+        self._any_host = any_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks origin and host, and passes the request on."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        error = self._fault(Headers(scope=scope))
+        if error is not None:
+            return await refuse(error, scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _fault(self, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if not self._any_host and host and not is_loopback(host_name(host)):
+            return ApiError(
+                403,
+                f"the host {host!r} is not a loopback address; use 127.0.0.1 or localhost, or "
+                "start the gateway with --api-keys",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or self._allowed & {origin, "*"}:
+            return None
+        if urlsplit(origin).netloc.lower() == host.lower():
+            return None
+        return ApiError(
+            403,
+            f"pages of {origin!r} may not use this gateway; --cors {origin} allows it",
+            code="origin_not_allowed",
+        )
+
+
+def host_name(host: str) -> str:
+    """The name or address in a ``Host`` header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request with an error, or closes a WebSocket before it is accepted."""
+    if scope["type"] == "http":
+        await error.response()(scope, receive, send)
+    elif "websocket.http.response" in scope.get("extensions", {}):
+        response = error.response()
+        await send(
+            {
+                "type": "websocket.http.response.start",
+                "status": error.status,
+                "headers": response.raw_headers,
+            }
+        )
+        await send({"type": "websocket.http.response.body", "body": bytes(response.body)})
+    else:
+        await send({"type": "websocket.close", "code": 1008, "reason": error.message[:120]})

@@ -1,0 +1,139 @@
+"""The HTTP server of a gateway process: its socket, TLS, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from ...protocol.endpoints import host_and_port, is_loopback
+from ...protocol.settings import Settings
+from .context import Gateway
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
+"""Of one WebSocket message: a controller module of 16 MiB in base64 fits."""
+READY_SEEN_S = 10.0
+"""How long a gateway that is asked to end waits until a load balancer has seen that, in seconds."""
+
+
+class BindError(Exception):
+    """The address cannot be listened on; ``in_use``: another process listens there."""
+
+    def __init__(self, message: str, in_use: bool) -> None:
+        super().__init__(message)
+        self.in_use = in_use
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The listening socket of the setting ``http``; raises BindError.
+
+    Where several gateways run they share the port by SO_REUSEPORT: clients know one address, and
+    the kernel spreads connections over the processes that listen.
+    """
+    try:
+        host, port = host_and_port(settings.http)
+    except ValueError as error:
+        raise BindError(f"http: {error}, or none", in_use=False) from None
+    if not is_loopback(host) and not settings.api_keys:
+        raise BindError(
+            f"http: {settings.http} is not a loopback address, and there are no API keys; give "
+            "--api-keys FILE ('tokenbus api-key NAME' makes a key), or listen on 127.0.0.1",
+            in_use=False,
+        )
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if settings.gateways > 1:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise BindError(
+            f"http: cannot listen on {settings.http}: {error.strerror}",
+            in_use=error.errno == errno.EADDRINUSE,
+        ) from None
+    return listener
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves ``app`` until SIGTERM or SIGINT, and lets running requests end.
+
+    On the first signal ``/ready`` answers 503. Where a load balancer asks for it, connections are
+    accepted until it has seen that, so that no request meets a closed port.
+    """
+
+    def __init__(self, app: Starlette, settings: Settings) -> None:
+        self._app = app
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=MAX_WEBSOCKET_BYTES,
+            # A compressor for each connection takes some 300 KiB, and tokens are short.
+            ws_per_message_deflate=False,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_certfile=settings.tls_cert or None,
+            ssl_keyfile=settings.tls_key or None,
+            timeout_graceful_shutdown=int(settings.drain_s),
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one drains, a further one ends at once."""
+        gateway = getattr(self._app.state, "gateway", None)
+        if self.should_exit or not isinstance(gateway, Gateway):
+            self.should_exit = self.force_exit = True
+        elif gateway.probed and not gateway.draining:
+            self._loop.call_soon_threadsafe(self._drain, gateway)
+        else:
+            self.should_exit = True
+        if isinstance(gateway, Gateway):
+            gateway.draining = True
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves on these sockets until it is asked to end."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def _drain(self, gateway: Gateway) -> None:
+        self._draining = asyncio.ensure_future(self._until_seen(gateway))
+
+    async def _until_seen(self, gateway: Gateway) -> None:
+        log.info("draining: waiting until the readiness probe has seen it")
+        try:
+            await asyncio.wait_for(gateway.drain_seen.wait(), READY_SEEN_S)
+        except TimeoutError:
+            pass
+        self.should_exit = True
+
+
+def check_tls(settings: Settings) -> str | None:
+    """What is wrong with the files of TLS; None if nothing is, or if there are none."""
+    if not settings.tls_cert and not settings.tls_key:
+        return None
+    if not settings.tls_cert or not settings.tls_key:
+        return "tls_cert and tls_key belong together; one of them is missing"
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        return f"cannot use {settings.tls_cert} with {settings.tls_key}: {error}"
+    return None

@@ -1,0 +1,203 @@
+"""Who may use a gateway: API keys, origins, hosts, TLS, addresses."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError, hash_of, new_key
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from ...processes import Bus, Gateway, Process, clean_environment, until
+
+KEY = new_key()
+
+
+@pytest.fixture(scope="module")
+def guarded(steered: Bus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that needs a key, and lets pages of one other site use it."""
+    file = tmp_path_factory.mktemp("keys") / "api-keys"
+    file.write_text(f"# people\nann {hash_of(KEY)}\n")
+    gateway = steered.start_gateway(api_keys=file, cors="https://good.example")
+    yield gateway
+    gateway.process.kill()
+
+
+def error_of(response: httpx.Response) -> dict[str, object]:
+    error = response.json()["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/console", "/nowhere"])
+def test_every_path_needs_a_key(guarded: Gateway, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer tb-wrong"}, {"x-api-key": "tb-wrong"}):
+        response = httpx.get(guarded.url + path, headers=headers)
+        assert response.status_code == 401
+        assert error_of(response)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready"])
+def test_probes_need_no_key(guarded: Gateway, path: str) -> None:
+    assert httpx.get(guarded.url + path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {KEY}"},
+        {"x-api-key": KEY},
+        {"authorization": "Basic " + base64.b64encode(f"ann:{KEY}".encode()).decode()},
+    ],
+)
+def test_a_key_opens_every_path(guarded: Gateway, headers: dict[str, str]) -> None:
+    assert httpx.get(guarded.url + "/health", headers=headers).status_code == 200
+
+
+def test_a_browser_asks_for_the_key_of_a_page(guarded: Gateway) -> None:
+    response = httpx.get(guarded.url + "/console", headers={"accept": "text/html,*/*"})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"].startswith("Basic")
+
+
+def test_a_websocket_needs_a_key(guarded: Gateway) -> None:
+    with pytest.raises(InvalidStatus) as refused:
+        connect(guarded.ws_url)
+    assert refused.value.response.status_code == 401
+    assert json.loads(refused.value.response.body or b"")["error"]["code"] == "invalid_api_key"
+
+
+def test_only_named_sites_may_use_it(guarded: Gateway) -> None:
+    own = {"authorization": f"Bearer {KEY}"}
+    good = httpx.get(guarded.url + "/live", headers={**own, "origin": "https://good.example"})
+    assert good.headers["access-control-allow-origin"] == "https://good.example"
+    bad = httpx.get(guarded.url + "/live", headers={**own, "origin": "https://bad.example"})
+    assert bad.status_code == 403
+    assert error_of(bad)["code"] == "origin_not_allowed"
+    preflight = httpx.options(
+        guarded.url + "/v1/completions",
+        headers={
+            "origin": "https://good.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization",
+        },
+    )
+    assert preflight.status_code == 200
+
+
+def test_without_a_list_only_pages_of_its_own_may_use_it(gateway: Gateway) -> None:
+    own = {"origin": gateway.url}
+    assert httpx.get(gateway.url + "/live", headers=own).status_code == 200
+    other = httpx.get(gateway.url + "/live", headers={"origin": "https://bad.example"})
+    assert other.status_code == 403
+    assert "access-control-allow-origin" not in other.headers
+    with pytest.raises(InvalidStatus) as refused:
+        connect(gateway.ws_url, origin="https://bad.example")  # type: ignore[arg-type]
+    assert refused.value.response.status_code == 403
+
+
+def test_a_name_that_only_resolves_to_this_machine_is_refused(gateway: Gateway) -> None:
+    response = httpx.get(gateway.url + "/live", headers={"host": "evil.example:8080"})
+    assert response.status_code == 403
+    assert error_of(response)["code"] == "host_not_allowed"
+    assert httpx.get(gateway.url + "/live", headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_an_unknown_path_and_a_wrong_method_have_errors_in_one_form(gateway: Gateway) -> None:
+    unknown = httpx.get(gateway.url + "/v1/nothing")
+    assert unknown.status_code == 404
+    assert "'/v1/nothing'" in str(error_of(unknown)["message"])
+    wrong = httpx.post(gateway.url + "/live")
+    assert wrong.status_code == 405
+    assert "GET" in str(error_of(wrong)["message"])
+
+
+@pytest.fixture(scope="module")
+def certificate(processes: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that it signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    name = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    command = ["openssl", "req", *options.split(), *name, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls(steered: Bus, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    gateway = steered.start_gateway("https", tls_cert=cert, tls_key=key)
+    try:
+        trust = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(gateway.url + "/live", verify=trust).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(gateway.url.replace("https", "http") + "/live")
+    finally:
+        gateway.process.kill()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"http": "0.0.0.0:8080"}, "http: 0.0.0.0:8080 is not a loopback address"),
+        ({"http": "nonsense"}, "'nonsense' is not an address"),
+        ({"http": "127.0.0.1:8080", "tls_cert": "a.pem"}, "tls_cert and tls_key belong together"),
+        ({"http": "127.0.0.1:8080", "api_keys": "/nowhere"}, "cannot read the API keys"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_the_start(
+    settings: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    process = Process("tokenbus.clients.gateway", log, clean_environment(**settings))
+    try:
+        assert process.wait(120) == 2
+        assert message in process.log
+    finally:
+        process.kill()
+
+
+def test_a_file_of_keys_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann not-a-hash\n")
+    with pytest.raises(KeyFileError, match=r"line 1 of .* is not a name and a SHA-256"):
+        ApiKeys.read(file)
+    file.write_text("# nobody\n")
+    with pytest.raises(KeyFileError, match="has no API key"):
+        ApiKeys.read(file)
+
+
+@pytest.mark.process
+def test_the_command_makes_a_key_whose_hash_is_in_the_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenbus.clients.cli", "api-key", "ann"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    key = done.stdout.strip()
+    file = tmp_path / "api-keys"
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert ApiKeys.read(file).name_of(key) == "ann"
+    assert ApiKeys.read(file).name_of(key + "x") is None
+
+
+def test_gateways_share_a_port(steered: Bus) -> None:
+    first = steered.start_gateway(gateways=2)
+    second = steered.start_gateway(gateways=2, http=first.url.rpartition("/")[2])
+    try:
+        first.process.send(signal.SIGTERM)
+        assert first.process.wait() == 0
+        until(lambda: second.answers, 60.0, "an answer of the other one")
+    finally:
+        first.process.kill()
+        second.process.kill()
