@@ -154,14 +154,14 @@ class Arrivals:
             scored = message.scored
             if isinstance(scored, str):
                 scored = tokenize(scored, tokenizer, start=False)
-            engine.score(stream.request, prompt, scored, text=message.text, **common)
+            stream.usage = engine.score(stream.request, prompt, scored, text=message.text, **common)
         else:
             sampling = message
             if message.controller is not None:
                 # Its controller decides what an end-of-sequence token is, and is forked with it.
                 sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
             stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
-            engine.add(stream.request, prompt, sampling, text=message.text, **common)
+            stream.usage = engine.add(stream.request, prompt, sampling, text=message.text, **common)
             if message.controller is not None:
                 self._steering.start(stream.request, engine, _start(message, stream, engine))
         self._streams.add(stream)

@@ -30,7 +30,7 @@ from .kv_cache import default_bytes, token_bytes
 from .loader import LoadedModel
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import PendingStep, TokenOutput
+from .sequence import PendingStep, PromptUsage, TokenOutput
 from .sequences import LiveSequences
 from .step import Stepper
 from .varlen import choose_layout
@@ -104,18 +104,19 @@ class Engine:
         priority: int = 0,
         client: int = 0,
         text: bool = False,
-    ) -> None:
+    ) -> PromptUsage:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
         ``client`` identifies the client: requests of clients with the fewest running sequences go
         first. ``text``: outputs carry text. Raises RequestError where the request cannot be run,
-        and then nothing has changed.
+        and then nothing has changed. Returns the usage of its prompt, which is complete with the
+        first output.
         """
-        self._live.begin(
-            self._intake.generation(
-                request, prompt, sampling, priority=priority, client=client, text=text
-            )
+        sequence = self._intake.generation(
+            request, prompt, sampling, priority=priority, client=client, text=text
         )
+        self._live.begin(sequence)
+        return sequence.prompt_usage
 
     def score(
         self,
@@ -126,16 +127,17 @@ class Engine:
         priority: int = 0,
         client: int = 0,
         text: bool = False,
-    ) -> None:
+    ) -> PromptUsage:
         """Begins a score: the log-probability of each token of ``scored``, given all before it.
 
-        ``text``: outputs carry text. Raises RequestError where the request cannot be run.
+        ``text``: outputs carry text. Raises RequestError where the request cannot be run. Returns
+        the usage of its prompt, as ``add`` does.
         """
-        self._live.begin(
-            self._intake.scoring(
-                request, prompt, scored, priority=priority, client=client, text=text
-            )
+        sequence = self._intake.scoring(
+            request, prompt, scored, priority=priority, client=client, text=text
         )
+        self._live.begin(sequence)
+        return sequence.prompt_usage
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
         """Ends a request now; the last output of each of its sequences has ``reason``."""

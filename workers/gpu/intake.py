@@ -10,7 +10,7 @@ from itertools import count
 from ...protocol.errors import Code, RequestError
 from ...protocol.sampling import Sampling
 from .loader import LoadedModel
-from .sequence import Sequence
+from .sequence import PromptUsage, Sequence
 from .text import Detokenizer, TextStream, detokenizers
 
 
@@ -68,6 +68,7 @@ class Intake:
             arrival=next(self._arrivals),
             stop_ids=ids,
             with_text=text,
+            prompt_usage=PromptUsage(len(prompt)),
             pending_forks=sampling.n - 1,
         )
         if text or strings:
@@ -105,6 +106,7 @@ class Intake:
             priority=priority,
             client=client,
             arrival=next(self._arrivals),
+            prompt_usage=PromptUsage(len(prompt)),
         )
         if text and self._detokenizer is not None:
             sequence.text = TextStream(self._detokenizer(prompt))

@@ -69,6 +69,9 @@ class LiveStreams:
             new.setdefault(output.request, (stream, []))[1].append(_entry(output, stream))
         self.num_outputs += len(outputs)
         for stream, entries in new.values():
+            if not stream.entries and stream.usage is not None:
+                entries[0].prompt_tokens = stream.usage.tokens
+                entries[0].cached_tokens = stream.usage.cached or 0
             stream.entries += entries
         self._deliver(list(new.values()))
 

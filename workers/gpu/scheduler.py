@@ -228,6 +228,8 @@ class Scheduler:
             return False
         sequence.num_computed_tokens = hit
         self.prefix_hit_tokens += 0 if kept else hit
+        if sequence.prompt_usage.cached is None:
+            sequence.prompt_usage.cached = hit
         self._admit(sequence)
         batch.chunks.append(chunk)
         batch.copies += copies

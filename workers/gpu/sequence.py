@@ -43,6 +43,15 @@ class TokenOutput(NamedTuple):
     """What its controller has written to variables."""
 
 
+@dataclass(slots=True)
+class PromptUsage:
+    """What a request's prompt has cost; all of its sequences share it."""
+
+    tokens: int = 0
+    cached: int | None = None
+    """How many of them were in the KV cache when the request was first admitted; None before."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of a request, from its arrival to its end."""
@@ -65,6 +74,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     with_text: bool = False
+    prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""

@@ -136,6 +136,7 @@ class LiveSequences:
             stop_ids=parent.stop_ids,
             text=parent.text.fork() if parent.text is not None else None,
             with_text=parent.with_text,
+            prompt_usage=parent.prompt_usage,
             block_table=self._blocks.fork(parent.block_table, parent.num_computed_tokens),
             num_computed_tokens=parent.num_computed_tokens,
         )

@@ -12,6 +12,7 @@ from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
 from ...protocol.errors import TokenbusError
 from ...protocol.header import Flag, Header, encode_header, encode_token_header
 from ...protocol.messages import Buffer, Msg, System, Token
+from .sequence import PromptUsage
 
 Frames = list[bytes]
 
@@ -29,6 +30,8 @@ class Stream:
     """Sequences that have not ended."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
+    usage: PromptUsage | None = None
+    """Of its prompt; None while no engine has it."""
     entries: list[Token] = field(default_factory=list)
     """All that was sent, for a client that attaches again."""
 
