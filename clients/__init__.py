@@ -26,6 +26,7 @@ from ..protocol.messages import (
     StoredModule,
     StreamStatus,
     System,
+    Tagged,
     Token,
     TokenizerFiles,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "SlowClientError",
     "Status",
     "StoredModule",
+    "Tagged",
     "Stream",
     "StreamStatus",
     "System",

@@ -104,16 +104,24 @@ class AsyncClient:
         await self._ask(buffer_call(name, content, timeout_s))
 
     async def upload_controller(
-        self, wasm: bytes | Path, tag: str | None = None, *, timeout_s: float = UPLOAD_S
+        self,
+        wasm: bytes | Path,
+        tag: str | None = None,
+        *,
+        by: str = "",
+        timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
         """Stores a controller's Wasm module; see ``Client.upload_controller``."""
-        return stored_module(await self._ask(upload_call(wasm, tag, timeout_s)))
+        return stored_module(await self._ask(upload_call(wasm, tag, timeout_s, by)))
 
     async def tag_controller(
-        self, module: str, *tags: str, timeout_s: float = ASK_S
+        self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
     ) -> StoredModule:
-        """Assigns ``tags`` to the module with this id or tag, and removes them from any other."""
-        return stored_module(await self._ask(tag_call(module, tags, timeout_s)))
+        """Assigns ``tags`` to the module with this id or tag, and removes them from any other.
+
+        ``by``: as in ``upload_controller``.
+        """
+        return stored_module(await self._ask(tag_call(module, tags, timeout_s, by)))
 
     async def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
         """The uploaded controller modules, the latest first."""

@@ -106,18 +106,29 @@ class Client:
         self._ask(buffer_call(name, content, timeout_s))
 
     def upload_controller(
-        self, wasm: bytes | Path, tag: str | None = None, *, timeout_s: float = UPLOAD_S
+        self,
+        wasm: bytes | Path,
+        tag: str | None = None,
+        *,
+        by: str = "",
+        timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
         """Stores a controller's Wasm module, given as bytes or as a file, for ``controller=``.
 
         ``tag`` names it from then on, in addition to its id. Uploading a module again only adds the
-        tag. Raises RequestError if it is not a valid module.
+        tag. ``by`` is shown with the tag: the user, for a program that serves several. Raises
+        RequestError if it is not a valid module.
         """
-        return stored_module(self._ask(upload_call(wasm, tag, timeout_s)))
+        return stored_module(self._ask(upload_call(wasm, tag, timeout_s, by)))
 
-    def tag_controller(self, module: str, *tags: str, timeout_s: float = ASK_S) -> StoredModule:
-        """Assigns ``tags`` to the module with this id or tag, and removes them from any other."""
-        return stored_module(self._ask(tag_call(module, tags, timeout_s)))
+    def tag_controller(
+        self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
+    ) -> StoredModule:
+        """Assigns ``tags`` to the module with this id or tag, and removes them from any other.
+
+        ``by``: as in ``upload_controller``.
+        """
+        return stored_module(self._ask(tag_call(module, tags, timeout_s, by)))
 
     def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
         """The uploaded controller modules, the latest first."""

@@ -157,18 +157,19 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
     return Call(b"BUFFER", Buffer(name=name), (_packed(content),), timeout_s=timeout_s)
 
 
-def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float) -> Call:
+def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float, by: str = "") -> Call:
     """The call of an UPLOAD; raises OSError if the file cannot be read, RequestError if it is too
     large for a module."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
     if (too_large := module_too_large(len(content))) is not None:
         raise too_large
-    return _store_call(b"UPLOAD", Upload(stream_id=0, tag=tag), timeout_s, (content,))
+    return _store_call(b"UPLOAD", Upload(stream_id=0, tag=tag, by=by), timeout_s, (content,))
 
 
-def tag_call(module: str, tags: Sequence[str], timeout_s: float) -> Call:
+def tag_call(module: str, tags: Sequence[str], timeout_s: float, by: str = "") -> Call:
     """The call of a TAG."""
-    return _store_call(b"TAG", Tag(stream_id=0, module=module, tags=list(tags)), timeout_s)
+    message = Tag(stream_id=0, module=module, tags=list(tags), by=by)
+    return _store_call(b"TAG", message, timeout_s)
 
 
 def tags_call(timeout_s: float) -> Call:

@@ -33,6 +33,7 @@ StreamId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Count = Annotated[int, Meta(ge=0)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+UserName = Annotated[str, Meta(max_length=256)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended: it is a whole value; it is one
@@ -179,6 +180,8 @@ class Upload(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     data: bytes | None = None
     tag: Name | None = None
+    by: UserName = ""
+    """Whose doing it is, for display: a program that serves several users names them."""
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
@@ -191,6 +194,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True):
     module: Name
     """Its id, or at least 8 characters of the beginning of its id, or another tag of it."""
     tags: list[Name]
+    by: UserName = ""
+    """As in ``Upload``."""
 
 
 class Tags(Struct, kw_only=True, omit_defaults=True):
@@ -307,6 +312,15 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     device: str = ""
 
 
+class Tagged(Struct, kw_only=True, omit_defaults=True):
+    """How a module got a tag."""
+
+    at: float = 0.0
+    """When it was assigned last, in seconds since 1970."""
+    by: str = ""
+    """By whom: ``by`` of the request, or else the tenant; empty where neither has a name."""
+
+
 class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """A controller module in the store of a tenant."""
 
@@ -321,6 +335,12 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """``native`` or ``aici``."""
     forks: bool = True
     """Whether its sequences may fork."""
+    compiled_size: int = 0
+    """Size of its compiled form in bytes."""
+    compile_ms: float = 0.0
+    """How long the upload was compiled, in milliseconds; next to nothing where that was done."""
+    tagged: dict[str, Tagged] = {}
+    """How it got each of ``tags``."""
 
 
 class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):

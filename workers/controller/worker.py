@@ -370,10 +370,10 @@ class ControllerWorker:
             case b"UPLOAD":
                 upload = decode_as(Upload, message.body)
                 wasm = upload.data if upload.data is not None else b"".join(attachments[:1])
-                return self._store.put(tenant, wasm, upload.tag)
+                return self._store.put(tenant, wasm, upload.tag, upload.by)
             case b"TAG":
                 tag = decode_as(Tag, message.body)
-                return self._store.tag(tenant, tag.module, tag.tags)
+                return self._store.tag(tenant, tag.module, tag.tags, tag.by)
             case b"DELETE":
                 return self._store.delete(tenant, decode_as(Delete, message.body).module)
             case _:

@@ -25,7 +25,7 @@ import wasmtime
 from msgspec import Struct
 
 from ....protocol.errors import Code, RequestError, ServiceError
-from ....protocol.messages import StoredModule, module_too_large
+from ....protocol.messages import StoredModule, Tagged, module_too_large
 from ..limits import Limits
 from .abis import examine
 from .compiled_modules import CompiledModules, Loaded
@@ -66,20 +66,25 @@ class Entry(Struct, omit_defaults=True):
     uploaded: float
     abi: str
     forks: bool = True
+    compile_ms: float = 0.0
 
 
-class Index(Struct):
+class Index(Struct, omit_defaults=True):
     """What a tenant has."""
 
     tenant: str
     modules: dict[str, Entry] = {}
     tags: dict[str, str] = {}
+    tagged: dict[str, Tagged] = {}
+    """How each tag was assigned."""
 
     def stored(self, module: str, tags: list[str] | None = None) -> StoredModule:
         """A module as clients see it, with all its tags or with these."""
         entry = self.modules[module]
         if tags is None:
             tags = [tag for tag, named in self.tags.items() if named == module]
+        # A tag of an earlier version, which did not keep this, was assigned after the upload.
+        earlier = Tagged(at=entry.uploaded, by=self.tenant)
         return StoredModule(
             module=module,
             tags=sorted(tags),
@@ -87,7 +92,23 @@ class Index(Struct):
             uploaded=entry.uploaded,
             abi=entry.abi,
             forks=entry.forks,
+            compiled_size=entry.compiled,
+            compile_ms=entry.compile_ms,
+            tagged={tag: self.tagged.get(tag, earlier) for tag in sorted(tags)},
         )
+
+    def assign(self, tags: Iterable[str], module: str, by: str) -> None:
+        """Lets ``tags`` name a module, at the request of ``by``."""
+        tagged = Tagged(at=time.time(), by=by or self.tenant)
+        for tag in tags:
+            self.tags[tag] = module
+            self.tagged[tag] = tagged
+
+    def drop_tags(self, tags: Iterable[str]) -> None:
+        """Removes ``tags``."""
+        for tag in tags:
+            del self.tags[tag]
+            self.tagged.pop(tag, None)
 
 
 _decoder = msgspec.json.Decoder(Index)
@@ -113,7 +134,7 @@ class ModuleStore:
 
     # --- what clients ask for -------------------------------------------------------------------
 
-    def put(self, tenant: str, wasm: bytes, tag: str | None = None) -> StoredModule:
+    def put(self, tenant: str, wasm: bytes, tag: str | None = None, by: str = "") -> StoredModule:
         """Stores a module for a tenant, and lets ``tag`` name it; one that is there stays.
 
         Refuses one that is too large, not valid, no controller of an ABI that this worker speaks,
@@ -126,16 +147,18 @@ class ModuleStore:
         module = hashlib.sha256(wasm).hexdigest()
         found = examine(wasm, self._limits)
         _check_quota(self._read(tenant), module, len(wasm))
+        began = time.perf_counter()
         size = self._compiled.prepare(module, wasm, found)
+        compile_ms = 1000 * (time.perf_counter() - began)
         forks = found.why_no_fork is None
-        entry = Entry(len(wasm), size, time.time(), found.abi, forks)
+        entry = Entry(len(wasm), size, time.time(), found.abi, forks, compile_ms)
         with self._locked():
             index = self._read(tenant)
             try:
                 _check_quota(index, module, entry.size + entry.compiled)
                 index.modules.setdefault(module, entry)
                 if tag is not None:
-                    index.tags[tag] = module
+                    index.assign([tag], module, by)
                 _check_tags(index)
             except RequestError:
                 self._drop_unused(module)
@@ -146,14 +169,14 @@ class ModuleStore:
             self._save(index)
         return index.stored(module)
 
-    def tag(self, tenant: str, name: str, tags: list[str]) -> StoredModule:
+    def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
         """Lets ``tags`` name the module that ``name`` does; they name no other one any more."""
         for tag in tags:
             _check_tag(tag)
         with self._locked():
             index = self._read(tenant)
             module = _named(index, name, "$.module")
-            index.tags.update(dict.fromkeys(tags, module))
+            index.assign(tags, module, by)
             _check_tags(index)
             self._save(index)
         return index.stored(module)
@@ -171,11 +194,10 @@ class ModuleStore:
             module = _named(index, name, "$.module")
             if name in index.tags:
                 dropped = index.stored(module, [name])
-                del index.tags[name]
             else:
                 dropped = index.stored(module)
-                index.tags = {t: named for t, named in index.tags.items() if named != module}
                 del index.modules[module]
+            index.drop_tags(dropped.tags)
             self._save(index)
             self._drop_unused(module)
         return dropped

@@ -11,9 +11,11 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 import wasmtime
 from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableError
+from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm import compiled_modules, store
 from tokenbus.workers.controller.wasm.sandbox import make_engine
@@ -94,6 +96,36 @@ def test_a_tag_moves_from_module_to_module(modules: ModuleStore) -> None:
     assert modules.resolve("anna", "y") == one
     assert modules.tag("anna", "x", ["y"]).tags == ["x", "y"]
     assert {m.module: m.tags for m in modules.list("anna")} == {one: [], two: ["x", "y"]}
+
+
+def test_a_module_says_what_compiling_it_took_and_who_tagged_it_when(
+    modules: ModuleStore, engine: wasmtime.Engine
+) -> None:
+    stored = modules.put("anna", module(), "a", by="bert")
+    [form] = (modules._folder / "compiled").glob(f"{stored.module}-*")
+    assert 0 < stored.compiled_size < form.stat().st_size < stored.compiled_size + 100
+    assert stored.compile_ms > 0
+    again = modules.tag("anna", "a", ["b"])
+    assert {tag: how.by for tag, how in again.tagged.items()} == {"a": "bert", "b": "anna"}
+    assert again.tagged["a"] == stored.tagged["a"]
+    assert stored.uploaded <= again.tagged["a"].at < again.tagged["b"].at
+    assert again.compile_ms == stored.compile_ms
+    assert another(modules, engine).list("anna") == [again]
+    assert list(modules.delete("anna", "a").tagged) == ["a"]
+    [left] = modules.list("anna")
+    assert left.tagged == {"b": again.tagged["b"]}
+
+
+def test_a_tag_of_a_store_that_did_not_keep_who_assigned_it_is_the_tenants(
+    modules: ModuleStore,
+) -> None:
+    stored = modules.put("anna", module(), "a", by="bert")
+    [file] = (modules._folder / "tenants").glob("*.json")
+    index = msgspec.json.decode(file.read_bytes())
+    del index["tagged"]
+    file.write_bytes(msgspec.json.encode(index))
+    [found] = modules.list("anna")
+    assert found.tagged == {"a": Tagged(at=stored.uploaded, by="anna")}
 
 
 def test_a_tag_is_dropped_alone_and_a_module_with_all_its_tags(modules: ModuleStore) -> None:
