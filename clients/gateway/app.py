@@ -70,12 +70,12 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _tokenbus_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TokenbusError)
-    return from_tokenbus(error).response()
+    return from_tokenbus(error).response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -85,13 +85,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 404:
         message = f"unknown path {path!r}; docs/http.md lists the paths"
-        return ApiError(404, message, code="unknown_path", headers=headers).response()
+        return ApiError(404, message, code="unknown_path", headers=headers).response(path)
     if error.status_code == 405:
         message = (
             f"{path} does not take {request.method}; it takes {headers.get('Allow', 'others')}"
         )
-        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
-    return ApiError(error.status_code, error.detail, headers=headers).response()
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response(path)
+    return ApiError(error.status_code, error.detail, headers=headers).response(path)
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:
@@ -103,4 +103,4 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return ApiError(
         500, "an internal error of the gateway; its log has the details", code="internal"
-    ).response()
+    ).response(request.url.path)

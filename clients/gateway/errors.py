@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -75,20 +76,56 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error in the form of the door at ``path``; OpenAI's where it has none of its own."""
+        for form, doors in _FORMS:
+            if any(path == door or path.startswith(f"{door}/") for door in doors):
+                return form(self)
+        return {"error": self.fields()}
+
+    def fields(self) -> dict[str, Any]:
+        """What OpenAI says of an error."""
         return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
         }
 
-    def response(self) -> Response:
-        """The error in OpenAI's form, as the answer to its request."""
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """The answer to a request at ``path`` that failed."""
+        return json_response(self.body(path), self.status, self.headers)
+
+
+def _aici_form(error: ApiError) -> dict[str, Any]:
+    """As the server of AICI's time, vLLM's, has it; AICI's client reads ``message``."""
+    return {"object": "error", **error.fields()}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's type of error for a status; ``invalid_request_error`` for all others."""
+
+
+def _anthropic_form(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+_FORMS: tuple[tuple[Callable[[ApiError], dict[str, Any]], tuple[str, ...]], ...] = (
+    (_anthropic_form, ("/v1/messages",)),
+    (_aici_form, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
+)
+"""The doors, by path, that have a form of error of their own."""
 
 
 def from_tokenbus(error: TokenbusError) -> ApiError:

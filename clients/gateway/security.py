@@ -23,9 +23,9 @@ SUBPROTOCOL = "tokenbus"
 class RequireKey:
     """Refuses requests and WebSockets without a valid API key, except ``OPEN_PATHS``.
 
-    A key comes as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic) or as the
-    password of Basic authentication (a browser that opens a page asks for it); for a WebSocket
-    from a browser as the subprotocol ``key.<KEY>`` too.
+    A key comes as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic), ``api-key``
+    (AICI) or as the password of Basic authentication (a browser that opens a page asks for it); for
+    a WebSocket from a browser as the subprotocol ``key.<KEY>`` too.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -56,7 +56,7 @@ class RequireKey:
 
 def keys_of(scope: Scope, headers: Headers) -> list[str]:
     """Every key that a request carries."""
-    found = [headers.get("x-api-key", "")]
+    found = [headers.get("x-api-key", ""), headers.get("api-key", "")]
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         found.append(value.strip())
@@ -128,7 +128,7 @@ def host_name(host: str) -> str:
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request with an error, or closes a WebSocket before it is accepted."""
     if scope["type"] == "http":
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
     elif "websocket.http.response" in scope.get("extensions", {}):
         response = error.response()
         await send(

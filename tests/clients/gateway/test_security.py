@@ -47,6 +47,17 @@ def test_every_path_needs_a_key(guarded: Gateway, path: str) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
 
 
+def test_each_door_refuses_in_its_own_form(guarded: Gateway) -> None:
+    anthropic = httpx.post(guarded.url + "/v1/messages/count_tokens")
+    assert anthropic.status_code == 401
+    assert anthropic.json()["type"] == "error"
+    assert error_of(anthropic)["type"] == "authentication_error"
+    aici = httpx.get(guarded.url + "/v1/controllers/tags")
+    assert aici.status_code == 401
+    assert "API key" in aici.json()["message"]
+    assert "error" not in aici.json()
+
+
 @pytest.mark.parametrize("path", ["/live", "/ready"])
 def test_probes_need_no_key(guarded: Gateway, path: str) -> None:
     assert httpx.get(guarded.url + path).status_code == 200
@@ -57,6 +68,7 @@ def test_probes_need_no_key(guarded: Gateway, path: str) -> None:
     [
         {"authorization": f"Bearer {KEY}"},
         {"x-api-key": KEY},
+        {"api-key": KEY},
         {"authorization": "Basic " + base64.b64encode(f"ann:{KEY}".encode()).decode()},
     ],
 )
