@@ -87,6 +87,7 @@ class Admission:
             deadline=now + fields.timeout_s if fields.timeout_s is not None else None,
             controller=controller,
             frames=[*frames[1:], *buffers, *tenant],
+            arrived=now,
         )
         self._check_streams(request)
         self._counters.requests += 1

@@ -30,7 +30,7 @@ from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
-from .status import Counters, status_of
+from .status import Counters, live_streams, status_of
 from .tables import Session, SessionTable
 
 log = logging.getLogger(__name__)
@@ -156,6 +156,8 @@ class Front:
                 status = status_of(
                     self._dispatcher, len(self._table), self._counters, self._started, now
                 )
+                if message.streams:
+                    status.live = live_streams(self._dispatcher, session.key, now)
                 answer = Msg(stream_id=message.stream_id, status=status)
                 self._out.to_session(session, b"MSG", answer)
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ..protocol.messages import PROTOCOL_VERSION, Status, WorkerStatus
+from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
 from .dispatch import Dispatcher
 
 
@@ -51,3 +51,23 @@ def status_of(
         workers=workers,
         counters=asdict(counters),
     )
+
+
+def live_streams(dispatcher: Dispatcher, key: str, now: float) -> list[StreamStatus]:
+    """The live streams of the clients with this key, in the order of their arrival."""
+    return [
+        StreamStatus(
+            request=r.id,
+            type=r.type.decode(),
+            state="waiting" if r.worker is None else "running",
+            age_s=round(now - r.arrived, 3),
+            client=r.session.client,
+            model=r.model or (dispatcher.default_model() if r.role == "gpu" else ""),
+            worker=r.worker.name if r.worker is not None else "",
+            controller=r.controller,
+            controller_worker=r.steered_by.name if r.steered_by is not None else "",
+            priority=r.priority,
+        )
+        for r in dispatcher.requests.values()
+        if r.open and r.session.key == key
+    ]

@@ -154,6 +154,7 @@ class Request:
     """The controller that it names, or ``""``."""
     frames: list[bytes]
     """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
+    arrived: float
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""

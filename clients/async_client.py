@@ -94,7 +94,7 @@ class AsyncClient:
         return answer.tokenizer
 
     async def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues; with ``streams``, the live streams of all clients too."""
+        """Workers, sessions and queues; see ``Client.status``."""
         answer = await self._ask(status_call(timeout_s, streams))
         assert isinstance(answer.status, Status)
         return answer.status

@@ -96,7 +96,8 @@ class Client:
         return answer.tokenizer
 
     def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues; with ``streams``, the live streams of all clients too."""
+        """Workers, sessions and queues; with ``streams`` also the ``live`` streams of all
+        clients."""
         answer = self._ask(status_call(timeout_s, streams))
         assert isinstance(answer.status, Status)
         return answer.status

@@ -157,7 +157,7 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     streams: bool = False
-    """List the live streams of all sessions too."""
+    """List the live streams too, those of all clients with the key of this one."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -370,7 +370,6 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     client: str = ""
     """The program, as it named itself in ``HELLO``."""
     model: str = ""
-    """As the request named it."""
     worker: str = ""
     controller: str = ""
     controller_worker: str = ""
@@ -405,7 +404,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     workers: list[WorkerStatus]
     counters: dict[str, int] = {}
     live: list[StreamStatus] = []
-    """With ``streams``: the live streams of all sessions, in the order of their arrival."""
+    """With ``streams``: the live streams of all clients with the sender's key, in the order of
+    their arrival."""
 
 
 class Msg(Struct, kw_only=True, omit_defaults=True):

@@ -1,0 +1,81 @@
+"""STATUS with ``streams``: what runs and what waits, for whom and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenbus.protocol.messages import Token
+
+from ..processes import Bus
+from .bench import Bench, generate
+
+
+def live(bench: Bench, name: str, key: str = "") -> list[dict[str, Any]]:
+    *_, (_, answer) = bench.client(name, "STATUS", {"stream_id": 99, "streams": True}, key)
+    found: list[dict[str, Any]] = answer["status"].get("live", [])
+    return found
+
+
+def test_running_and_waiting_requests_are_listed_in_the_order_of_their_arrival() -> None:
+    bench = Bench()
+    bench.worker("a", capacity=1)
+    bench.client("c", "HELLO", {"client": "prog 1.0"})
+    bench.client("c", "GENERATE", generate(1, model="", priority=4))
+    bench.pass_time(2.0)
+    bench.client("d", "SCORE", {"stream_id": 1, "model": "m", "prompt": [1], "scored": [2]})
+    running, waiting = live(bench, "c")
+    assert running == {
+        "request": running["request"],
+        "type": "GENERATE",
+        "state": "running",
+        "age_s": 2.0,
+        "client": "prog 1.0",
+        "model": "m",
+        "worker": "a",
+        "priority": 4,
+    }
+    assert waiting == {
+        "request": waiting["request"],
+        "type": "SCORE",
+        "state": "waiting",
+        "age_s": 0.0,
+        "model": "m",
+    }
+    [(_, header)] = bench.to_worker("a")
+    assert header.request == running["request"]
+    end = Token(token=5, stream_id=1, logprob=-1.0, finish_reason="stop")
+    bench.tokens("a", header, end, final=True)
+    assert [stream["type"] for stream in live(bench, "c")] == ["SCORE"]
+
+
+def test_without_streams_nothing_is_listed() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, answer)] = bench.client("c", "STATUS", {"stream_id": 99})
+    assert answer["status"]["streams"] == 1
+    assert "live" not in answer["status"]
+
+
+def test_the_streams_of_another_key_are_not_listed() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1), "key-c")
+    assert live(bench, "d", "key-d") == []
+    assert len(live(bench, "e", "key-c")) == 1
+
+
+def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: Bus) -> None:
+    with (
+        steered.client() as client,
+        client.generate(
+            "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=2
+        ) as stream,
+    ):
+        next(stream)
+        [found] = [s for s in client.status(streams=True).live if s.priority == 2]
+        workers = {worker.role: worker.name for worker in client.status().workers}
+        assert (found.type, found.state, found.model) == ("GENERATE", "running", "embedded")
+        assert (found.client, found.controller) == ("tokenbus-python", "regex")
+        assert found.worker == workers["gpu"]
+        assert found.controller_worker == workers["controller"]
