@@ -16,6 +16,7 @@ import pytest
 from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError, hash_of, new_key
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from ...processes import Bus, Gateway, Process, clean_environment, until
 
@@ -114,7 +115,7 @@ def test_without_a_list_only_pages_of_its_own_may_use_it(gateway: Gateway) -> No
     assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
     with pytest.raises(InvalidStatus) as refused:
-        connect(gateway.ws_url, origin="https://bad.example")  # type: ignore[arg-type]
+        connect(gateway.ws_url, origin=Origin("https://bad.example"))
     assert refused.value.response.status_code == 403
 
 
