@@ -198,6 +198,19 @@ class AsyncStream(_Reader):
         """``await stream.tokens``: the tokens of the first sequence, read to its end."""
         return self._tokens()
 
+    async def arrived(self) -> list[Token]:
+        """The next entries: all that have arrived, and at least one; ``[]`` after the last one.
+
+        For programs that pass entries on, one write for all of them.
+        """
+        while not (entries := list(iter(self._next_entry, None))):
+            if self._over:
+                self._raise_failure()
+                break
+            self._arrived.clear()
+            await self._arrived.wait()
+        return entries
+
     async def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; all sequences. Cancelled, it closes the stream."""
         try:

@@ -9,6 +9,7 @@ from starlette.requests import HTTPConnection
 from ...protocol.settings import Settings
 from .. import AsyncClient
 from .models import ModelTable
+from .templates import Templates
 
 
 class Gateway:
@@ -19,6 +20,7 @@ class Gateway:
         self.client = AsyncClient(settings.front)
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
+        self.templates = Templates()
         self.draining = False
         """The process was asked to end: running requests are finished."""
         self.probed = False
@@ -28,6 +30,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Ends the session at the broker, and with it what still runs."""
+        await self.templates.close()
         await self.client.close()
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from ...protocol.messages import ModelInfo, TokenizerFiles
 from .. import AsyncClient
+from .token_bytes import bytes_of, decoders
 
 FRESH_S = 10.0
 """How long a description is used without asking again, in seconds."""
@@ -25,8 +26,8 @@ class ServedModel:
     info: ModelInfo
     files: TokenizerFiles
     tokenizer: Tokenizer
-    pieces: dict[int, bytes] = field(default_factory=dict)
-    """The bytes of tokens that ``token_bytes`` was asked for."""
+    _texts: dict[int, str] = field(default_factory=dict)
+    """The texts of tokens that ``text_of`` was asked for."""
 
     @property
     def name(self) -> str:
@@ -49,6 +50,23 @@ class ServedModel:
 
     def text_of(self, token: int) -> str:
         """The text of one token alone; part of a character is shown as U+FFFD."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._text(token)
+        return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        piece = self.tokenizer.id_to_token(token) or ""
+        if token in self.special_ids:
+            return piece.encode()
+        return bytes_of(piece, self.text_of(token), self._decoders)
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        return decoders(self.files.json)
+
+    def _text(self, token: int) -> str:
         if token in self.special_ids:
             return self.tokenizer.id_to_token(token) or ""
         # Some decoders drop a leading space at the beginning: the token is put behind another one.

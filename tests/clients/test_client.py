@@ -21,6 +21,7 @@ from tokenbus.clients import (
     RequestError,
     RequestTimeoutError,
     System,
+    Token,
 )
 
 from ..processes import Bus, free_port, until
@@ -334,6 +335,20 @@ async def test_async_text_score_info_and_errors(bus: Bus) -> None:
         await client.buffer("b", [5])
         with pytest.raises(RequestError, match="max_tokens"):
             await client.generate(PROMPT, max_tokens=0).wait()
+
+
+async def test_what_has_arrived_is_read_in_one_piece(bus: Bus) -> None:
+    async with AsyncClient(bus.front) as client:
+        expected = await client.generate("def add(", max_tokens=20).wait()
+        stream = client.generate("def add(", max_tokens=20)
+        entries: list[Token] = []
+        while part := await stream.arrived():
+            entries += part
+        assert [entry.token for entry in entries if entry.token is not None] == expected[0].tokens
+        assert await stream.arrived() == []
+        refused = client.generate("", max_tokens=20)
+        with pytest.raises(RequestError):
+            await refused.arrived()
 
 
 async def test_an_async_stream_goes_on_where_it_was_left(bus: Bus) -> None:

@@ -1,0 +1,29 @@
+"""The chat template of models without one of their own.
+
+``User: …``, ``Assistant: …`` and so on, one message after another. Where there are tools, the text
+begins with them and with the form in which they are called.
+"""
+
+PLAIN_TEMPLATE = """\
+{%- if tools %}
+System: These functions can be called:
+{% for tool in tools %}
+{{ tool.function | tojson }}
+{% endfor %}
+To call one, write:
+<tool_call>
+{"name": "its name", "arguments": {"its": "arguments"}}
+</tool_call>
+{% endif %}
+{%- for message in messages %}
+{{- (message.role | capitalize if message.role != 'developer' else 'System') + ':' }}
+{%- if message.content %}{{ ' ' + message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' }}
+{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+{{- '\\n</tool_call>' }}
+{%- endfor %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
+"""

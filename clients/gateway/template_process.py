@@ -1,0 +1,206 @@
+"""Renders chat templates: ``python -m tokenbus.clients.gateway.template_process``.
+
+A template is a program of whoever published the model, or of a client. It runs in this process of
+its own, in Jinja's sandbox, with bounded memory and CPU time. Requests come on stdin and answers go
+to stdout, each as JSON behind its length. The environment of a template (filters, globals,
+extensions, what may be stored in a namespace) is that of transformers' ``apply_chat_template``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import struct
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import IO, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+
+CPU_S = 2
+"""Most CPU time of a rendering, in seconds; the kernel may allow up to one second more."""
+MEMORY_BYTES = 1024**3
+"""Most address space of the process."""
+MAX_BYTES = 16 * 1024 * 1024
+"""Most bytes of a rendered text."""
+KEPT = 32
+"""Most compiled templates that are kept."""
+LENGTH = struct.Struct("<I")
+
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the message to continue; its space shows whether the template strips."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's reasoning in templates of various models."""
+
+
+class TemplateFault(Exception):
+    """A template that cannot be rendered with these messages; the text is for the client."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what an assistant has written, for training; the text stays."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """``dict`` of templates: only what makes one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace`` of templates, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape the characters of HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(KEPT)
+def compile_template(text: str) -> jinja2.Template:
+    """A template in the environment that transformers gives it; raises TemplateError."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment.from_string(text)
+
+
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    continue_final_message: bool = False,
+) -> str:
+    """The text of a conversation.
+
+    ``variables`` are all other names that the template may use. ``continue_final_message``: the
+    text ends with the last message's content, which the model continues. Raises TemplateFault.
+    """
+    messages = [_with_reasoning(message) for message in messages]
+    if continue_final_message:
+        _tag_last(messages)
+    try:
+        text = compile_template(template).render(messages=messages, **variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateFault(f"its line {error.lineno} is not valid: {error.message}") from None
+    except jinja2.TemplateError as error:
+        raise TemplateFault(str(error.message)) from None
+    except MemoryError:
+        raise TemplateFault(f"it needs more than {MEMORY_BYTES >> 20} MiB of memory") from None
+    except RecursionError:
+        raise TemplateFault("it recurses too deeply") from None
+    except Exception as error:
+        raise TemplateFault(f"{type(error).__name__}: {error}") from None
+    if continue_final_message:
+        text = _cut_at_tag(text)
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_BYTES:
+        raise TemplateFault(f"its text has {size} bytes; at most {MAX_BYTES} are allowed")
+    return text
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    given = (message[name] for name in _REASONING if message.get(name) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _tag_last(messages: list[dict[str, Any]]) -> None:
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str):
+        raise TemplateFault("the last message has no text that could be continued")
+    messages[-1] = {**messages[-1], "content": content + _TAG}
+
+
+def _cut_at_tag(text: str) -> str:
+    place = text.rfind(_TAG.strip())
+    if place < 0:
+        raise TemplateFault("it leaves out the last message, which should be continued")
+    kept = text[:place]
+    return kept if text.startswith(_TAG, place) else kept.rstrip()
+
+
+def _answer(request: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"text": render(**request)}
+    except TemplateFault as fault:
+        return {"fault": str(fault)}
+
+
+def _serve(source: IO[bytes], target: IO[bytes]) -> None:
+    while len(head := source.read(LENGTH.size)) == LENGTH.size:
+        request = json.loads(source.read(LENGTH.unpack(head)[0]))
+        most = math.ceil(time.process_time() + CPU_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        answer = json.dumps(_answer(request)).encode()
+        target.write(LENGTH.pack(len(answer)) + answer)
+        target.flush()
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(0)

@@ -1,0 +1,182 @@
+"""Chat templates: messages become the text of a prompt, in a process of its own.
+
+Source: transformers' chat templates; the options are those of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from .errors import ApiError
+from .models import ServedModel
+from .plain_template import PLAIN_TEMPLATE
+from .template_process import CPU_S, LENGTH
+
+WALL_S = 30.0
+"""How long a rendering may take on an overloaded machine, in seconds."""
+MAX_WAITING = 256
+"""Most renderings that wait for one process."""
+MAX_TEMPLATE = 256 * 1024
+"""Most characters of a template that a request brings."""
+
+
+class Templates:
+    """Renders the conversations of all requests of a gateway.
+
+    Templates of models and those that requests bring are rendered by two processes, so that a
+    client's template delays those of other clients only. Both are started when first needed.
+    """
+
+    def __init__(self) -> None:
+        self._of_models = _Renderer()
+        self._of_requests = _Renderer()
+
+    async def render(
+        self,
+        model: ServedModel,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of ``messages`` under the model's template, or under ``chat_template``.
+
+        Raises ApiError 400 if the template is not valid, refuses the messages, or takes too long.
+        """
+        if chat_template is not None and len(chat_template) > MAX_TEMPLATE:
+            raise _fault(
+                f"it has {len(chat_template)} characters; at most {MAX_TEMPLATE} are allowed"
+            )
+        names: dict[str, Any] = {
+            **model.files.special_tokens,
+            **(variables or {}),
+            "tools": tools or None,
+            "documents": (variables or {}).get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if "messages" in names:
+            raise ApiError(
+                400,
+                "chat_template_kwargs has 'messages', which the template gets from the request; "
+                "remove it",
+                code="invalid_field",
+                param="chat_template_kwargs",
+            )
+        request = {
+            "template": chat_template or template_of(model),
+            "messages": messages,
+            "variables": names,
+            "continue_final_message": continue_final_message,
+        }
+        renderer = self._of_models if chat_template is None else self._of_requests
+        answer = await renderer.ask(json.dumps(request).encode())
+        if "fault" in answer:
+            raise _fault(answer["fault"])
+        return answer["text"]
+
+    async def close(self) -> None:
+        """Ends both processes."""
+        for renderer in (self._of_models, self._of_requests):
+            await renderer.end()
+
+
+def template_of(model: ServedModel) -> str:
+    """The model's own template, or the plain one."""
+    return model.files.chat_template or PLAIN_TEMPLATE
+
+
+class _Renderer:
+    """One rendering process, started again after a template has ended it."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def ask(self, request: bytes) -> dict[str, str]:
+        """The answer of the process; raises ApiError if it ends or takes too long."""
+        if self._waiting >= MAX_WAITING:
+            raise ApiError(
+                429,
+                f"{MAX_WAITING} conversations wait to be rendered; try again",
+                code="queue_full",
+                retry_after_s=CPU_S,
+            )
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await self._exchange(request)
+        finally:
+            self._waiting -= 1
+
+    async def _exchange(self, request: bytes) -> dict[str, str]:
+        process = self._process or await _start()
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(WALL_S):
+                process.stdin.write(LENGTH.pack(len(request)) + request)
+                await process.stdin.drain()
+                head = await process.stdout.readexactly(LENGTH.size)
+                answer = await process.stdout.readexactly(LENGTH.unpack(head)[0])
+        except TimeoutError:
+            await self.end()
+            raise ApiError(
+                503, "rendering the chat template took too long", retry_after_s=CPU_S
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            ended = await process.wait()
+            await self.end()
+            raise _fault(
+                f"it takes more than {CPU_S} s of CPU time"
+                if ended == -signal.SIGXCPU
+                else f"its process ended with {ended}"
+            ) from None
+        except BaseException:
+            # The answer would be taken for that of the next request.
+            await self.end()
+            raise
+        found: dict[str, str] = json.loads(answer)
+        return found
+
+    async def end(self) -> None:
+        """Ends the process; the next request starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _start() -> Process:
+    # In its own session: a Ctrl-C in the terminal is for the gateway.
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tokenbus.clients.gateway.template_process",
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _fault(what: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the chat template cannot be rendered with this request: {what}",
+        code="chat_template_error",
+        param="messages",
+    )

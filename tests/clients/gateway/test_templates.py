@@ -1,0 +1,224 @@
+"""Chat templates: rendered as transformers renders them, in a process that they cannot harm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
+from tokenbus.clients.gateway.template_process import TemplateFault, render
+from tokenbus.clients.gateway.templates import Templates
+from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers.utils.chat_template_utils import render_jinja_template
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" and message.content is string %}
+        {%- set ns.last = index %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and loop.first %}{% continue %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.reasoning_content and loop.index0 > ns.last %}
+        {{- '<think>' + message.reasoning_content.strip('\\n') + '</think>' }}
+    {%- endif %}
+    {{- message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+HEADERS = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- for message in messages %}
+    {%- generation %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'system' %}{{- 'Today: ' + date_string + '\\n' }}{% endif %}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endgeneration %}
+{%- endfor %}
+{%- if tools is not none %}{{- tools | tojson(indent=4) }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+INST = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/…') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.last and system_message is defined %}
+            {{- '[INST] ' + system_message + '\\n\\n' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST] ' + message['content'] + '[/INST]' }}
+        {%- endif %}
+    {%- else %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+MACRO = """\
+{%- macro shown(value, depth=0) -%}
+    {%- if value is mapping -%}
+        {%- for key, item in value | dictsort -%}
+            {{ '  ' * depth }}{{ key }}: {{ shown(item, depth + 1) }}
+        {%- endfor -%}
+    {%- elif value is string -%}{{ value | upper }}
+    {%- elif value is sequence -%}[{{ value | join(', ') }}]
+    {%- else -%}{{ value }}{%- endif -%}
+{%- endmacro -%}
+{% set made = dict(a=1, b='<&>') %}
+{{ made | tojson }} {{ shown(tools[0].function.parameters) if tools else 'no tools' }}
+  {% for m in messages %}
+{{ loop.index }}{{ m.role }}={{ m.content.split('\\n') | map('trim') | list }}
+  {% endfor %}
+{% if documents %}{{ documents | length }} documents{% endif %}
+"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "inst": INST,
+    "macro": MACRO,
+    "plain": PLAIN_TEMPLATE,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a <place>, in °C.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+SHORT = [{"role": "user", "content": "hello  "}]
+LONG = [
+    {"role": "system", "content": "Be brief & exact."},
+    {"role": "user", "content": "one\n two "},
+    {"role": "assistant", "content": "ein ", "reasoning_content": "\nhm\n"},
+    {"role": "user", "content": "drei «»"},
+]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    [text], _ = render_jinja_template([messages], chat_template=template, **SPECIAL, **options)
+    return str(text)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("messages", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_renders_as_transformers_renders_it(
+    name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool
+) -> None:
+    template = TEMPLATES[name]
+    variables = {**SPECIAL, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+    assert render(template, messages, variables) == expected(
+        template, messages, tools=tools, add_generation_prompt=prompt
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "headers", "plain"])
+@pytest.mark.parametrize("content", ["It is", "It is ", "It is\n\n"])
+def test_the_last_message_is_continued_as_transformers_does(name: str, content: str) -> None:
+    template = TEMPLATES[name]
+    messages = [*SHORT, {"role": "assistant", "content": content}]
+    variables = {**SPECIAL, "tools": None, "documents": None, "add_generation_prompt": False}
+    text = render(template, messages, variables, continue_final_message=True)
+    assert text == expected(template, messages, continue_final_message=True)
+    assert text.endswith(content.rstrip() if name == "headers" else content)
+
+
+def test_the_plain_template_names_the_speakers() -> None:
+    assert render(PLAIN_TEMPLATE, LONG, {"add_generation_prompt": True}) == (
+        "System: Be brief & exact.\nUser: one\n two \nAssistant: ein \nUser: drei «»\nAssistant:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for %}", "line 1"),
+        ("{{ messages[0].content.nothing.at_all }}", "nothing"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append({}) }}", "unsafe"),
+        ("{{ dict.__class__.__mro__ }}", "unsafe"),
+        ("{% set ns = namespace(_a=1) %}", "_a"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "__class__"),
+        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recurs"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_says_why(template: str, why: str) -> None:
+    with pytest.raises(TemplateFault, match=why):
+        render(template, SHORT, {})
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    info = ModelInfo(name="m", vocab_size=1, context_length=16, eos_token_ids=[0], fingerprint="f")
+    files = TokenizerFiles(fingerprint="f", json="{}", chat_template=CHATML, special_tokens=SPECIAL)
+    return ServedModel(info, files, Tokenizer(BPE()))
+
+
+@pytest.fixture
+async def templates(processes: None) -> AsyncIterator[Templates]:
+    templates = Templates()
+    yield templates
+    await templates.close()
+
+
+@pytest.mark.anyio
+async def test_endless_templates_end_and_others_are_rendered_all_the_while(
+    model: ServedModel, templates: Templates
+) -> None:
+    async def given(template: str) -> str:
+        return await templates.render(model, SHORT, chat_template=template)
+
+    assert await templates.render(model, SHORT) == expected(
+        CHATML, SHORT, add_generation_prompt=True
+    )
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ApiError, match=r"more than 2 s of CPU time") as caught:
+        await given(loop)
+    assert caught.value.status == 400
+    with pytest.raises(ApiError, match=r"memory"):
+        await given("{{ 'a' * 10**12 }}")
+    with pytest.raises(ApiError, match=r"at most \d+ are allowed"):
+        await given("{{ 'a' * 2**25 }}")
+    assert await given("{{ messages[0].role }}, {{ bos_token }}") == "user, <s>"
