@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
-from . import health
+from . import console, health
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def routes() -> list[BaseRoute]:
     """The routes of all doors."""
-    return [*health.routes()]
+    return [*console.routes(), *health.routes()]
 
 
 def build(settings: Settings, keys: ApiKeys | None) -> Starlette:

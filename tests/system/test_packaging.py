@@ -35,6 +35,7 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
     controller = "tokenbus/workers/controller"
     wanted = {
         "tokenbus/clients/supervisord.conf",
+        *(f"tokenbus/clients/console/{p.name}" for p in (ROOT / "clients/console").iterdir()),
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
         "tokenbus/grammars/guest/grammar.wasm",
         f"{controller}/sdk/tokenbus.h",

@@ -1,0 +1,188 @@
+// The form that a generation is started with, and the errors at its fields.
+
+import { byId, el } from "./dom.js";
+import { Editor } from "./editor.js";
+import { EXAMPLES } from "./examples.js";
+import { bytes } from "./format.js";
+import { placeOf } from "./places.js";
+
+const ARGUMENTS = {
+  regex: ["Regular expression", "Python's syntax; it matches the whole text."],
+  yacc: ["Grammar", "LR(1), as yacc writes it, or a name of the library: json, c, sql_select, …"],
+  json_schema: ["JSON schema", "The text is one value that the schema allows."],
+  choice: ["Choices", "One on each line."],
+  controller: ["Argument", "What the controller gets as its argument."],
+};
+const FIELDS = ["max_tokens", "temperature", "seed", "n", "top_logprobs"];
+
+/** The form. Events: `generate` with the fields of a GENERATE as its `detail`, and `stop`. */
+export class Composer extends EventTarget {
+  #form = byId("composer");
+  #prompt = byId("prompt");
+  #editor = new Editor(byId("editor"), "argument-text", "argument-fault", "argument-hint");
+  #kind = "";
+  #texts = {};
+  #connection;
+
+  constructor(connection) {
+    super();
+    this.#connection = connection;
+    this.#form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#submit();
+    });
+    this.#form.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#submit();
+    });
+    for (const radio of this.#form.elements.kind) {
+      radio.addEventListener("change", () => this.#choose(radio.value));
+    }
+    byId("stop").addEventListener("click", () => this.dispatchEvent(new Event("stop")));
+    byId("upload").addEventListener("change", () => this.#upload());
+    const example = byId("example");
+    example.append(...EXAMPLES.map(({ name }, i) => el("option", { value: i }, name)));
+    example.addEventListener("change", () => {
+      if (example.value !== "") this.fill(EXAMPLES[example.value]);
+      example.value = "";
+    });
+    this.fill(EXAMPLES[2]);
+  }
+
+  /** Sets the prompt, what it is steered by, and the argument. */
+  fill({ kind, prompt, argument = "" }) {
+    this.#texts[kind] = argument;
+    this.#prompt.value = prompt;
+    for (const radio of this.#form.elements.kind) radio.checked = radio.value === kind;
+    this.#kind = kind;
+    this.#show();
+  }
+
+  /** Shows whether a generation runs. */
+  set running(running) {
+    byId("stop").hidden = !running;
+  }
+
+  /** The names that the fields for models and controllers suggest. */
+  suggest(list, names) {
+    byId(list).replaceChildren(...names.map((name) => el("option", { value: name })));
+  }
+
+  /** Asks for the modules that are stored. */
+  async refreshModules() {
+    const { result } = await this.#connection.request("TAGS");
+    this.suggest("controllers", result.flatMap((m) => (m.tags?.length ? m.tags : [m.module])));
+  }
+
+  /** Shows an error at the field that it is about. */
+  showFault({ code, path, message }) {
+    const field = path?.match(/^\$\.(\w+)/)?.[1] ?? null;
+    if (code === "unknown_controller" || field === "controller") {
+      return this.#faultAt(this.#kind === "controller" ? "controller" : "request", message);
+    }
+    if (this.#kind && (field === "controller_arg" || (code === "invalid_field" && !field))) {
+      return this.#argumentFault(message);
+    }
+    if (field === "prompt") return this.#faultAt("prompt", message);
+    if (FIELDS.includes(field)) {
+      byId(field).setAttribute("aria-invalid", "true");
+      byId(field).closest("details").open = true;
+    }
+    return this.#faultAt("request", message);
+  }
+
+  #argumentFault(message) {
+    const text = message.replace(new RegExp(`^${this.#kind}: `), "").replace(/ \[\w+\]$/, "");
+    const place = placeOf(this.#kind, text, this.#editor.text);
+    this.#editor.mark(place);
+    this.#editor.invalid();
+    const fault = this.#faultAt("argument", text.replace(/^line \d+, column \d+: /, ""));
+    if (!place) return;
+    const go = el("button.place", { type: "button" }, `Line ${place.line}, column ${place.column}`);
+    go.addEventListener("click", () => this.#editor.goToMark());
+    fault.prepend(go, " ");
+  }
+
+  #faultAt(name, message) {
+    const fault = byId(`${name}-fault`);
+    fault.textContent = message.charAt(0).toUpperCase() + message.slice(1);
+    fault.hidden = false;
+    if (name === "prompt" || name === "controller") byId(name).setAttribute("aria-invalid", "true");
+    return fault;
+  }
+
+  #clearFaults() {
+    for (const fault of this.#form.querySelectorAll(".fault")) fault.hidden = true;
+    for (const field of this.#form.querySelectorAll("[aria-invalid]")) {
+      field.removeAttribute("aria-invalid");
+    }
+    this.#editor.mark(null);
+  }
+
+  #choose(kind) {
+    this.#texts[this.#kind] = this.#editor.text;
+    this.#kind = kind;
+    this.#show();
+  }
+
+  #show() {
+    this.#clearFaults();
+    byId("argument").hidden = !this.#kind;
+    byId("module").hidden = this.#kind !== "controller";
+    const [label, hint] = ARGUMENTS[this.#kind] ?? ["", ""];
+    byId("argument-label").textContent = label;
+    byId("argument-hint").textContent = hint;
+    this.#editor.text = this.#texts[this.#kind] ?? "";
+  }
+
+  #submit() {
+    this.#clearFaults();
+    const request = { prompt: this.#prompt.value, text: true, inspect: true };
+    const model = byId("model").value.trim();
+    if (model) request.model = model;
+    for (const name of FIELDS) {
+      const value = byId(name).value;
+      if (value !== "") request[name] = Number(value);
+    }
+    if (this.#kind) request.controller = this.#kind;
+    if (this.#kind === "controller") request.controller = byId("controller").value.trim();
+    if (this.#kind === "choice") {
+      request.controller_arg = this.#editor.text.split("\n").filter((line) => line !== "");
+    } else if (this.#kind) request.controller_arg = this.#editor.text;
+    if (request.controller === "") {
+      this.#faultAt("controller", "no controller is named: give a tag, or upload a module");
+      return;
+    }
+    this.dispatchEvent(new CustomEvent("generate", { detail: request }));
+  }
+
+  async #upload() {
+    const input = byId("upload");
+    const file = input.files[0];
+    if (!file) return;
+    this.#clearFaults();
+    const said = byId("uploaded");
+    said.textContent = `Uploading ${file.name} …`;
+    try {
+      const tag = file.name.replace(/\.wasm$/, "");
+      const { result } = await this.#connection.request("UPLOAD", { data: await base64(file), tag });
+      this.#clearFaults();
+      byId("controller").value = tag;
+      const what = result.forks === false ? ", whose sequences cannot fork" : "";
+      said.textContent = `${tag}: ${bytes(result.size)}, ${result.abi} ABI${what}`;
+      await this.refreshModules();
+    } catch (fault) {
+      said.textContent = "";
+      this.#faultAt("controller", fault.message);
+    }
+    input.value = "";
+  }
+}
+
+function base64(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}

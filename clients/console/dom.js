@@ -1,0 +1,53 @@
+// Elements, and lists of elements that follow a list of values.
+
+/** An element: `el("li.kept", { title: "x" }, "text", child)`. Its text is never read as HTML. */
+export function el(name, attributes = {}, ...children) {
+  const [tag, ...classes] = name.split(".");
+  const made = document.createElement(tag);
+  if (classes.length) made.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === false || value == null) continue;
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else made.setAttribute(key, value === true ? "" : String(value));
+  }
+  made.append(...children.filter((child) => child != null));
+  return made;
+}
+
+/** The same for SVG. */
+export function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
+  made.append(...children);
+  return made;
+}
+
+/** The element with this id. */
+export const byId = (id) => document.getElementById(id);
+
+/** Sets the text of an element where it differs, so that a screen reader is not interrupted. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/**
+ * Makes the children of `parent` follow `values`: an element that `make(value)` made for a key stays
+ * the same one, and `update(element, value)` brings it up to date.
+ */
+export function follow(parent, values, key, make, update) {
+  const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let at = parent.firstElementChild;
+  for (const value of values) {
+    const name = String(key(value));
+    let element = before.get(name);
+    before.delete(name);
+    if (!element) {
+      element = make(value);
+      element.dataset.key = name;
+    }
+    if (element === at) at = at.nextElementSibling;
+    else parent.insertBefore(element, at);
+    update(element, value);
+  }
+  for (const gone of before.values()) gone.remove();
+}

@@ -1,0 +1,197 @@
+// Starts generations, one at a time, and shows what becomes of them.
+
+import { byId, el, setText } from "./dom.js";
+import { drawForks } from "./forks.js";
+import { count, counted, micros } from "./format.js";
+import { Generation } from "./generation.js";
+import { Notes } from "./notes.js";
+import { SequenceList } from "./sequences.js";
+import { showStep } from "./step.js";
+import { Steps } from "./steps.js";
+import { Vocabulary } from "./vocabulary.js";
+
+/** Events: `running` (detail: whether one runs), `fault` (detail: the error of a request). */
+export class GenerationView extends EventTarget {
+  #connection;
+  #generation = null;
+  #cancel = null;
+  #models = new Map();
+  #vocabSize = 0;
+  #vocabulary = null;
+  #chosen = null;
+  #index = 0;
+  #follows = true;
+  #frame = 0;
+  #list = new SequenceList(byId("sequences"), (sequence, index) => this.#choose(sequence, index));
+  #steps = new Steps();
+  #notes = new Notes();
+
+  constructor(connection) {
+    super();
+    this.#connection = connection;
+    this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail, true));
+    new ResizeObserver(() => this.#update()).observe(byId("forks").parentElement);
+  }
+
+  /** Starts a generation with the fields of a GENERATE; one that still runs is cancelled. */
+  async start(request) {
+    this.stop();
+    const generation = new Generation(request, performance.now());
+    this.#generation = generation;
+    this.#chosen = null;
+    this.#follows = true;
+    this.#say("starting");
+    this.dispatchEvent(new CustomEvent("running", { detail: true }));
+    try {
+      await this.#useModel(request.model ?? "");
+    } catch (fault) {
+      if (generation === this.#generation) this.#fail(fault);
+      return;
+    }
+    if (generation !== this.#generation) return;
+    this.#list.clear(this.#vocabSize);
+    this.#notes.clear();
+    byId("blank").hidden = true;
+    byId("result").hidden = false;
+    byId("result").classList.toggle("steered", Boolean(request.controller));
+    showHeading();
+    generation.startedAt = performance.now();
+    this.#cancel = this.#connection.stream("GENERATE", request, {
+      entries: (entries) => generation === this.#generation && this.#receive(entries),
+      notice: (system) => generation === this.#generation && this.#say(system.message),
+      failed: (fault) => generation === this.#generation && this.#fail(fault),
+    });
+  }
+
+  /** Cancels the generation that runs. */
+  stop() {
+    if (this.#generation?.running) this.#cancel?.();
+  }
+
+  /** Draws again, as after a change of colours. */
+  redraw() {
+    this.#steps.redraw();
+  }
+
+  /** The size and the texts of a model's vocabulary; both are kept for the next generation. */
+  async #useModel(model) {
+    let known = this.#models.get(model);
+    if (!known) {
+      const { model_info: info } = await this.#connection.request("MODEL_INFO", { model });
+      known = { vocabSize: info.vocab_size, vocabulary: null };
+      this.#models.set(model, known);
+      this.#connection
+        .request("TOKENIZER", { model })
+        .then(({ tokenizer }) => {
+          known.vocabulary = new Vocabulary(tokenizer.json);
+          this.#vocabulary = known.vocabulary;
+          this.#update();
+        })
+        .catch(() => {}); // A model without one: alternatives are shown by their ids.
+    }
+    this.#vocabSize = known.vocabSize;
+    this.#vocabulary = known.vocabulary;
+  }
+
+  #receive(entries) {
+    const now = performance.now();
+    for (const entry of entries) {
+      const sequence = this.#generation.add(entry, now);
+      this.#chosen ??= sequence;
+    }
+    if (this.#generation.tokens) this.#say("running");
+    this.#update();
+    if (!this.#generation.running) this.#ended();
+  }
+
+  #ended() {
+    const sequences = [...this.#generation.sequences.values()];
+    const failed = sequences.filter((s) => s.error);
+    const end = failed.length ? (failed.length < sequences.length ? "some sequences failed" : "failed") : "finished";
+    this.#say(`${end}: ${counted(this.#generation.tokens, "token")}`);
+    this.dispatchEvent(new CustomEvent("running", { detail: false }));
+    if (failed.length === sequences.length) {
+      const [{ code, error }] = failed;
+      if (!this.#generation.tokens) this.#refused();
+      this.dispatchEvent(new CustomEvent("fault", { detail: { code, message: error, path: null } }));
+    }
+  }
+
+  #fail(fault) {
+    this.#generation.fail(fault, performance.now());
+    this.#say("failed");
+    if (!this.#generation.tokens) this.#refused();
+    this.dispatchEvent(new CustomEvent("running", { detail: false }));
+    this.dispatchEvent(new CustomEvent("fault", { detail: fault }));
+    this.#update();
+  }
+
+  /** Nothing was generated: the error is at the form, and there is nothing to show here. */
+  #refused() {
+    this.#say("refused");
+    byId("result").hidden = byId("figures").hidden = true;
+    byId("blank").hidden = false;
+    this.#generation = null;
+  }
+
+  #say(text) {
+    setText(byId("progress"), text);
+    byId("progress").dataset.running = Boolean(this.#generation?.running);
+  }
+
+  #choose(sequence, index, scroll = false) {
+    if (!sequence?.items.length) return;
+    this.#chosen = sequence;
+    this.#index = Math.max(0, Math.min(index, sequence.items.length - 1));
+    // At the last step of a generation that runs, the choice follows it.
+    this.#follows = this.#generation.running && this.#index === sequence.items.length - 1;
+    this.#draw(scroll);
+  }
+
+  #update() {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      this.#draw();
+    });
+  }
+
+  #draw(scroll = false) {
+    const generation = this.#generation;
+    if (!generation?.sequences.size) return;
+    this.#list.update(generation);
+    this.#notes.update(generation);
+    showFigures(generation);
+    drawForks(byId("forks"), generation, this.#chosen, (s) => this.#choose(s, s.items.length - 1));
+    if (!this.#chosen?.items.length) {
+      this.#chosen = generation.inOrder.find((s) => s.items.length) ?? this.#chosen;
+    }
+    if (this.#follows) this.#index = this.#chosen.items.length - 1;
+    this.#steps.show(this.#chosen, this.#index, this.#vocabSize);
+    showStep(this.#chosen, this.#index, this.#vocabSize, this.#vocabulary);
+    this.#list.select(this.#chosen, this.#index, scroll);
+  }
+}
+
+/** Brings the generation into view where it is below the form, as on a phone. */
+function showHeading() {
+  const heading = byId("generation-title");
+  if (heading.getBoundingClientRect().top < innerHeight * 0.8) return;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  heading.scrollIntoView({ behavior: calm ? "auto" : "smooth" });
+}
+
+function showFigures(generation) {
+  const { tokens, startedAt, firstAt, endedAt, promptTokens, cachedTokens } = generation;
+  const list = byId("figures");
+  list.hidden = false;
+  const facts = [["Tokens", count(tokens)]];
+  if (firstAt !== null) facts.push(["First token", micros((firstAt - startedAt) * 1000)]);
+  if (endedAt !== null && tokens > 1 && endedAt > firstAt) {
+    facts.push(["Tokens/s", count(Math.round(((tokens - 1) * 1000) / (endedAt - firstAt)))]);
+  }
+  if (promptTokens) facts.push(["Prompt", `${count(promptTokens)}, ${count(cachedTokens)} cached`]);
+  if (generation.sequences.size > 1) facts.push(["Sequences", count(generation.sequences.size)]);
+  list.replaceChildren(
+    ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+  );
+}

@@ -1,0 +1,150 @@
+// What a generation has come to, put together from its TOKEN entries. Nothing here is drawn.
+
+/** One token as it arrived in a sequence, whatever becomes of it. */
+export class Item {
+  /** Set when a splice drops the token. */
+  taken = false;
+
+  constructor(entry) {
+    this.id = entry.token;
+    this.text = entry.text ?? "";
+    this.logprob = entry.logprob;
+    this.pos = entry.pos ?? 0;
+    this.likely = Object.entries(entry.top_logprobs ?? {})
+      .map(([id, logprob]) => ({ id: Number(id), logprob }))
+      .sort((a, b) => b.logprob - a.logprob);
+    this.allowed = entry.allowed ?? null;
+    this.cut = new Set(entry.cut ?? []);
+    this.roundUs = entry.round_us ?? 0;
+  }
+
+  /** Appended by the controller, not sampled. */
+  get appended() {
+    return this.logprob === null;
+  }
+}
+
+/** A sequence: its own tokens in the order in which they arrived, those taken back included. */
+export class Sequence {
+  items = [];
+  finish = null;
+  error = null;
+  constraint = null;
+  splices = [];
+  writes = [];
+
+  constructor(seq, parent, from) {
+    this.seq = seq;
+    this.parent = parent;
+    this.from = from;
+    /** The tokens that it has now, those before the fork included. */
+    this.kept = parent ? parent.kept.slice(0, from) : [];
+    this.inherited = this.kept.length;
+  }
+
+  get length() {
+    return this.kept.length;
+  }
+
+  /** Drops the last tokens. Those of the parent are shown among its own, as taken back. */
+  takeBack(n) {
+    const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
+    const own = new Set(this.items);
+    for (const item of dropped) {
+      if (own.has(item)) item.taken = true;
+      else this.items.push(Object.assign(Object.create(Item.prototype), item, { taken: true }));
+    }
+    this.inherited = Math.min(this.inherited, this.kept.length);
+    this.splices.push({ from: this.kept.length + n, to: this.kept.length });
+  }
+
+  append(item) {
+    this.items.push(item);
+    this.kept.push(item);
+  }
+}
+
+/** A generation. Times are of `performance.now()`, in milliseconds. */
+export class Generation {
+  sequences = new Map();
+  logs = [];
+  writes = [];
+  tokens = 0;
+  promptTokens = 0;
+  cachedTokens = 0;
+  firstAt = null;
+  endedAt = null;
+  fault = null;
+
+  constructor(request, startedAt) {
+    this.request = request;
+    this.startedAt = startedAt;
+  }
+
+  get running() {
+    return this.endedAt === null;
+  }
+
+  /** The sequences, each after its parent and before that one's next child. */
+  get inOrder() {
+    const all = [...this.sequences.values()];
+    const below = (parent) =>
+      all.filter((s) => s.parent === parent).flatMap((s) => [s, ...below(s)]);
+    return below(null);
+  }
+
+  /** Takes the next entry; returns its sequence. */
+  add(entry, now) {
+    // A fork at the beginning may come before its parent's first entry.
+    const parent = entry.parent == null ? null : this.#sequence(entry.parent, null, 0);
+    const sequence = this.#sequence(entry.seq ?? 0, parent, entry.pos ?? 0);
+    this.promptTokens = entry.prompt_tokens ?? this.promptTokens;
+    this.cachedTokens = entry.cached_tokens ?? this.cachedTokens;
+    if (entry.backtrack) sequence.takeBack(entry.backtrack);
+    if (entry.token !== null) {
+      this.firstAt ??= now;
+      this.tokens++;
+      sequence.append(new Item(entry));
+    }
+    this.#note(sequence, entry);
+    if (entry.finish_reason) {
+      sequence.finish = entry.finish_reason;
+      sequence.error = entry.error ?? null;
+      sequence.code = entry.code ?? null;
+      sequence.constraint = entry.constraint ?? null;
+      if (!entry.live) this.endedAt = now;
+    }
+    return sequence;
+  }
+
+  /** Ends it: it was refused or the connection was lost. */
+  fail(fault, now) {
+    this.fault = fault;
+    this.endedAt = now;
+  }
+
+  #sequence(seq, parent, from) {
+    let sequence = this.sequences.get(seq);
+    if (!sequence) {
+      sequence = new Sequence(seq, parent, parent ? from : 0);
+      this.sequences.set(seq, sequence);
+    }
+    return sequence;
+  }
+
+  #note(sequence, entry) {
+    const place = { seq: sequence.seq, pos: sequence.length, roundUs: entry.round_us ?? 0 };
+    if (entry.logs) this.logs.push({ ...place, text: entry.logs });
+    for (const command of entry.storage ?? []) {
+      if (!command.WriteVar) continue;
+      const { name, value, op } = command.WriteVar;
+      const write = { ...place, name, op, value: fromHex(value) };
+      this.writes.push(write);
+      sequence.writes.push(write);
+    }
+  }
+}
+
+function fromHex(text) {
+  return Uint8Array.from(text.match(/../g) ?? [], (pair) => Number.parseInt(pair, 16));
+}

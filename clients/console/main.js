@@ -1,0 +1,82 @@
+// The console: a connection, a form, and what they show.
+
+import { Composer } from "./composer.js";
+import { Connection } from "./connection.js";
+import { byId, setText } from "./dom.js";
+import { GenerationView } from "./generation-view.js";
+import { showNoSystem, showSystem } from "./system.js";
+
+const POLL_MS = 1000;
+const KEY = "tokenbus-key";
+const LINK = {
+  connecting: "connecting",
+  open: "connected",
+  lost: "no connection, trying again",
+  refused: "refused, trying again",
+};
+
+const address = new URL("./", location.href);
+address.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+const connection = new Connection(address.href, sessionStorage.getItem(KEY) ?? "");
+const composer = new Composer(connection);
+const view = new GenerationView(connection);
+
+composer.addEventListener("generate", ({ detail }) => view.start(detail));
+composer.addEventListener("stop", () => view.stop());
+view.addEventListener("running", ({ detail }) => (composer.running = detail));
+view.addEventListener("fault", ({ detail }) => composer.showFault(detail));
+
+connection.addEventListener("state", ({ detail: state }) => {
+  const link = byId("link");
+  link.dataset.state = state;
+  setText(link, LINK[state]);
+  if (state === "open") {
+    byId("key-dialog").close();
+    composer.refreshModules().catch(() => {});
+    poll();
+  } else showNoSystem();
+  if (state === "refused") askForKey();
+});
+
+let polling = false;
+
+/** Shows the status, and again a second after each answer while the page is seen. */
+async function poll() {
+  if (polling || document.hidden || !connection.open) return;
+  polling = true;
+  try {
+    const { status } = await connection.request("STATUS", { streams: true });
+    showSystem(status);
+    composer.suggest("models", [...new Set(status.workers.flatMap((w) => w.models))]);
+  } catch {
+    // The state of the connection says so.
+  }
+  polling = false;
+  setTimeout(poll, POLL_MS);
+}
+
+document.addEventListener("visibilitychange", poll);
+
+function askForKey() {
+  const dialog = byId("key-dialog");
+  if (dialog.open) return;
+  dialog.showModal();
+  dialog.onclose = () => {
+    const key = byId("key").value.trim();
+    if (!key) return;
+    sessionStorage.setItem(KEY, key);
+    connection.connect(key);
+  };
+}
+
+const theme = byId("theme");
+theme.value = localStorage.getItem("tokenbus-theme") ?? "";
+function applyTheme() {
+  document.documentElement.dataset.theme = theme.value;
+  localStorage.setItem("tokenbus-theme", theme.value);
+  view.redraw();
+}
+theme.addEventListener("change", applyTheme);
+applyTheme();
+
+connection.connect();

@@ -1,0 +1,58 @@
+// Where in an argument its error is, from the message of a constraint's compiler.
+
+/**
+ * The place that `message` names in `text`: `{ start, end, line, column }`, offsets in UTF-16 and
+ * the others from 1; null if it names none.
+ */
+export function placeOf(kind, message, text) {
+  const at =
+    pairOf(text, /\bline (\d+),? column (\d+)/.exec(message)) ??
+    pairOf(text, kind === "lark" ? /\b(\d+)\((\d+)\):/.exec(message) : null) ??
+    (kind === "regex" ? spanOf(text, message) : null) ??
+    (kind === "json_schema" ? wordOf(text, message) : null);
+  if (!at) return null;
+  const before = text.slice(0, at.start).split("\n");
+  return { ...at, line: before.length, column: [...before.at(-1)].length + 1 };
+}
+
+/** "line 3, column 9": columns are characters, from 1. */
+function pairOf(text, match) {
+  if (!match) return null;
+  const lines = text.split("\n");
+  const line = Math.min(Number(match[1]), lines.length) - 1;
+  let start = 0;
+  for (let i = 0; i < line; i++) start += lines[i].length + 1;
+  start += offsetOf(lines[line], Number(match[2]) - 1);
+  return { start, end: wordEnd(text, start) };
+}
+
+/** "(pattern '…', at 3)", and "the part '…' at 3 to 19": positions are characters, from 0. */
+function spanOf(text, message) {
+  const part = /' at (\d+) to (\d+)\b/.exec(message);
+  if (part) return { start: offsetOf(text, Number(part[1])), end: offsetOf(text, Number(part[2])) };
+  const at = /, at (\d+)\)$/.exec(message.trim());
+  if (!at) return null;
+  const start = offsetOf(text, Number(at[1]));
+  const construct = /'([^']+)' is not supported/.exec(message)?.[1] ?? "";
+  const length = text.startsWith(construct, start) ? construct.length : 0;
+  return { start, end: start + Math.max(length, 1) };
+}
+
+/** A key or value that the message names and that the schema has exactly once. */
+function wordOf(text, message) {
+  for (const [, quoted, bare] of message.matchAll(/"([^"]+)"|: (\w+)$/g)) {
+    const word = JSON.stringify(quoted ?? bare);
+    const start = text.indexOf(word);
+    if (start >= 0 && text.indexOf(word, start + 1) < 0) return { start, end: start + word.length };
+  }
+  return null;
+}
+
+function offsetOf(text, characters) {
+  return [...text].slice(0, Math.max(0, characters)).join("").length;
+}
+
+function wordEnd(text, start) {
+  const word = /^(\w+|'(\\.|[^'\\\n])*'|"(\\.|[^"\\\n])*")/.exec(text.slice(start));
+  return start + Math.max(1, word?.[0].length ?? 1);
+}

@@ -1,0 +1,165 @@
+// The tree of sequences: what each has written, token by token.
+
+import { el, setText } from "./dom.js";
+import { counted } from "./format.js";
+
+const SURPRISING = 6; // A log-probability of -6, 0.25 %, has the full tint.
+const INHERITED_SHOWN = 60; // Characters before a fork that are shown again.
+
+const ENDS = {
+  stop: "stopped",
+  length: "at its most tokens",
+  controller: "stopped by its controller",
+  cancelled: "cancelled",
+  timeout: "timed out",
+  error: "failed",
+};
+const CONSTRAINT_ENDS = {
+  complete: "complete",
+  closed: "closed before the limit",
+  cut: "cut off inside a value",
+};
+
+/** Draws the sequences of a generation into a list, and what has been added to them since. */
+export class SequenceList {
+  #list;
+  #views = new Map();
+  #vocabSize = 0;
+
+  /** `select(sequence, index)` is called when a token is clicked. */
+  constructor(list, select) {
+    this.#list = list;
+    list.addEventListener("click", (event) => {
+      const token = event.target.closest(".token[data-at]");
+      const view = this.#views.get(Number(event.target.closest("li[data-seq]")?.dataset.seq));
+      if (view) select(view.sequence, token ? Number(token.dataset.at) : view.sequence.items.length - 1);
+    });
+  }
+
+  clear(vocabSize) {
+    this.#list.replaceChildren();
+    this.#views.clear();
+    this.#vocabSize = vocabSize;
+  }
+
+  update(generation) {
+    generation.inOrder.forEach((sequence, at) => {
+      let view = this.#views.get(sequence.seq);
+      if (!view) {
+        view = new SequenceView(sequence, generation, this.#vocabSize);
+        this.#views.set(sequence.seq, view);
+      }
+      if (this.#list.children[at] !== view.element) {
+        this.#list.insertBefore(view.element, this.#list.children[at] ?? null);
+      }
+      view.update();
+    });
+  }
+
+  /** Marks the selected token, and scrolls to it if `scroll`. */
+  select(sequence, index, scroll = false) {
+    for (const old of this.#list.querySelectorAll(".chosen")) old.classList.remove("chosen");
+    const view = this.#views.get(sequence.seq);
+    view?.element.classList.add("chosen");
+    const token = view?.token(index);
+    token?.classList.add("chosen");
+    if (scroll) token?.scrollIntoView({ block: "nearest" });
+  }
+}
+
+class SequenceView {
+  #text = el("p.text");
+  #state = el("span.state");
+  #notes = el("p.fault", { hidden: true });
+  #spans = [];
+  #vocabSize;
+  #shownTaken = 0;
+
+  constructor(sequence, generation, vocabSize) {
+    this.sequence = sequence;
+    this.#vocabSize = vocabSize;
+    const { seq, parent, from } = sequence;
+    const origin = parent ? `fork of #${parent.seq} at token ${from}` : "";
+    this.element = el(
+      "li.sequence",
+      { "data-seq": seq, "data-depth": Math.min(6, depth(sequence)) },
+      el("p.about", {}, el("b", {}, `#${seq}`), el("span", {}, origin), this.#state),
+      this.#text,
+      this.#notes,
+    );
+    this.#text.append(el("span.given", {}, given(sequence, generation.request.prompt)));
+  }
+
+  token(index) {
+    return this.#spans[index];
+  }
+
+  update() {
+    const { items, splices, finish, error } = this.sequence;
+    if (this.#shownTaken !== splices.length) {
+      items.slice(0, this.#spans.length).forEach((item, at) => {
+        if (item.taken && !this.#spans[at].matches("del")) this.#replace(at, item);
+      });
+      this.#shownTaken = splices.length;
+    }
+    const added = items.slice(this.#spans.length).map((item, i) => {
+      return tokenSpan(item, this.#spans.length + i, this.#vocabSize);
+    });
+    this.#spans.push(...added);
+    this.#text.append(...added);
+    this.element.dataset.state = finish ? (error ? "error" : "ended") : "running";
+    setText(this.#state, this.#stateText());
+    this.#notes.hidden = !error;
+    setText(this.#notes, error ?? "");
+  }
+
+  #replace(at, item) {
+    const span = tokenSpan(item, at, this.#vocabSize);
+    this.#spans[at].replaceWith(span);
+    this.#spans[at] = span;
+  }
+
+  #stateText() {
+    const { finish, constraint, length } = this.sequence;
+    const end = CONSTRAINT_ENDS[constraint];
+    return [counted(length, "token"), finish ? ENDS[finish] : "running", end].filter(Boolean).join(", ");
+  }
+}
+
+/** One token; one that was taken back is a `del`, and keeps to its line. */
+function tokenSpan(item, at, vocabSize) {
+  const span = el(item.taken ? "del.token" : "span.token", { "data-at": at });
+  const text = item.text.replaceAll("\n", item.taken ? "↵" : "↵\n");
+  text.split(/(↵)/).forEach((part) => {
+    if (part) span.append(part === "↵" && item.text.includes("\n") ? el("i", { "aria-hidden": "true" }, part) : part);
+  });
+  if (!item.text) span.append(el("i", {}, "·"));
+  if (item.appended) span.classList.add("appended");
+  else span.style.setProperty("--surprise", surprise(item).toFixed(3));
+  if (item.allowed !== null) {
+    span.classList.add("masked");
+    span.style.setProperty("--allowed", allowedShare(item.allowed, vocabSize).toFixed(3));
+  }
+  if (item.cut.size) span.classList.add("cuts");
+  return span;
+}
+
+/** How unlikely the token was: 0 for certain, 1 for a quarter of a percent and less. */
+export const surprise = (item) => Math.min(1, -item.logprob / SURPRISING);
+
+/** How much of the vocabulary was allowed, on a logarithmic scale: 0 for one token, 1 for all. */
+export function allowedShare(allowed, vocabSize) {
+  if (allowed <= 1 || vocabSize <= 1) return 0;
+  return Math.min(1, Math.log(allowed) / Math.log(vocabSize));
+}
+
+function depth(sequence) {
+  return sequence.parent ? 1 + depth(sequence.parent) : 0;
+}
+
+/** The end of what stood before the sequence's own tokens. */
+function given(sequence, prompt) {
+  if (!sequence.parent) return prompt;
+  const before = prompt + sequence.kept.slice(0, sequence.inherited).map((item) => item.text).join("");
+  return before.length > INHERITED_SHOWN ? `…${before.slice(-INHERITED_SHOWN)}` : before;
+}

@@ -1,0 +1,79 @@
+"""The console: a page that shows a running system, and the files that it is made of.
+
+The page is in ``clients/console``, as it is served: no build step, nothing from elsewhere. It gets
+all that it shows over LMTP, on the WebSocket at ``/`` of the same origin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+FOLDER = Path(__file__).parent.parent / "console"
+"""Where the files of the page are."""
+PAGE = "index.html"
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Nothing but the page's own files, and no HTML that a script has put together from text.
+    "content-security-policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+        )
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    # The files have no version in their names: a browser asks whether its copy is the newest.
+    "cache-control": "no-cache",
+}
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def routes() -> list[BaseRoute]:
+    """``/console``, and ``/console/NAME`` for each file of the page."""
+    files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
+    return [
+        Route("/console", _file(FOLDER / PAGE)),
+        Route("/console/", _to_page),
+        *(Route(f"/console/{path.name}", _file(path)) for path in files if path.name != PAGE),
+    ]
+
+
+def _file(path: Path) -> Endpoint:
+    """Serves one file, which is read once, or the answer that a browser's copy is the same."""
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**HEADERS, "etag": etag}
+
+    async def serve(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "")
+        if etag in (one.strip().removeprefix("W/") for one in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=TYPES[path.suffix])
+
+    return serve
+
+
+async def _to_page(request: Request) -> Response:
+    """The page's links are relative to ``/console``, without a slash at its end."""
+    return RedirectResponse("../console", headers=HEADERS)
