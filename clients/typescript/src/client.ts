@@ -1,0 +1,162 @@
+/** The client, over whichever transport its entry point gives it. */
+
+import type { Call } from "./calls.js";
+import { Connection } from "./connection.js";
+import {
+  type Json,
+  type ModelInfo,
+  type Status,
+  type StoredModule,
+  type TokenizerFiles,
+  readStoredModule,
+} from "./messages.js";
+import {
+  type AskOptions,
+  type GenerateOptions,
+  type Prompt,
+  type RunOptions,
+  type ScoreOptions,
+  type StatusOptions,
+  type UploadOptions,
+  askCall,
+  bufferCall,
+  generateCall,
+  modelCall,
+  scoreCall,
+  storeCall,
+  uploadCall,
+} from "./requests.js";
+import { GeneratedSequence, type Scores } from "./results.js";
+import { TokenStream } from "./stream.js";
+import type { Transport } from "./transport.js";
+
+/** How long calls wait for a broker that does not answer, in seconds. */
+const PATIENCE_S = 30;
+
+/** The options of a client. */
+export interface ClientOptions {
+  /** How long calls wait for a broker that does not answer, in seconds. Default: 30. */
+  readonly patience_s?: number | undefined;
+  /** The API key, where the gateway needs one. Only over a WebSocket. */
+  readonly api_key?: string | undefined;
+}
+
+/**
+ * A connection to Tokenbus, for any number of streams. It is opened by the first call.
+ *
+ * Options and entries have the names of the protocol (`max_tokens`, `finish_reason`).
+ */
+export class BaseClient {
+  readonly #connection: Connection;
+
+  constructor(transport: Transport, options: ClientOptions) {
+    this.#connection = new Connection(transport, options.patience_s ?? PATIENCE_S);
+  }
+
+  /** The address of the broker or the gateway. */
+  get address(): string {
+    return this.#connection.transport.address;
+  }
+
+  /**
+   * Begins a stream of tokens that continue `prompt`: text, or token ids.
+   *
+   * Throws RequestError where the request is not valid as far as the client checks; all other
+   * errors are thrown where the stream is read.
+   */
+  generate(prompt: Prompt, options: GenerateOptions = {}): TokenStream {
+    return this.#stream(generateCall(prompt, options), options);
+  }
+
+  /**
+   * Begins a stream under a controller: the id or the tag of a module, or the name of a built-in
+   * (`regex`, `json_schema`, …), whose argument is `arg`.
+   */
+  run(controller: string, prompt: Prompt, options: RunOptions = {}): TokenStream {
+    const { arg, ...rest } = options;
+    return this.generate(prompt, { ...rest, controller, controller_arg: arg });
+  }
+
+  /** The log-probability of each token of `scored`, given all before it. */
+  async score(prompt: Prompt, scored: Prompt, options: ScoreOptions = {}): Promise<Scores> {
+    const stream = this.#stream(scoreCall(prompt, scored, options), options);
+    const [scores] = await stream.wait();
+    return scores ?? new GeneratedSequence(0, null);
+  }
+
+  /** The properties of a model, which is loaded if it is served on demand. */
+  async modelInfo(model = "", options: AskOptions = {}): Promise<ModelInfo> {
+    const body = { stream_id: 0, model };
+    const answer = await this.#ask(modelCall({ type: "MODEL_INFO", body }, options), options);
+    return present(answer.model_info, "model_info");
+  }
+
+  /** The tokenizer of a model: what the tokenizers library reads, its chat template. */
+  async tokenizer(model = "", options: AskOptions = {}): Promise<TokenizerFiles> {
+    const body = { stream_id: 0, model };
+    const answer = await this.#ask(modelCall({ type: "TOKENIZER", body }, options), options);
+    return present(answer.tokenizer, "tokenizer");
+  }
+
+  /** Workers, sessions and queues; with `streams`, the live streams of all clients too. */
+  async status(options: StatusOptions = {}): Promise<Status> {
+    const body = { stream_id: 0, streams: options.streams };
+    const call = askCall({ type: "STATUS", body }, options);
+    return present((await this.#ask(call, options)).status, "status");
+  }
+
+  /** Keeps a part of prompts at the broker, for `buffers: [name]`; null deletes it. */
+  async buffer(name: string, content: Prompt | null, options: AskOptions = {}): Promise<void> {
+    await this.#ask(bufferCall(name, content, options), options);
+  }
+
+  /** Stores a controller's Wasm module, for `run`. Uploading it again only adds the tag. */
+  async upload(wasm: Uint8Array, options: UploadOptions = {}): Promise<StoredModule> {
+    return storedModule((await this.#ask(uploadCall(wasm, options), options)).result);
+  }
+
+  /** Assigns tags to the module with this id or tag, and removes them from any other. */
+  async tag(
+    module: string,
+    tags: readonly string[],
+    options: AskOptions = {},
+  ): Promise<StoredModule> {
+    const call = storeCall({ type: "TAG", body: { stream_id: 0, module, tags } }, options);
+    return storedModule((await this.#ask(call, options)).result);
+  }
+
+  /** The uploaded controller modules, the latest first. */
+  async modules(options: AskOptions = {}): Promise<StoredModule[]> {
+    const call = storeCall({ type: "TAGS", body: { stream_id: 0 } }, options);
+    const { result } = await this.#ask(call, options);
+    return Array.isArray(result) ? result.map(storedModule) : [];
+  }
+
+  /** Deletes a tag, or the module with this id and all its tags; returns what was deleted. */
+  async delete(name: string, options: AskOptions = {}): Promise<StoredModule> {
+    const call = storeCall({ type: "DELETE", body: { stream_id: 0, module: name } }, options);
+    return storedModule((await this.#ask(call, options)).result);
+  }
+
+  /** Ends the session and all of its streams. Node goes on running until this is called. */
+  close(): void {
+    this.#connection.close();
+  }
+
+  #stream(call: Call, options: GenerateOptions | ScoreOptions): TokenStream {
+    return new TokenStream(this.#connection, call, options.signal, options.on_system);
+  }
+
+  #ask(call: Call, options: AskOptions) {
+    return new TokenStream(this.#connection, call, options.signal).answer();
+  }
+}
+
+function storedModule(result: Json | undefined): StoredModule {
+  return readStoredModule(result as unknown as Parameters<typeof readStoredModule>[0]);
+}
+
+function present<T>(value: T | undefined, name: string): T {
+  if (value === undefined) throw new TypeError(`the broker's answer has no ${name}`);
+  return value;
+}

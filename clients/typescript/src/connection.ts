@@ -1,0 +1,142 @@
+/** The connection of a client: its session on a transport, opened again whenever it is lost. */
+
+import type { Call } from "./calls.js";
+import { ConnectionLostError, type TokenbusError } from "./errors.js";
+import type { ServerMessage } from "./messages.js";
+import { Session } from "./session.js";
+import type { Link, Transport } from "./transport.js";
+
+/** The pause after the first failure of a row, and the longest; each is twice the one before. */
+const PAUSES_S = [0.05, 2] as const;
+
+export class Connection {
+  readonly #session: Session;
+  #link: Link | null = null;
+  #open = false;
+  #pauseS = 0;
+  #timer: ReturnType<typeof setTimeout> | undefined;
+  #dueAt = Infinity;
+  #closed = false;
+  /** When a new connection is opened, while there is none. */
+  #openAt = 0;
+
+  constructor(
+    readonly transport: Transport,
+    patienceS: number,
+  ) {
+    this.#session = new Session(transport.address, patienceS, now());
+  }
+
+  /**
+   * Begins a call; the first one opens the connection. Throws if the client was closed, or its
+   * address is not valid.
+   */
+  submit(call: Call): void {
+    if (this.#closed) {
+      throw new ConnectionLostError("connection_lost", "this client was closed; make a new one");
+    }
+    if (this.#link === null && now() >= this.#openAt) this.#connect();
+    this.#session.submit(call, now());
+    this.#turn();
+  }
+
+  /** Ends a call whose events are not needed any more. */
+  cancel(call: Call): void {
+    this.#session.cancel(call);
+    if (!this.#closed) this.#turn();
+  }
+
+  /** Ends the session, and every call that has not ended. */
+  close(): void {
+    if (this.#closed) return;
+    this.#closed = true;
+    clearTimeout(this.#timer);
+    this.#session.bye();
+    this.#flush();
+    this.#link?.close();
+    this.#link = null;
+  }
+
+  #connect(): void {
+    this.#session.connecting(now());
+    this.#link = this.transport.open({
+      opened: () => {
+        this.#open = true;
+        this.#session.connected(now());
+        this.#turn();
+      },
+      received: (messages: readonly ServerMessage[]) => {
+        this.#pauseS = 0;
+        for (const message of messages) this.#session.onMessage(message, now());
+        this.#turn();
+      },
+      closed: (reason: string, refused?: TokenbusError) => {
+        this.#drop(reason);
+        if (refused !== undefined) this.#session.endAll(refused);
+        this.#turn();
+      },
+    });
+  }
+
+  /** There is no connection any more; a new one is opened after a pause. */
+  #drop(reason: string): void {
+    const [first, longest] = PAUSES_S;
+    this.#link = null;
+    this.#open = false;
+    this.#pauseS = Math.min(this.#pauseS * 2 || first, longest);
+    this.#openAt = now() + this.#pauseS;
+    this.#session.disconnected(now(), reason);
+  }
+
+  /** Does what is due, sends, delivers, and sets the timer for what is due next. */
+  #turn(): void {
+    const at = now();
+    this.#session.onTime(at);
+    this.#flush();
+    if (this.#closed) return; // By one of those who received an event.
+    if (this.#link !== null && this.#session.lost(at)) {
+      const link = this.#link;
+      this.#drop("it does not answer");
+      link.close();
+    }
+    if (this.#link === null && at >= this.#openAt) {
+      try {
+        this.#connect();
+      } catch (error) {
+        this.#drop(String(error));
+      }
+    }
+    const waitS = Math.min(
+      this.#session.waitS(at),
+      this.#link === null ? this.#openAt - at : Infinity,
+    );
+    this.#wake(at + waitS);
+  }
+
+  #flush(): void {
+    const { outgoing, ready } = this.#session;
+    this.#session.outgoing = [];
+    this.#session.ready = [];
+    if (this.#open) for (const message of outgoing) this.#link?.send(message);
+    for (const [call, events] of ready) call.take(events);
+  }
+
+  /** Has `#turn` called at that time, unless it is called before. */
+  #wake(at: number): void {
+    if (at >= this.#dueAt) return;
+    clearTimeout(this.#timer);
+    this.#dueAt = at;
+    this.#timer = setTimeout(
+      () => {
+        this.#dueAt = Infinity;
+        this.#turn();
+      },
+      Math.max(0, at - now()) * 1000,
+    );
+  }
+}
+
+/** Seconds of a clock that only goes forward. */
+function now(): number {
+  return performance.now() / 1000;
+}

@@ -1,0 +1,71 @@
+/** The errors that this package throws. Programs match on the class or on `code`. */
+
+import { type Code, ERROR_KINDS, type ErrorKind, RETRYABLE } from "./messages.js";
+
+/** What an error has besides its code and its message. */
+export interface ErrorDetails {
+  /** The field at fault: `$.max_tokens`. */
+  readonly path?: string | null | undefined;
+  /** How long to wait before another try, in seconds. */
+  readonly retry_after_s?: number | null | undefined;
+}
+
+/** The base class of all errors that Tokenbus reports. */
+export class TokenbusError extends Error {
+  /** A stable name for programs. A newer broker may send codes that this package does not know. */
+  readonly code: Code | (string & {});
+  /** The field at fault. */
+  readonly path: string | null;
+  /** How long to wait before another try, in seconds. */
+  readonly retry_after_s: number | null;
+
+  constructor(code: Code | (string & {}), message: string, details: ErrorDetails = {}) {
+    super(message);
+    this.name = new.target.name;
+    this.code = code;
+    this.path = details.path ?? null;
+    this.retry_after_s = details.retry_after_s ?? null;
+  }
+
+  /** Whether the same request, sent again, may succeed. */
+  get retryable(): boolean {
+    return RETRYABLE.has(this.code);
+  }
+}
+
+/** The request is invalid; it must be changed before it is sent again. */
+export class RequestError extends TokenbusError {}
+
+/** The controller of the stream failed, exceeded a limit, or is in a deadlock. */
+export class ControllerError extends TokenbusError {}
+
+/** The service is unavailable: its queue is full, it restarts, or a worker was lost. */
+export class UnavailableError extends TokenbusError {}
+
+/** The broker does not answer, or the session has ended. */
+export class ConnectionLostError extends UnavailableError {}
+
+/** The `timeout_s` of the request has passed. */
+export class RequestTimeoutError extends TokenbusError {}
+
+/** The client did not read its tokens fast enough, so that its streams were ended. */
+export class SlowClientError extends TokenbusError {}
+
+/** An internal error of the service; its log has the details. */
+export class ServiceError extends TokenbusError {}
+
+const CLASSES: Readonly<Record<ErrorKind, typeof TokenbusError>> = {
+  ConnectionLostError,
+  ControllerError,
+  RequestError,
+  RequestTimeoutError,
+  ServiceError,
+  SlowClientError,
+  UnavailableError,
+};
+
+/** The error with this code, of its class; one with an unknown code is a RequestError. */
+export function errorFor(code: string, message: string, details: ErrorDetails = {}): TokenbusError {
+  const kinds: Readonly<Record<string, ErrorKind | undefined>> = ERROR_KINDS;
+  return new CLASSES[kinds[code] ?? "RequestError"](code, message, details);
+}

@@ -1,0 +1,841 @@
+// Written by `python -m tokenbus.clients.typescript.generate` from protocol/messages.py and
+// protocol/errors.py: change those and run it again.
+
+/** Any value that JSON can express. */
+export type Json =
+  | null
+  | boolean
+  | number
+  | string
+  | readonly Json[]
+  | { readonly [name: string]: Json };
+
+/** What a message has of `T`, where the fields with defaults `D` may be absent. */
+type Sent<T, D> = Omit<T, keyof D> & Partial<T>;
+
+export const PROTOCOL_VERSION = 1;
+
+export const MAX_MODULE_BYTES = 16777216;
+
+/** Every reason for which Tokenbus refuses or ends something. */
+export type Code =
+  | "bad_message"
+  | "unknown_type"
+  | "unsupported_version"
+  | "invalid_field"
+  | "too_large"
+  | "token_out_of_range"
+  | "empty_prompt"
+  | "prompt_too_long"
+  | "duplicate_stream"
+  | "unknown_stream"
+  | "unknown_buffer"
+  | "unknown_model"
+  | "unknown_controller"
+  | "model_load_failed"
+  | "not_allowed"
+  | "unsupported"
+  | "controller_failed"
+  | "controller_timeout"
+  | "deadlock"
+  | "queue_full"
+  | "no_worker"
+  | "worker_lost"
+  | "shutting_down"
+  | "slow_client"
+  | "session_taken"
+  | "session_lost"
+  | "connection_lost"
+  | "timeout"
+  | "internal";
+
+/** The class of an error. */
+export type ErrorKind =
+  | "ConnectionLostError"
+  | "ControllerError"
+  | "RequestError"
+  | "RequestTimeoutError"
+  | "ServiceError"
+  | "SlowClientError"
+  | "UnavailableError";
+
+/** The class of the error with this code. */
+export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
+  bad_message: "RequestError",
+  unknown_type: "RequestError",
+  unsupported_version: "RequestError",
+  invalid_field: "RequestError",
+  too_large: "RequestError",
+  token_out_of_range: "RequestError",
+  empty_prompt: "RequestError",
+  prompt_too_long: "RequestError",
+  duplicate_stream: "RequestError",
+  unknown_stream: "RequestError",
+  unknown_buffer: "RequestError",
+  unknown_model: "RequestError",
+  unknown_controller: "RequestError",
+  model_load_failed: "RequestError",
+  not_allowed: "RequestError",
+  unsupported: "RequestError",
+  controller_failed: "ControllerError",
+  controller_timeout: "ControllerError",
+  deadlock: "ControllerError",
+  queue_full: "UnavailableError",
+  no_worker: "UnavailableError",
+  worker_lost: "UnavailableError",
+  shutting_down: "UnavailableError",
+  slow_client: "SlowClientError",
+  session_taken: "ConnectionLostError",
+  session_lost: "ConnectionLostError",
+  connection_lost: "ConnectionLostError",
+  timeout: "RequestTimeoutError",
+  internal: "ServiceError",
+};
+
+/** Codes after which the same request, sent again, may succeed. */
+export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
+  "connection_lost",
+  "no_worker",
+  "queue_full",
+  "session_lost",
+  "shutting_down",
+  "worker_lost",
+]);
+
+/**
+ * `HELLO`: opens a session, or takes one over on a new connection.
+ *
+ * A client that never sends it gets an anonymous session in JSON, which ends with its connection.
+ */
+export interface Hello {
+  /** Default: [1]. */
+  readonly versions?: readonly number[] | undefined;
+  /**
+   * In order of preference; the broker answers in the first that it supports. Default: ["json"].
+   */
+  readonly encodings?: readonly string[] | undefined;
+  /** The token of a `WELCOME`: take that session over, under the same key. */
+  readonly session?: string | null | undefined;
+  /** Name and version of the program, for the operator. */
+  readonly client?: string | undefined;
+  /** Optional features of the client: `ping` (it sends PING, and its session may expire). */
+  readonly capabilities?: readonly string[] | undefined;
+}
+
+/** `GENERATE`: begin a stream of tokens. */
+export interface Generate {
+  /** 0 is greedy; 1 samples from the model's own distribution. At least 0. Default: 0. */
+  readonly temperature?: number | undefined;
+  /**
+   * Most tokens to generate; the context length of the model is a limit too (`length`). At least 1.
+   * Default: 64.
+   */
+  readonly max_tokens?: number | undefined;
+  /** Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces. */
+  readonly logit_bias?: Readonly<Record<string, number>> | undefined;
+  /**
+   * How many of the most likely tokens to report, in addition to the sampled one. At least 0, at
+   * most 256. Default: 0.
+   */
+  readonly top_logprobs?: number | undefined;
+  /** Keep the k most likely tokens; 0 keeps all. At least 0. Default: 0. */
+  readonly top_k?: number | undefined;
+  /**
+   * Keep the smallest set of tokens whose probability reaches this (nucleus sampling). More than 0,
+   * at most 1. Default: 1.
+   */
+  readonly top_p?: number | undefined;
+  /**
+   * Keep tokens at least this probable relative to the most likely one. At least 0, at most 1.
+   * Default: 0.
+   */
+  readonly min_p?: number | undefined;
+  /**
+   * Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL). More
+   * than 0. Default: 1.
+   */
+  readonly repetition_penalty?: number | undefined;
+  /** Subtracted once from the logits of tokens already generated. Default: 0. */
+  readonly presence_penalty?: number | undefined;
+  /** Subtracted per occurrence from the logits of tokens already generated. Default: 0. */
+  readonly frequency_penalty?: number | undefined;
+  /**
+   * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
+   * a random one. At least 0, at most 9223372036854775807.
+   */
+  readonly seed?: number | null | undefined;
+  /**
+   * Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
+   * model. Strings are found across token boundaries. At most 64 in length.
+   */
+  readonly stop?: readonly (string | number)[] | undefined;
+  /** Do not end at the model's end-of-sequence token. Default: false. */
+  readonly ignore_eos?: boolean | undefined;
+  /**
+   * How many sequences to sample from this prompt; each has its `seq` in 0..n-1. At least 1, at
+   * most 128. Default: 1.
+   */
+  readonly n?: number | undefined;
+  /**
+   * Chosen by the client, unique among its session's live streams. At least 0, at most
+   * 9223372036854775807.
+   */
+  readonly stream_id: number;
+  /** Empty: the only model that is served, or else the embedded one. */
+  readonly model?: string | undefined;
+  /** Token ids, or text that the worker tokenizes. null: the ids are attachment 0, u32 each. */
+  readonly prompt?: readonly number[] | string | null | undefined;
+  /** Buffers that precede the prompt, in order. */
+  readonly buffers?: readonly string[] | undefined;
+  /**
+   * Keep prompt and output as a buffer of this name when the stream ends. At least 1, at most 256
+   * in length.
+   */
+  readonly save?: string | null | undefined;
+  /** Text mode: each TOKEN also has the text that it completes. Default: false. */
+  readonly text?: boolean | undefined;
+  /** A module id, a tag, or the name of a built-in. */
+  readonly controller?: string | null | undefined;
+  /** The argument of the controller: text unchanged, any other value as JSON. */
+  readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
+  /** Higher goes first. At least -100, at most 100. Default: 0. */
+  readonly priority?: number | undefined;
+  /**
+   * End the stream, with `timeout`, this many seconds after it arrived. More than 0, at most 86400.
+   */
+  readonly timeout_s?: number | null | undefined;
+  /**
+   * TOKEN entries also say what their masks did: `allowed`, `cut` and `round_us`. Default: false.
+   */
+  readonly inspect?: boolean | undefined;
+  /**
+   * The `traceparent` of the request (W3C Trace Context); workers pass it on as it is. At most 256
+   * in length.
+   */
+  readonly trace?: string | undefined;
+}
+
+/** `SCORE`: the log-probability of each token of `scored`, given all before it. */
+export interface Score {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  readonly scored: readonly number[] | string;
+  readonly model?: string | undefined;
+  readonly prompt?: readonly number[] | string | null | undefined;
+  readonly buffers?: readonly string[] | undefined;
+  /** Each TOKEN also has the text of its token. Default: false. */
+  readonly text?: boolean | undefined;
+  /** At least -100, at most 100. Default: 0. */
+  readonly priority?: number | undefined;
+  /** More than 0, at most 86400. */
+  readonly timeout_s?: number | null | undefined;
+}
+
+/** `CANCEL`: end a stream, with `reason` as the finish reason of its last TOKEN entry. */
+export interface Cancel {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** Default: "cancelled". */
+  readonly reason?: "cancelled" | "timeout" | undefined;
+}
+
+/**
+ * `ATTACH`: resume a stream of this session.
+ *
+ * The answer is `MSG {"attached": received}`, followed by the entries of the stream from number
+ * `received` on. The client discards entries that arrive before the answer.
+ */
+export interface Attach {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** Number of TOKEN entries of the stream that the client has received. At least 0. */
+  readonly received: number;
+}
+
+/**
+ * `BUFFER`: keep a part of prompts in the session, for `buffers` to name.
+ *
+ * Exactly one of `tokens`, `text` and attachment 0 (u32 ids). null of them: the buffer is deleted.
+ */
+export interface BufferMessage {
+  /** At least 1, at most 256 in length. */
+  readonly name: string;
+  readonly tokens?: readonly number[] | null | undefined;
+  readonly text?: string | null | undefined;
+}
+
+/** `MODEL_INFO`: the properties of a model; answered by `MSG {"model_info": …}`. */
+export interface ModelInfoRequest {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  readonly model?: string | undefined;
+}
+
+/**
+ * `TOKENIZER`: the tokenizer of a model; answered by `MSG {"tokenizer": …}`.
+ *
+ * A model that has no tokenizer in the form of the tokenizers library gets an `unsupported`.
+ */
+export interface ModelTokenizerRequest {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  readonly model?: string | undefined;
+}
+
+/** `STATUS`: workers, sessions and queues; answered by `MSG {"status": …}`. */
+export interface StatusRequest {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** List the live streams too, those of all clients with the key of this one. Default: false. */
+  readonly streams?: boolean | undefined;
+}
+
+/**
+ * `UPLOAD`: store a controller module, given as `data` or as attachment 0.
+ *
+ * Answered by `MSG` with a `StoredModule` as its result.
+ */
+export interface Upload {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** Base64. */
+  readonly data?: string | null | undefined;
+  /** At least 1, at most 256 in length. */
+  readonly tag?: string | null | undefined;
+  /**
+   * Whose doing it is, for display: a program that serves several users names them. At most 256 in
+   * length.
+   */
+  readonly by?: string | undefined;
+}
+
+/**
+ * `TAG`: assign tags to a module, and remove them from any other.
+ *
+ * Answered by `MSG` with a `StoredModule` as its result.
+ */
+export interface Tag {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /**
+   * Its id, or at least 8 characters of the beginning of its id, or another tag of it. At least 1,
+   * at most 256 in length.
+   */
+  readonly module: string;
+  readonly tags: readonly string[];
+  /** As in `Upload`. At most 256 in length. */
+  readonly by?: string | undefined;
+}
+
+/**
+ * `TAGS`: list the modules of this tenant and their tags.
+ *
+ * Answered by `MSG` with a list of `StoredModule` as its result.
+ */
+export interface Tags {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+}
+
+/**
+ * `DELETE`: delete a tag, or a module with all its tags.
+ *
+ * Answered by `MSG` with a `StoredModule` as its result: what was deleted.
+ */
+export interface Delete {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /**
+   * A tag, or the id of a module, or at least 8 characters of the beginning of its id. At least 1,
+   * at most 256 in length.
+   */
+  readonly module: string;
+}
+
+/** `PING`: answered by `PONG` with the same number; renews the lease of the session. */
+export interface Ping {
+  /** At least 0. Default: 0. */
+  readonly n?: number | undefined;
+}
+
+/** `BYE`: ends the session and its streams. */
+export interface Bye {}
+
+/** `WELCOME`: the answer to `HELLO`. */
+export interface Welcome {
+  readonly version: number;
+  readonly encoding: string;
+  /** The token of the session. Its holder can take the session over. */
+  readonly session: string;
+  /** Whether `HELLO` took over an existing session; its streams wait for `ATTACH`. */
+  readonly resumed: boolean;
+  /** The live streams of a resumed session. */
+  readonly streams: readonly number[];
+  readonly server: string;
+  readonly capabilities: readonly string[];
+  /** Send a PING this often, in seconds. */
+  readonly ping_s: number;
+  /** A session without a message for this long, in seconds, is ended with its streams. */
+  readonly expiry_s: number;
+  readonly max_body_bytes: number;
+}
+
+const WELCOME_DEFAULTS = {
+  resumed: false,
+  streams: [],
+  server: "",
+  capabilities: [],
+  ping_s: 2.0,
+  expiry_s: 10.0,
+  max_body_bytes: 16777216,
+} satisfies Partial<Welcome>;
+
+/** `Welcome` as it was sent, with the defaults of the fields that are absent. */
+export function readWelcome(sent: Sent<Welcome, typeof WELCOME_DEFAULTS>): Welcome {
+  return {
+    ...WELCOME_DEFAULTS,
+    ...sent,
+  };
+}
+
+/**
+ * An entry of `TOKEN`, whose body is a list of these.
+ *
+ * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
+ */
+export interface Token {
+  /** The id of the token. null: the entry has no token, only other information. */
+  readonly token: number | null;
+  readonly stream_id: number;
+  /** Natural log-probability under the model's own distribution, before bias and temperature. */
+  readonly logprob: number | null;
+  readonly finish_reason: "cancelled" | "controller" | "error" | "length" | "stop" | "timeout" | null;
+  /** Log-probabilities of the most likely tokens and of this one, by id. Not in a SCORE. */
+  readonly top_logprobs?: Readonly<Record<string, number>>;
+  /** Position in its sequence, counted from the first token that was generated or scored. */
+  readonly pos: number;
+  /** Which sequence of the stream: 0, or a fork's number. */
+  readonly seq: number;
+  /** In the first entry of a fork: the sequence from which it was forked. */
+  readonly parent: number | null;
+  /** Text mode: the text that this token completes. */
+  readonly text?: string;
+  /** Number of tokens to remove from the end of the sequence first. */
+  readonly backtrack: number;
+  readonly logs: string;
+  readonly storage: readonly Json[];
+  readonly error: string | null;
+  /** The code that belongs to `error`. */
+  readonly code: string | null;
+  /** In an entry with a finish_reason: running sequences of the stream; 0: it has ended. */
+  readonly live: number;
+  /** In the first entry of a stream: the tokens of its prompt, those of buffers included. */
+  readonly prompt_tokens: number;
+  /** In the first entry of a stream: how many of them were in the cache already. */
+  readonly cached_tokens: number;
+  /** In the last entry of a sequence under a built-in constraint: how its text ended. */
+  readonly constraint: "closed" | "complete" | "cut" | null;
+  /**
+   * `inspect`: how many tokens the mask allowed where this one was sampled; absent without a mask.
+   */
+  readonly allowed?: number;
+  /** `inspect`: those of the most likely tokens that the mask forbade, the likeliest first. */
+  readonly cut: readonly number[];
+  /** `inspect`: how long the controller's round before this token took, in microseconds. */
+  readonly round_us: number;
+}
+
+const TOKEN_DEFAULTS = {
+  pos: 0,
+  seq: 0,
+  parent: null,
+  backtrack: 0,
+  logs: "",
+  storage: [],
+  error: null,
+  code: null,
+  live: 0,
+  prompt_tokens: 0,
+  cached_tokens: 0,
+  constraint: null,
+  cut: [],
+  round_us: 0,
+} satisfies Partial<Token>;
+
+/** `Token` as it was sent, with the defaults of the fields that are absent. */
+export function readToken(sent: Sent<Token, typeof TOKEN_DEFAULTS>): Token {
+  return {
+    ...TOKEN_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** The properties of a model. */
+export interface ModelInfo {
+  readonly name: string;
+  readonly vocab_size: number;
+  readonly context_length: number;
+  readonly eos_token_ids: readonly number[];
+  /** SHA-256 of the tokenizer's canonical JSON: same fingerprint, same tokens. */
+  readonly fingerprint: string;
+  readonly architecture: string;
+  readonly parameters: number;
+  readonly dtype: string;
+  readonly device: string;
+}
+
+const MODEL_INFO_DEFAULTS = {
+  architecture: "",
+  parameters: 0,
+  dtype: "",
+  device: "",
+} satisfies Partial<ModelInfo>;
+
+/** `ModelInfo` as it was sent, with the defaults of the fields that are absent. */
+export function readModelInfo(sent: Sent<ModelInfo, typeof MODEL_INFO_DEFAULTS>): ModelInfo {
+  return {
+    ...MODEL_INFO_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** A worker, as `STATUS` shows it. */
+export interface WorkerStatus {
+  readonly name: string;
+  readonly role: string;
+  readonly pid: number;
+  readonly host: string;
+  readonly state: string;
+  /** Those that are loaded. */
+  readonly models: readonly string[];
+  readonly requests: number;
+  readonly capacity: number;
+  readonly heartbeat_age_s: number;
+  readonly step_age_s: number | null;
+  readonly load: Readonly<Record<string, number>>;
+}
+
+const WORKER_STATUS_DEFAULTS = {
+  step_age_s: null,
+  load: {},
+} satisfies Partial<WorkerStatus>;
+
+/** `WorkerStatus` as it was sent, with the defaults of the fields that are absent. */
+export function readWorkerStatus(sent: Sent<WorkerStatus, typeof WORKER_STATUS_DEFAULTS>): WorkerStatus {
+  return {
+    ...WORKER_STATUS_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** A live stream, as `STATUS` with `streams` shows it. */
+export interface StreamStatus {
+  /** The broker's own number of the request. */
+  readonly request: number;
+  /** `GENERATE`, `SCORE`, or another message that a worker answers. */
+  readonly type: string;
+  /** Waiting for a worker, or with one. */
+  readonly state: "running" | "waiting";
+  /** Since it arrived. */
+  readonly age_s: number;
+  /** The program, as it named itself in `HELLO`. */
+  readonly client: string;
+  readonly model: string;
+  readonly worker: string;
+  readonly controller: string;
+  readonly controller_worker: string;
+  readonly priority: number;
+}
+
+const STREAM_STATUS_DEFAULTS = {
+  client: "",
+  model: "",
+  worker: "",
+  controller: "",
+  controller_worker: "",
+  priority: 0,
+} satisfies Partial<StreamStatus>;
+
+/** `StreamStatus` as it was sent, with the defaults of the fields that are absent. */
+export function readStreamStatus(sent: Sent<StreamStatus, typeof STREAM_STATUS_DEFAULTS>): StreamStatus {
+  return {
+    ...STREAM_STATUS_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** The answer to `STATUS`. */
+export interface Status {
+  readonly version: string;
+  readonly uptime_s: number;
+  readonly sessions: number;
+  readonly streams: number;
+  readonly queued: number;
+  readonly workers: readonly WorkerStatus[];
+  readonly counters: Readonly<Record<string, number>>;
+  /**
+   * With `streams`: the live streams of all clients with the sender's key, in the order of their
+   * arrival.
+   */
+  readonly live: readonly StreamStatus[];
+}
+
+const STATUS_DEFAULTS = {
+  counters: {},
+  live: [],
+} satisfies Partial<Status>;
+
+/** `Status` as it was sent, with the defaults of the fields that are absent. */
+export function readStatus(sent: Sent<Status, typeof STATUS_DEFAULTS>): Status {
+  return {
+    ...STATUS_DEFAULTS,
+    ...sent,
+    workers: sent.workers.map(readWorkerStatus),
+    ...(sent.live && { live: sent.live.map(readStreamStatus) }),
+  };
+}
+
+/** The tokenizer of a model, for programs that tokenize and detokenize themselves. */
+export interface TokenizerFiles {
+  /** As in `ModelInfo`. */
+  readonly fingerprint: string;
+  /** What the tokenizers library reads (`tokenizer.json`); up to some 20 MB. */
+  readonly json: string;
+  /** A Jinja template, as transformers has it; empty: the model has none. */
+  readonly chat_template: string;
+  /** By their names in transformers: `bos_token`, `eos_token`, `pad_token`, … */
+  readonly special_tokens: Readonly<Record<string, string>>;
+}
+
+const TOKENIZER_FILES_DEFAULTS = {
+  chat_template: "",
+  special_tokens: {},
+} satisfies Partial<TokenizerFiles>;
+
+/** `TokenizerFiles` as it was sent, with the defaults of the fields that are absent. */
+export function readTokenizerFiles(sent: Sent<TokenizerFiles, typeof TOKENIZER_FILES_DEFAULTS>): TokenizerFiles {
+  return {
+    ...TOKENIZER_FILES_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** `MSG`: the answer to a request that is not a stream. */
+export interface Msg {
+  readonly stream_id: number;
+  readonly model_info?: ModelInfo;
+  readonly status?: Status;
+  readonly attached?: number;
+  readonly tokenizer?: TokenizerFiles;
+  readonly result?: Json;
+}
+
+const MSG_DEFAULTS = {} satisfies Partial<Msg>;
+
+/** `Msg` as it was sent, with the defaults of the fields that are absent. */
+export function readMsg(sent: Sent<Msg, typeof MSG_DEFAULTS>): Msg {
+  return {
+    ...MSG_DEFAULTS,
+    ...sent,
+    ...(sent.model_info && { model_info: readModelInfo(sent.model_info) }),
+    ...(sent.status && { status: readStatus(sent.status) }),
+    ...(sent.tokenizer && { tokenizer: readTokenizerFiles(sent.tokenizer) }),
+  };
+}
+
+/** `SYSTEM`: why a stream waits, or that it has moved. For display. */
+export interface System {
+  readonly event: "draining" | "loaded" | "loading" | "moved" | "queued" | "retrying" | "throttled";
+  readonly message: string;
+  readonly stream_id: number | null;
+  readonly model: string;
+  /** `queued`: the position in the queue, from 1. */
+  readonly place: number | null;
+  /** `loading`: the part that is done, 0 to 1. */
+  readonly progress: number | null;
+}
+
+const SYSTEM_DEFAULTS = {
+  stream_id: null,
+  model: "",
+  place: null,
+  progress: null,
+} satisfies Partial<System>;
+
+/** `System` as it was sent, with the defaults of the fields that are absent. */
+export function readSystem(sent: Sent<System, typeof SYSTEM_DEFAULTS>): System {
+  return {
+    ...SYSTEM_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** `ERROR`: a request was refused, or a stream failed. */
+export interface ErrorMessage {
+  readonly code: string;
+  readonly message: string;
+  /**
+   * The stream that was ended; null if it could not be read from the message. With
+   * `duplicate_stream` the new request was ended, and the stream of this id continues.
+   */
+  readonly stream_id: number | null;
+  /** The invalid field, as `$.max_tokens`. */
+  readonly path: string | null;
+  /** When to try again, in seconds. */
+  readonly retry_after_s: number | null;
+  /** The type of the refused message, if there is no stream. */
+  readonly type: string | null;
+}
+
+const ERROR_MESSAGE_DEFAULTS = {
+  stream_id: null,
+  path: null,
+  retry_after_s: null,
+  type: null,
+} satisfies Partial<ErrorMessage>;
+
+/** `ErrorMessage` as it was sent, with the defaults of the fields that are absent. */
+export function readErrorMessage(sent: Sent<ErrorMessage, typeof ERROR_MESSAGE_DEFAULTS>): ErrorMessage {
+  return {
+    ...ERROR_MESSAGE_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** `PONG`: the answer to `PING`. */
+export interface Pong {
+  readonly n: number;
+  /**
+   * Whether this connection has a session that began with `HELLO`. If not (the broker was
+   * restarted, or the session expired), send `HELLO` again.
+   */
+  readonly session: boolean;
+}
+
+const PONG_DEFAULTS = {
+  n: 0,
+  session: true,
+} satisfies Partial<Pong>;
+
+/** `Pong` as it was sent, with the defaults of the fields that are absent. */
+export function readPong(sent: Sent<Pong, typeof PONG_DEFAULTS>): Pong {
+  return {
+    ...PONG_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** How a module got a tag. */
+export interface Tagged {
+  /** When it was assigned last, in seconds since 1970. */
+  readonly at: number;
+  /** By whom: `by` of the request, or else the tenant; empty where neither has a name. */
+  readonly by: string;
+}
+
+const TAGGED_DEFAULTS = {
+  at: 0.0,
+  by: "",
+} satisfies Partial<Tagged>;
+
+/** `Tagged` as it was sent, with the defaults of the fields that are absent. */
+export function readTagged(sent: Sent<Tagged, typeof TAGGED_DEFAULTS>): Tagged {
+  return {
+    ...TAGGED_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** A controller module in the store of a tenant. */
+export interface StoredModule {
+  /** Its id: SHA-256 of the uploaded bytes, hexadecimal. */
+  readonly module: string;
+  readonly tags: readonly string[];
+  /** Size of the upload in bytes. */
+  readonly size: number;
+  /** Seconds since 1970. */
+  readonly uploaded: number;
+  /** `native` or `aici`. */
+  readonly abi: string;
+  /** Whether its sequences may fork. */
+  readonly forks: boolean;
+  /** Size of its compiled form in bytes. */
+  readonly compiled_size: number;
+  /** How long the upload was compiled, in milliseconds; next to nothing where that was done. */
+  readonly compile_ms: number;
+  /** How it got each of `tags`. */
+  readonly tagged: Readonly<Record<string, Tagged>>;
+}
+
+const STORED_MODULE_DEFAULTS = {
+  tags: [],
+  size: 0,
+  uploaded: 0.0,
+  abi: "",
+  forks: true,
+  compiled_size: 0,
+  compile_ms: 0.0,
+  tagged: {},
+} satisfies Partial<StoredModule>;
+
+/** `StoredModule` as it was sent, with the defaults of the fields that are absent. */
+export function readStoredModule(sent: Sent<StoredModule, typeof STORED_MODULE_DEFAULTS>): StoredModule {
+  return {
+    ...STORED_MODULE_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** The messages of a client: type to body. */
+export interface ClientMessages {
+  readonly HELLO: Hello;
+  readonly GENERATE: Generate;
+  readonly SCORE: Score;
+  readonly CANCEL: Cancel;
+  readonly ATTACH: Attach;
+  readonly BUFFER: BufferMessage;
+  readonly MODEL_INFO: ModelInfoRequest;
+  readonly TOKENIZER: ModelTokenizerRequest;
+  readonly STATUS: StatusRequest;
+  readonly UPLOAD: Upload;
+  readonly TAG: Tag;
+  readonly TAGS: Tags;
+  readonly DELETE: Delete;
+  readonly PING: Ping;
+  readonly BYE: Bye;
+}
+
+/** The messages to a client: type to body. */
+export interface ServerMessages {
+  readonly WELCOME: Welcome;
+  readonly TOKEN: readonly Token[];
+  readonly MSG: Msg;
+  readonly SYSTEM: System;
+  readonly ERROR: ErrorMessage;
+  readonly PONG: Pong;
+}
+
+/** A message to a client. */
+export type ServerMessage = {
+  [T in keyof ServerMessages]: { readonly type: T; readonly body: ServerMessages[T] };
+}[keyof ServerMessages];
+
+/** The message with this type and body, as parsed from JSON; null if the type is unknown. */
+export function readMessage(type: string, body: unknown): ServerMessage | null {
+  switch (type) {
+    case "WELCOME":
+      return { type, body: readWelcome(body as Parameters<typeof readWelcome>[0]) };
+    case "TOKEN":
+      return { type, body: (body as Parameters<typeof readToken>[0][]).map(readToken) };
+    case "MSG":
+      return { type, body: readMsg(body as Parameters<typeof readMsg>[0]) };
+    case "SYSTEM":
+      return { type, body: readSystem(body as Parameters<typeof readSystem>[0]) };
+    case "ERROR":
+      return { type, body: readErrorMessage(body as Parameters<typeof readErrorMessage>[0]) };
+    case "PONG":
+      return { type, body: readPong(body as Parameters<typeof readPong>[0]) };
+    default:
+      return null;
+  }
+}

@@ -1,0 +1,34 @@
+/** The entry point for Node: ZeroMQ (`tcp://`, `ipc://`) and WebSocket (`ws://`, `wss://`). */
+
+import WebSocket from "ws";
+
+import { BaseClient, type ClientOptions } from "./client.js";
+import { webSocket } from "./websocket.js";
+import { zeroMq } from "./zeromq.js";
+
+export * from "./public.js";
+
+/** Where `tokenbus up` has its broker. */
+const BROKER = "tcp://127.0.0.1:5555";
+
+/** The client; see `BaseClient` for its methods. */
+export class Client extends BaseClient {
+  /**
+   * `address`: of the broker, `tcp://127.0.0.1:5555` or `ipc:///run/front.sock`, or of the gateway,
+   * `ws://127.0.0.1:8080/`. Default: `TOKENBUS_FRONT` of the environment, or else the first of
+   * these.
+   */
+  constructor(
+    address: string = process.env["TOKENBUS_FRONT"] || BROKER,
+    options: ClientOptions = {},
+  ) {
+    const key = options.api_key;
+    const headers = key === undefined ? {} : { authorization: `Bearer ${key}` };
+    super(
+      /^wss?:/.test(address)
+        ? webSocket(address, (url) => new WebSocket(url, { headers }))
+        : zeroMq(address),
+      options,
+    );
+  }
+}

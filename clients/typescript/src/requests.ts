@@ -1,0 +1,199 @@
+/** The arguments of a client's methods, as calls. */
+
+import { Call, type Request, type Timing } from "./calls.js";
+import { RequestError } from "./errors.js";
+import { type Generate, MAX_MODULE_BYTES, type Score, type System } from "./messages.js";
+
+/** Text, which the worker tokenizes, or token ids. */
+export type Prompt = string | readonly number[] | Uint32Array;
+
+/** Options of every method that waits for an answer. */
+export interface AskOptions {
+  /** Give up with a RequestTimeoutError after this long, in seconds. */
+  readonly timeout_s?: number | undefined;
+  /** Aborting it ends the wait; what waits is rejected with the signal's reason. */
+  readonly signal?: AbortSignal | undefined;
+}
+
+/** Options of every request for tokens that this package uses itself. Times in seconds. */
+export interface StreamOptions extends AskOptions {
+  /** Send the request again if nothing has arrived for this long. */
+  readonly stall_s?: number | undefined;
+  /** How long to send the request again after a full queue or a lost worker. Default: 30. */
+  readonly retry_s?: number | undefined;
+  /** Called with each notice: loading, queued, retrying. */
+  readonly on_system?: ((notice: System) => void) | undefined;
+}
+
+type Given<T> = Omit<T, "stream_id" | "prompt" | "scored" | "timeout_s">;
+
+/** The options of `generate`: the fields of GENERATE, and what this package uses itself. */
+export type GenerateOptions = Given<Generate> & StreamOptions;
+
+/** The options of `score`. */
+export type ScoreOptions = Given<Score> & StreamOptions;
+
+/** The options of `run`. */
+export interface RunOptions extends Omit<GenerateOptions, "controller" | "controller_arg"> {
+  /** The argument of the controller: a text unchanged, an object or an array as JSON. */
+  readonly arg?: Generate["controller_arg"];
+}
+
+/** The options of `status`. */
+export interface StatusOptions extends AskOptions {
+  /** List the live streams of all clients too. */
+  readonly streams?: boolean | undefined;
+}
+
+/** The options of `upload`. */
+export interface UploadOptions extends AskOptions {
+  /** A name for the module, in addition to its id. */
+  readonly tag?: string | undefined;
+}
+
+const RETRY_S = 30;
+/** How long a question waits for its answer, in seconds. */
+const ASK_S = 30;
+/** How long an upload waits, in seconds; compiling a large module takes long. */
+const UPLOAD_S = 120;
+/** How long requests to the module store are sent again if no worker is available, in seconds. */
+const STORE_RETRY_S = 10;
+
+/** The call of a GENERATE. One with sampling gets its seed here, so that a retry is the same. */
+export function generateCall(prompt: Prompt, options: GenerateOptions): Call {
+  const { fields, timing } = split(options);
+  if (fields.controller_arg != null && !fields.controller) {
+    throw new RequestError(
+      "invalid_field",
+      "controller_arg is given without a controller; add controller",
+      { path: "$.controller_arg" },
+    );
+  }
+  const body: Generate = {
+    text: typeof prompt === "string",
+    ...fields,
+    seed: fields.seed ?? (fields.temperature ? randomSeed() : undefined),
+    prompt: checkedPrompt(prompt, "$.prompt"),
+    timeout_s: timing.timeoutS,
+    stream_id: 0,
+  };
+  return checkedCall({ type: "GENERATE", body }, timing);
+}
+
+/** The call of a SCORE. */
+export function scoreCall(prompt: Prompt, scored: Prompt, options: ScoreOptions): Call {
+  const { fields, timing } = split(options);
+  const body: Score = {
+    text: typeof scored === "string",
+    ...fields,
+    prompt: checkedPrompt(prompt, "$.prompt"),
+    scored: checkedPrompt(scored, "$.scored"),
+    timeout_s: timing.timeoutS,
+    stream_id: 0,
+  };
+  return checkedCall({ type: "SCORE", body }, timing);
+}
+
+/** The call of a BUFFER; null deletes it. */
+export function bufferCall(name: string, content: Prompt | null, options: AskOptions): Call {
+  const prompt = content === null ? null : checkedPrompt(content, "$.tokens");
+  const body =
+    typeof prompt === "string" ? { name, text: prompt } : { name, tokens: prompt ?? undefined };
+  return checkedCall({ type: "BUFFER", body }, asking(options));
+}
+
+/** The call of an UPLOAD. */
+export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
+  if (wasm.byteLength > MAX_MODULE_BYTES) {
+    throw new RequestError(
+      "too_large",
+      `the module has ${wasm.byteLength} bytes; the limit is ${MAX_MODULE_BYTES}`,
+      { path: "$.data" },
+    );
+  }
+  const body = { stream_id: 0, tag: options.tag };
+  return checkedCall({ type: "UPLOAD", body, data: wasm }, storing(options, UPLOAD_S));
+}
+
+/** The call of a request to the module store other than an upload; all of them are idempotent. */
+export function storeCall(request: Request, options: AskOptions): Call {
+  return checkedCall(request, storing(options, ASK_S));
+}
+
+/** The call of a request whose answer may take as long as loading a model does. */
+export function modelCall(request: Request, options: AskOptions): Call {
+  const timing = asking(options);
+  return checkedCall(request, { ...timing, retryS: timing.timeoutS });
+}
+
+/** The call of a request that the broker answers itself. */
+export function askCall(request: Request, options: AskOptions): Call {
+  return checkedCall(request, asking(options));
+}
+
+function asking(options: AskOptions): Timing {
+  return { timeoutS: options.timeout_s ?? ASK_S };
+}
+
+function storing(options: AskOptions, longest: number): Timing {
+  return { timeoutS: options.timeout_s ?? longest, retryS: STORE_RETRY_S };
+}
+
+/** The fields that are sent, and what the client itself does. */
+function split<T extends StreamOptions>(options: T) {
+  const { timeout_s, stall_s, retry_s, on_system, signal, ...fields } = options;
+  const timing = { timeoutS: timeout_s, stallS: stall_s, retryS: retry_s ?? RETRY_S };
+  return { fields, timing } as const;
+}
+
+function randomSeed(): number {
+  return Math.floor(Math.random() * Number.MAX_SAFE_INTEGER);
+}
+
+function checkedPrompt(prompt: Prompt, path: string): string | readonly number[] {
+  if (typeof prompt === "string") return prompt;
+  const ids = Array.from(prompt);
+  const wrong = ids.findIndex((id) => !Number.isInteger(id) || id < 0 || id > 0xffff_ffff);
+  if (wrong >= 0) {
+    throw new RequestError(
+      "invalid_field",
+      `${String(ids[wrong])} at ${path}[${wrong}] is not a token id; one is a whole number from 0 ` +
+        "to 2**32 - 1",
+      { path: `${path}[${wrong}]` },
+    );
+  }
+  return ids;
+}
+
+function checkedCall(request: Request, timing: Timing): Call {
+  for (const [name, value] of Object.entries(request.body)) checkJson(value, `$.${name}`);
+  return new Call(request, timing);
+}
+
+/** Throws RequestError where a value has no JSON, or a text is no valid Unicode. */
+function checkJson(value: unknown, path: string): void {
+  if (typeof value === "string") {
+    if (!/\p{Surrogate}/u.test(value)) return;
+    throw new RequestError(
+      "invalid_field",
+      `the text at ${path} has half of a surrogate pair; it must be valid Unicode`,
+      { path },
+    );
+  }
+  if (typeof value === "bigint" || (typeof value === "number" && !Number.isFinite(value))) {
+    throw new RequestError(
+      "invalid_field",
+      `${String(value)} at ${path} has no JSON; numbers must be finite and of type number`,
+      { path },
+    );
+  }
+  // Token ids were checked already.
+  if (Array.isArray(value) && typeof value[0] !== "number") {
+    value.forEach((item, index) => checkJson(item, `${path}[${index}]`));
+  } else if (typeof value === "object" && value !== null && !Array.isArray(value)) {
+    for (const [name, item] of Object.entries(value)) {
+      checkJson(name, path);
+      checkJson(item, `${path}.${name}`);
+    }
+  }
+}

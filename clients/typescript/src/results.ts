@@ -1,0 +1,135 @@
+/** The results of a stream so far: its sequences, put together from the entries. */
+
+import { RequestTimeoutError, type TokenbusError, errorFor } from "./errors.js";
+import type { Json, Token } from "./messages.js";
+
+/**
+ * One sequence of a stream: `n` of them, or the forks of a controller.
+ *
+ * A fork begins with the tokens of its parent; both may remove some of these again. Logs and
+ * storage belong to each sequence, and are never removed.
+ */
+export class GeneratedSequence {
+  /** All tokens after the prompt, including those that the controller appended. */
+  readonly tokens: number[] = [];
+  /** One per token; NaN for a token that was appended, not sampled. */
+  readonly logprobs: number[] = [];
+  /** For each token the most likely ones and itself, with their log-probabilities, by id. */
+  readonly top_logprobs: Readonly<Record<string, number>>[] = [];
+  /** The text of each token, in text mode. */
+  readonly texts: string[] = [];
+  /** The output of the controller. */
+  logs = "";
+  /** The variables that the controller wrote, in order, as AICI's storage commands. */
+  readonly storage: Json[] = [];
+  finish_reason: Token["finish_reason"] = null;
+  /** Why it failed, if it did, and the code of that. */
+  error: string | null = null;
+  code: string | null = null;
+  /** How the text ended under a built-in constraint: `complete`, `closed` or `cut`. */
+  constraint: Token["constraint"] = null;
+  /** The tokens of the stream's prompt, those of buffers included. */
+  prompt_tokens = 0;
+  /** How many of them were in the worker's cache already. */
+  cached_tokens = 0;
+
+  constructor(
+    readonly seq: number,
+    /** The sequence from which it was forked; null for the first one. */
+    readonly parent: number | null,
+  ) {}
+
+  /** The text so far, in text mode; without it, empty. */
+  get text(): string {
+    return this.texts.join("");
+  }
+
+  /** The log-probability of all sampled tokens together. */
+  get cumulative_logprob(): number {
+    return this.logprobs.reduce((sum, one) => sum + one, 0);
+  }
+
+  /** @internal */
+  fork(seq: number, at: number): GeneratedSequence {
+    const child = new GeneratedSequence(seq, this.seq);
+    child.tokens.push(...this.tokens.slice(0, at));
+    child.logprobs.push(...this.logprobs.slice(0, at));
+    child.top_logprobs.push(...this.top_logprobs.slice(0, at));
+    child.texts.push(...this.texts.slice(0, at));
+    return child;
+  }
+
+  /** @internal */
+  add(entry: Token): void {
+    if (entry.backtrack > 0) {
+      for (const parts of [this.tokens, this.logprobs, this.top_logprobs, this.texts]) {
+        parts.length = Math.max(0, parts.length - entry.backtrack);
+      }
+    }
+    const text = entry.text ?? "";
+    if (entry.token !== null) {
+      this.tokens.push(entry.token);
+      this.logprobs.push(entry.logprob ?? NaN);
+      this.top_logprobs.push(entry.top_logprobs ?? {});
+      this.texts.push(text);
+    } else if (text && this.texts.length > 0) {
+      // Text that was held back until the end belongs to the last token.
+      this.texts.push(this.texts.pop() + text);
+    }
+    this.logs += entry.logs;
+    this.storage.push(...entry.storage);
+    if (entry.finish_reason !== null) {
+      this.finish_reason = entry.finish_reason;
+      this.error = entry.error;
+      this.code = entry.code;
+      this.constraint = entry.constraint;
+    }
+  }
+}
+
+/** Collects the entries of one stream. */
+export class Sequences {
+  readonly #bySeq = new Map<number, GeneratedSequence>();
+  /** The first entry of the stream that says what its prompt was. */
+  #first: Token | null = null;
+
+  /** Adds one entry. */
+  add(entry: Token): void {
+    if (entry.prompt_tokens > 0) this.#first ??= entry;
+    let sequence = this.#bySeq.get(entry.seq);
+    if (sequence === undefined) {
+      const parent = entry.parent === null ? undefined : this.#bySeq.get(entry.parent);
+      sequence =
+        parent?.fork(entry.seq, entry.pos + entry.backtrack) ??
+        new GeneratedSequence(entry.seq, entry.parent);
+      sequence.prompt_tokens = this.#first?.prompt_tokens ?? 0;
+      sequence.cached_tokens = this.#first?.cached_tokens ?? 0;
+      this.#bySeq.set(entry.seq, sequence);
+    }
+    sequence.add(entry);
+  }
+
+  /** All sequences, by number. */
+  listed(): GeneratedSequence[] {
+    return [...this.#bySeq.values()].sort((a, b) => a.seq - b.seq);
+  }
+
+  /** The error of a stream whose only sequence failed, or that timed out. */
+  failure(): TokenbusError | null {
+    const ended = [...this.#bySeq.values()];
+    if (ended.some((one) => one.finish_reason === "timeout")) {
+      return new RequestTimeoutError("timeout", "the timeout of the request has expired");
+    }
+    const [only] = ended;
+    if (ended.length === 1 && only?.finish_reason === "error") {
+      return errorFor(only.code ?? "internal", only.error ?? "the sequence failed");
+    }
+    return null;
+  }
+}
+
+/** The answer of `score`: each token of the scored part, and its natural log-probability. */
+export type Scores = Pick<
+  GeneratedSequence,
+  "tokens" | "logprobs" | "texts" | "cumulative_logprob" | "prompt_tokens" | "cached_tokens"
+>;

@@ -1,0 +1,391 @@
+/**
+ * The client's side of the protocol: messages in, messages and events out.
+ *
+ * No sockets and no clocks, as in `clients/session.py`: messages and times (seconds) are passed in,
+ * `outgoing` has the messages to send and `ready` the events for the callers. The session outlives
+ * its connection (HELLO with its token, ATTACH for each stream), requests that were lost are sent
+ * again without delivering an entry twice, and no call waits without a limit.
+ */
+
+import type { Call, Event, Outgoing } from "./calls.js";
+import {
+  ConnectionLostError,
+  RequestTimeoutError,
+  type TokenbusError,
+  UnavailableError,
+  errorFor,
+} from "./errors.js";
+import {
+  type ErrorMessage,
+  type Msg,
+  PROTOCOL_VERSION,
+  type Pong,
+  type ServerMessage,
+  type Token,
+  type Welcome,
+} from "./messages.js";
+
+/** After this long without an answer to HELLO a new connection is opened, in seconds. */
+const HELLO_AGAIN_S = 5;
+/** The first and the longest pause before another attempt; each is twice the one before. */
+const BACK_OFF_S = [0.1, 2] as const;
+/** How often deadlines are checked, in seconds. */
+const LOOK_S = 0.25;
+/** How much later than the broker the client itself ends a request that times out. */
+const GRACE_S = 1;
+
+export class Session {
+  outgoing: Outgoing[] = [];
+  ready: (readonly [Call, readonly Event[]])[] = [];
+  readonly #calls = new Map<number, Call>();
+  /** Calls that are not sent yet: at the WELCOME, or at their `resendAt`. */
+  readonly #waiting = new Map<number, Call>();
+  /** BUFFER calls by the number of the PING that follows them. */
+  readonly #barriers = new Map<number, Call>();
+  /** The buffers of the session, which a new session is given again. */
+  readonly #buffers = new Map<string, Outgoing>();
+  #ids = 0;
+  #token: string | null = null;
+  #welcomed = false;
+  #offlineSince: number;
+  #helloAt: number;
+  #heard: number;
+  #pingS = 2;
+  #silenceS = 6;
+  #pingAt: number;
+  #lookAt: number;
+  /** Why the last connection failed, for the error of calls that give up. */
+  #failure = "";
+
+  /** `patienceS`: how long calls wait for a broker that does not answer at `address`. */
+  constructor(
+    readonly address: string,
+    readonly patienceS: number,
+    now: number,
+  ) {
+    this.#offlineSince = this.#helloAt = this.#heard = this.#pingAt = this.#lookAt = now;
+  }
+
+  // --- the connection ----------------------------------------------------------------------------
+
+  /** A connection is being opened. */
+  connecting(now: number): void {
+    this.#helloAt = now;
+  }
+
+  /** A connection was opened: sends HELLO; drops what was not sent on the one before. */
+  connected(now: number): void {
+    if (this.#welcomed) this.#offlineSince = now;
+    this.#hello(now);
+  }
+
+  /** There is no connection: until the next WELCOME calls wait, as long as patience lasts. */
+  disconnected(now: number, reason: string): void {
+    this.#failure = reason;
+    if (this.#welcomed) {
+      this.#welcomed = false;
+      this.#offlineSince = now;
+    }
+  }
+
+  /** Whether to open a new connection, as the broker was silent for too long. */
+  lost(now: number): boolean {
+    if (!this.#welcomed) return now - this.#helloAt > HELLO_AGAIN_S;
+    return now - this.#heard > this.#silenceS;
+  }
+
+  /** Seconds until the next deadline. */
+  waitS(now: number): number {
+    const idle = this.#welcomed && this.#calls.size === 0;
+    const lookAt = idle ? Infinity : this.#lookAt;
+    return Math.max(0, Math.min(this.#welcomed ? this.#pingAt : Infinity, lookAt) - now);
+  }
+
+  #hello(now: number): void {
+    this.#welcomed = false;
+    this.#helloAt = this.#heard = now;
+    this.outgoing = [
+      {
+        type: "HELLO",
+        body: {
+          versions: [PROTOCOL_VERSION],
+          encodings: ["json"],
+          session: this.#token ?? undefined,
+          client: "tokenbus-typescript",
+          capabilities: ["ping"],
+        },
+      },
+    ];
+  }
+
+  // --- calls -------------------------------------------------------------------------------------
+
+  /** Begins a call; its events are added to `ready`, the last of them an `ended`. */
+  submit(call: Call, now: number): void {
+    call.began = call.heard = now;
+    this.#queue(call);
+    if (this.#welcomed) this.#sendCall(call, now);
+  }
+
+  /** Ends a call whose events are not needed any more. */
+  cancel(call: Call): void {
+    if (call.over) return;
+    call.over = true;
+    this.#forget(call, "cancelled");
+  }
+
+  /** Ends every call with an error. */
+  endAll(error: TokenbusError): void {
+    for (const call of [...this.#calls.values()]) this.#end(call, error);
+  }
+
+  /** Ends the session; the broker ends its streams. */
+  bye(): void {
+    this.endAll(new ConnectionLostError("connection_lost", "this client was closed"));
+    if (this.#welcomed) this.outgoing.push({ type: "BYE", body: {} });
+  }
+
+  /** Gives the next attempt a new number, so that entries of earlier ones are dropped. */
+  #queue(call: Call): void {
+    call.beginTry(++this.#ids);
+    if (call.request.type !== "BUFFER") {
+      const { type, body, data } = call.request;
+      call.request = { type, body: { ...body, stream_id: call.number }, data } as Call["request"];
+    }
+    this.#calls.set(call.number, call);
+    this.#waiting.set(call.number, call);
+  }
+
+  #sendCall(call: Call, now: number): void {
+    const { request } = call;
+    this.outgoing.push(request);
+    if (request.type === "BUFFER") {
+      if (request.body.tokens == null && request.body.text == null) {
+        this.#buffers.delete(request.body.name);
+      } else {
+        this.#buffers.set(request.body.name, request);
+      }
+      this.#barriers.set(call.number, call);
+      this.outgoing.push({ type: "PING", body: { n: call.number } });
+    }
+    this.#waiting.delete(call.number);
+    call.sent = true;
+    call.heard = now;
+    call.tries += 1;
+  }
+
+  /** Removes a call from all tables; with `reason`, sends CANCEL for its stream. */
+  #forget(call: Call, reason: "cancelled" | "timeout" | null): void {
+    this.#calls.delete(call.number);
+    this.#waiting.delete(call.number);
+    this.#barriers.delete(call.number);
+    if (reason !== null && call.sent && call.request.type !== "BUFFER") {
+      this.outgoing.push({ type: "CANCEL", body: { stream_id: call.number, reason } });
+    }
+  }
+
+  #end(call: Call, error: TokenbusError | null, ...events: readonly Event[]): void {
+    if (call.over) return;
+    call.over = true;
+    this.#forget(call, null);
+    this.ready.push([call, [...events, { kind: "ended", error }]]);
+  }
+
+  /** An attempt has failed: schedules another one, or ends the call. */
+  #failed(call: Call, error: TokenbusError, now: number, tellBroker: boolean): void {
+    call.failedAt ??= now;
+    if (!error.retryable || now - call.failedAt >= call.retryS) {
+      if (tellBroker) this.#forget(call, "cancelled");
+      this.#end(call, error);
+      return;
+    }
+    this.#forget(call, tellBroker ? "cancelled" : null);
+    const [first, longest] = BACK_OFF_S;
+    const pause = error.retry_after_s || Math.min(longest, first * 2 ** Math.min(call.tries, 10));
+    this.ready.push([call, [{ kind: "notice", notice: retrying(error.message) }]]);
+    this.#queue(call);
+    call.resendAt = now + pause;
+    this.#lookAt = Math.min(this.#lookAt, call.resendAt);
+  }
+
+  // --- messages ----------------------------------------------------------------------------------
+
+  /** A message from the broker. */
+  onMessage(message: ServerMessage, now: number): void {
+    this.#heard = now;
+    switch (message.type) {
+      case "TOKEN":
+        this.#onTokens(message.body, now);
+        break;
+      case "WELCOME":
+        this.#onWelcome(message.body, now);
+        break;
+      case "PONG":
+        this.#onPong(message.body, now);
+        break;
+      case "ERROR":
+        this.#onError(message.body, now);
+        break;
+      case "MSG":
+        this.#onMsg(message.body, now);
+        break;
+      case "SYSTEM": {
+        const call = this.#calls.get(message.body.stream_id ?? -1);
+        if (call === undefined) break;
+        call.heard = now;
+        this.ready.push([call, [{ kind: "notice", notice: message.body }]]);
+      }
+    }
+  }
+
+  #onTokens(entries: readonly Token[], now: number): void {
+    const perCall = new Map<Call, Event[]>();
+    for (const entry of entries) {
+      const call = this.#calls.get(entry.stream_id);
+      if (call === undefined) continue;
+      const ended = entry.finish_reason !== null && entry.live === 0;
+      if (call.attaching) {
+        // Its worker no longer has the stream, and does not answer the ATTACH.
+        if (ended) this.#failed(call, endedOffline(), now, false);
+        continue;
+      }
+      call.heard = now;
+      call.failedAt = null;
+      let events = perCall.get(call);
+      if (events === undefined) perCall.set(call, (events = []));
+      if (call.isNew(entry)) events.push({ kind: "entry", entry });
+      if (ended) {
+        call.over = true;
+        events.push({ kind: "ended", error: null });
+        this.#forget(call, null);
+      }
+    }
+    this.ready.push(...perCall);
+  }
+
+  #onWelcome(welcome: Welcome, now: number): void {
+    this.#welcomed = true;
+    this.#token = welcome.session;
+    this.#pingS = welcome.ping_s;
+    this.#silenceS = Math.max(2 * welcome.ping_s, 0.6 * welcome.expiry_s);
+    this.#pingAt = now + welcome.ping_s;
+    const sent = [...this.#calls.values()].filter((call) => call.sent);
+    if (!welcome.resumed) this.outgoing.push(...this.#buffers.values());
+    const live = new Set(welcome.resumed ? welcome.streams : []);
+    // The CANCEL of these was lost with the connection.
+    const cancelled = [...live].filter((number) => !this.#calls.has(number));
+    const lost = new ConnectionLostError(
+      "connection_lost",
+      "the connection to the broker was lost",
+    );
+    for (const call of sent) {
+      if (live.has(call.number)) {
+        call.attaching = true;
+        const body = { stream_id: call.number, received: call.received };
+        this.outgoing.push({ type: "ATTACH", body });
+      } else {
+        this.#failed(call, lost, now, true);
+      }
+    }
+    for (const stream_id of cancelled) this.outgoing.push({ type: "CANCEL", body: { stream_id } });
+    for (const call of [...this.#waiting.values()]) {
+      if (call.resendAt === null) this.#sendCall(call, now);
+    }
+  }
+
+  #onPong(pong: Pong, now: number): void {
+    const barrier = this.#barriers.get(pong.n);
+    if (!pong.session && this.#welcomed) {
+      this.#offlineSince = now;
+      this.#hello(now);
+    } else if (barrier !== undefined) {
+      this.#end(barrier, null);
+    }
+  }
+
+  #onError(body: ErrorMessage, now: number): void {
+    let error = errorFor(body.code, body.message, {
+      path: body.path,
+      retry_after_s: body.retry_after_s,
+    });
+    const call = body.stream_id === null ? undefined : this.#calls.get(body.stream_id);
+    if (call !== undefined) {
+      if (call.attaching && body.code === "unknown_stream") error = endedOffline();
+      this.#failed(call, error, now, false);
+      return;
+    }
+    const [barrier] = this.#barriers.values();
+    if (body.type === "BUFFER" && barrier !== undefined) {
+      if (barrier.request.type === "BUFFER") this.#buffers.delete(barrier.request.body.name);
+      this.#end(barrier, error);
+    } else if (body.type === "HELLO") {
+      this.endAll(error);
+    } else if (body.stream_id === null && body.type !== null) {
+      // The broker could not read which stream the message was of: the first of its type.
+      for (const sent of this.#calls.values()) {
+        if (sent.sent && sent.received === 0 && sent.request.type === body.type) {
+          this.#end(sent, error);
+          break;
+        }
+      }
+    }
+  }
+
+  #onMsg(msg: Msg, now: number): void {
+    const call = this.#calls.get(msg.stream_id);
+    if (call === undefined) return;
+    call.heard = now;
+    if (msg.attached !== undefined) {
+      call.attaching = false;
+    } else {
+      this.#end(call, null, { kind: "answer", answer: msg });
+    }
+  }
+
+  // --- time --------------------------------------------------------------------------------------
+
+  /** Sends what is due, and ends calls that have waited for too long. */
+  onTime(now: number): void {
+    if (this.#welcomed && now >= this.#pingAt) {
+      this.#pingAt = now + this.#pingS;
+      this.outgoing.push({ type: "PING", body: {} });
+    }
+    if (now < this.#lookAt) return;
+    this.#lookAt = now + LOOK_S;
+    for (const call of [...this.#calls.values()]) this.#look(call, now);
+  }
+
+  #look(call: Call, now: number): void {
+    if (!this.#welcomed) {
+      const waited = now - Math.max(this.#offlineSince, call.began);
+      if (waited > this.patienceS || now - call.began > call.timeoutS) {
+        const reason = this.#failure && ` (${this.#failure})`;
+        const what = `no broker answers at ${this.address}${reason}`;
+        this.#end(call, new ConnectionLostError("connection_lost", what));
+      }
+    } else if (now - call.began > call.timeoutS + GRACE_S) {
+      this.#forget(call, "timeout");
+      const what = `the timeout of the request, ${call.timeoutS} s, has expired`;
+      this.#end(call, new RequestTimeoutError("timeout", what));
+    } else if (call.resendAt !== null) {
+      if (now >= call.resendAt) {
+        call.resendAt = null;
+        this.#sendCall(call, now);
+      } else {
+        this.#lookAt = Math.min(this.#lookAt, call.resendAt);
+      }
+    } else if (call.sent && now - call.heard > call.stallS) {
+      const what = `nothing arrived for ${call.stallS} s`;
+      this.#failed(call, new UnavailableError("worker_lost", what), now, true);
+    }
+  }
+}
+
+function endedOffline(): ConnectionLostError {
+  const what = "the stream ended while the connection was lost";
+  return new ConnectionLostError("connection_lost", what);
+}
+
+function retrying(message: string) {
+  return { event: "retrying", message, stream_id: null, model: "", place: null, progress: null } as const;
+}

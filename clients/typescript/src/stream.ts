@@ -1,0 +1,152 @@
+/** The tokens of one request, as they arrive. */
+
+import type { Call, Event } from "./calls.js";
+import type { Connection } from "./connection.js";
+import type { Msg, System, Token } from "./messages.js";
+import { type GeneratedSequence, Sequences } from "./results.js";
+
+/**
+ * The tokens of one request, as they arrive: iterate it with `for await`.
+ *
+ * Leaving the loop cancels the request, and so do `cancel()` and the request's AbortSignal. Reading
+ * it to the end throws a TokenbusError where the stream failed, and the signal's reason where that
+ * was aborted. Entries that nobody reads are kept, so cancel a stream that is not needed any more.
+ */
+export class TokenStream implements AsyncIterableIterator<Token> {
+  readonly #connection: Connection;
+  readonly #call: Call;
+  readonly #signal: AbortSignal | undefined;
+  readonly #notify: ((notice: System) => void) | undefined;
+  readonly #entries: Token[] = [];
+  readonly #read = new Sequences();
+  #answer: Msg | null = null;
+  #waiting: (() => void)[] = [];
+  #state: "running" | "ended" | "cancelled" = "running";
+  #failure: unknown = null;
+
+  /** @internal */
+  constructor(
+    connection: Connection,
+    call: Call,
+    signal?: AbortSignal,
+    notify?: (notice: System) => void,
+  ) {
+    signal?.throwIfAborted();
+    this.#connection = connection;
+    this.#call = call;
+    this.#signal = signal;
+    this.#notify = notify;
+    call.take = (events) => this.#take(events);
+    connection.submit(call);
+    signal?.addEventListener("abort", this.#onAbort);
+  }
+
+  /** The sequences as far as they were read. */
+  get sequences(): GeneratedSequence[] {
+    return this.#read.listed();
+  }
+
+  /** Reads to the end; all sequences. */
+  async wait(): Promise<GeneratedSequence[]> {
+    while (!(await this.next()).done);
+    if (this.#state === "cancelled") {
+      throw new Error(
+        "this stream was cancelled before its end; its sequences have what was read of it",
+      );
+    }
+    return this.sequences;
+  }
+
+  /** The text of the first sequence, read to its end. Rejected if the request has no text. */
+  async text(): Promise<string> {
+    const { type, body } = this.#call.request;
+    if (type !== "GENERATE" || body.text !== true) {
+      throw new TypeError(
+        "this stream has no text, as its prompt was token ids; pass text: true",
+      );
+    }
+    return (await this.wait())[0]?.text ?? "";
+  }
+
+  /** The tokens of the first sequence, read to its end. */
+  async tokens(): Promise<number[]> {
+    return (await this.wait())[0]?.tokens ?? [];
+  }
+
+  /** Ends the request, unless it was read to its end; a loop over it ends. */
+  cancel(): void {
+    if (this.#state !== "running") return;
+    this.#end("cancelled", null);
+    this.#entries.length = 0;
+    this.#connection.cancel(this.#call);
+  }
+
+  /** The next entry. */
+  async next(): Promise<IteratorResult<Token, undefined>> {
+    for (;;) {
+      const entry = this.#entries.shift();
+      if (entry !== undefined) {
+        this.#read.add(entry);
+        return { done: false, value: entry };
+      }
+      if (this.#state !== "running") break;
+      await new Promise<void>((wake) => this.#waiting.push(wake));
+    }
+    const failure = this.#failure ?? (this.#state === "ended" ? this.#read.failure() : null);
+    if (failure !== null) throw failure;
+    return { done: true, value: undefined };
+  }
+
+  /** Called where a loop over the stream is left: cancels it. */
+  async return(): Promise<IteratorResult<Token, undefined>> {
+    this.cancel();
+    return { done: true, value: undefined };
+  }
+
+  [Symbol.asyncIterator](): this {
+    return this;
+  }
+
+  /** @internal The answer to a request that is not a stream. */
+  async answer(): Promise<Msg> {
+    await this.wait();
+    return this.#answer ?? { stream_id: 0 };
+  }
+
+  readonly #onAbort = (): void => {
+    this.cancel();
+    this.#failure = this.#signal?.reason;
+  };
+
+  #take(events: readonly Event[]): void {
+    for (const event of events) {
+      switch (event.kind) {
+        case "entry":
+          this.#entries.push(event.entry);
+          break;
+        case "answer":
+          this.#answer = event.answer;
+          break;
+        case "notice":
+          this.#notify?.(event.notice);
+          break;
+        case "ended":
+          this.#end("ended", event.error);
+      }
+    }
+    this.#wake();
+  }
+
+  #end(state: "ended" | "cancelled", failure: unknown): void {
+    this.#state = state;
+    this.#failure = failure;
+    this.#signal?.removeEventListener("abort", this.#onAbort);
+    this.#wake();
+  }
+
+  #wake(): void {
+    const waiting = this.#waiting;
+    this.#waiting = [];
+    for (const wake of waiting) wake();
+  }
+}

@@ -1,0 +1,89 @@
+/** The protocol on ZeroMQ: a DEALER socket, `[TYPE][body][attachment]`, bodies as JSON. */
+
+import { Dealer } from "zeromq";
+
+import type { Outgoing } from "./calls.js";
+import { RequestError } from "./errors.js";
+import { type Link, type Listener, type Transport, decodeMessage } from "./transport.js";
+
+/** How long a socket that is closed goes on sending, in milliseconds. */
+const LINGER_MS = 500;
+
+/** A transport to the broker's front socket, `tcp://127.0.0.1:5555` for one. */
+export function zeroMq(address: string): Transport {
+  return { address, open: (listener) => new Socket(address, listener) };
+}
+
+class Socket implements Link {
+  readonly #dealer: Dealer;
+  #closed = false;
+
+  constructor(
+    address: string,
+    readonly listener: Listener,
+  ) {
+    // Without a bound, so that no send waits; the session opens a new socket after a long silence.
+    this.#dealer = new Dealer({
+      sendHighWaterMark: 0,
+      receiveHighWaterMark: 0,
+      reconnectInterval: 50,
+      reconnectMaxInterval: 1000,
+      linger: LINGER_MS,
+    });
+    try {
+      this.#dealer.connect(address);
+    } catch (error) {
+      this.#dealer.close();
+      throw new RequestError(
+        "invalid_field",
+        `"${address}" is not a valid address of a broker (${String(error)}); one is ` +
+          "tcp://127.0.0.1:5555",
+      );
+    }
+    void this.#receive();
+    void this.#watch();
+  }
+
+  send(message: Outgoing): void {
+    const frames: (string | Uint8Array)[] = [message.type, JSON.stringify(message.body)];
+    if (message.data !== undefined) frames.push(message.data);
+    this.#dealer.send(frames).catch((error: unknown) => this.#fail(error));
+  }
+
+  close(): void {
+    this.#closed = true;
+    this.#dealer.close();
+  }
+
+  async #receive(): Promise<void> {
+    await Promise.resolve();
+    if (this.#closed) return;
+    this.listener.opened();
+    try {
+      for await (const [type, body] of this.#dealer) {
+        if (this.#closed) return;
+        const message = decodeMessage(String(type), String(body));
+        if (message !== null) this.listener.received([message]);
+      }
+    } catch (error) {
+      this.#fail(error);
+    }
+  }
+
+  /**
+   * ZeroMQ connects again by itself, but the broker then has a connection without a session: a new
+   * socket begins with HELLO at once.
+   */
+  async #watch(): Promise<void> {
+    for await (const event of this.#dealer.events) {
+      if (event.type === "disconnect") this.#fail("the broker closed the connection");
+      if (this.#closed) return;
+    }
+  }
+
+  #fail(reason: unknown): void {
+    if (this.#closed) return;
+    this.close();
+    this.listener.closed(String(reason));
+  }
+}

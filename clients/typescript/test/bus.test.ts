@@ -1,0 +1,253 @@
+/** The client against the real broker and its workers, over each transport. */
+
+import assert from "node:assert/strict";
+
+import {
+  ConnectionLostError,
+  ControllerError,
+  RequestError,
+  RequestTimeoutError,
+  TokenbusError,
+} from "../src/node.js";
+import { PROMPT, clientOf, guest, overEachTransport, proxyTo, until } from "./running.js";
+
+const LONG = { max_tokens: 150, ignore_eos: true };
+
+overEachTransport((test, address) => {
+  test("tokens stream, and their texts make the text", async (t) => {
+    const stream = clientOf(t, address).generate(PROMPT, { max_tokens: 20, ignore_eos: true });
+    const entries = [];
+    for await (const entry of stream) entries.push(entry);
+    assert.deepEqual(
+      entries.map((entry) => entry.pos),
+      [...Array(20).keys()],
+    );
+    assert.equal(entries.at(-1)?.finish_reason, "length");
+    const [sequence] = stream.sequences;
+    assert.equal(entries.map((entry) => entry.text).join(""), sequence?.text);
+    assert.deepEqual(
+      entries.map((entry) => entry.token),
+      sequence?.tokens,
+    );
+    assert.ok((sequence?.cumulative_logprob ?? 0) < 0);
+  });
+
+  test("token ids in give token ids out", async (t) => {
+    const client = clientOf(t, address);
+    const stream = client.generate(Uint32Array.of(5, 6, 7), { max_tokens: 4, top_logprobs: 3 });
+    for await (const { token, logprob, top_logprobs = {} } of stream) {
+      assert.equal(top_logprobs[String(token)], logprob);
+      assert.ok(Object.keys(top_logprobs).length >= 3);
+    }
+    assert.deepEqual(
+      await client.generate([5, 6, 7], { max_tokens: 4 }).tokens(),
+      stream.sequences[0]?.tokens,
+    );
+    await assert.rejects(client.generate([5], { max_tokens: 1 }).text(), /pass text: true/);
+  });
+
+  test("the options of a request have their effect", async (t) => {
+    const client = clientOf(t, address);
+    const sampled = { max_tokens: 12, temperature: 1.5, seed: 7, n: 2, ignore_eos: true } as const;
+    const [first, again] = await Promise.all([
+      client.generate(PROMPT, sampled).wait(),
+      client.generate(PROMPT, { ...sampled, priority: 3, timeout_s: 100, stall_s: 90 }).wait(),
+    ]);
+    assert.deepEqual(
+      first.map((one) => one.tokens),
+      again.map((one) => one.tokens),
+    );
+    assert.deepEqual(
+      first.map((one) => one.seq),
+      [0, 1],
+    );
+    assert.notDeepEqual(first[0]?.tokens, first[1]?.tokens);
+    const whole = client.generate(PROMPT, { max_tokens: 30 });
+    const stop = (await whole.text()).slice(5, 8);
+    const stopped = client.generate(PROMPT, { max_tokens: 30, stop: [stop] });
+    assert.equal(await stopped.text(), (await whole.text()).split(stop)[0]);
+    assert.equal(stopped.sequences[0]?.finish_reason, "stop");
+    const [token] = await client.generate(PROMPT, { max_tokens: 1 }).tokens();
+    const [biased] = await client
+      .generate(PROMPT, { max_tokens: 1, logit_bias: { [String(token)]: -100 } })
+      .tokens();
+    assert.notEqual(biased, token);
+  });
+
+  test("what was generated scores as it did when it was generated", async (t) => {
+    const client = clientOf(t, address);
+    const [sequence] = await client.generate(PROMPT, { max_tokens: 5 }).wait();
+    const scores = await client.score(PROMPT, sequence?.tokens ?? []);
+    assert.deepEqual(scores.tokens, sequence?.tokens);
+    scores.logprobs.forEach((logprob, index) => {
+      assert.ok(Math.abs(logprob - (sequence?.logprobs[index] ?? NaN)) < 1e-3);
+    });
+    const text = await client.score("import ", "os");
+    assert.equal(text.texts.join(""), "os");
+    assert.ok(text.cumulative_logprob < 0);
+  });
+
+  test("many streams share a connection", async (t) => {
+    const client = clientOf(t, address);
+    const alone = await client.generate(PROMPT, { max_tokens: 8 }).text();
+    const streams = Array.from({ length: 20 }, () => client.generate(PROMPT, { max_tokens: 8 }));
+    for (const stream of streams) assert.equal(await stream.text(), alone);
+  });
+
+  test("a stream is cancelled by leaving its loop, by cancel and by a signal", async (t) => {
+    const client = clientOf(t, address);
+    const left = client.generate(PROMPT, LONG);
+    for await (const entry of left) if (entry.pos === 2) break;
+    assert.equal(left.sequences[0]?.tokens.length, 3);
+
+    const cancelled = client.generate(PROMPT, LONG);
+    await cancelled.next();
+    const rest = cancelled.wait();
+    cancelled.cancel();
+    await assert.rejects(rest, /cancelled before its end/);
+    assert.deepEqual(await cancelled.next(), { done: true, value: undefined });
+
+    const controller = new AbortController();
+    const aborted = client.generate(PROMPT, { ...LONG, signal: controller.signal });
+    await aborted.next();
+    controller.abort(new Error("enough"));
+    await assert.rejects(aborted.text(), /enough/);
+    assert.throws(() => client.generate("x", { signal: controller.signal }), /enough/);
+    await until(client, (status) => status.streams === 0);
+  });
+
+  test("buffers precede a prompt, and keep what was generated", async (t) => {
+    const client = clientOf(t, address);
+    const whole = await client.generate(PROMPT, { max_tokens: 6 }).text();
+    await client.buffer("start", PROMPT.slice(0, 8));
+    const options = { max_tokens: 6, buffers: ["start"], save: "all" };
+    assert.equal(await client.generate(PROMPT.slice(8), options).text(), whole);
+    const more = await client.generate("\n", { max_tokens: 3, buffers: ["all"] }).wait();
+    assert.ok(more[0]?.text);
+    await client.buffer("start", null);
+    await assert.rejects(client.generate("x", { buffers: ["start"] }).wait(), {
+      code: "unknown_buffer",
+    });
+  });
+
+  test("built-in constraints steer", async (t) => {
+    const client = clientOf(t, address);
+    const options = { arg: "[0-9]{3}-[a-f]{2}", max_tokens: 30 };
+    assert.match(await client.run("regex", PROMPT, options).text(), /^[0-9]{3}-[a-f]{2}$/);
+    const schema = { type: "object", properties: { a: { type: "boolean" } }, required: ["a"] };
+    const json = await client.run("json_schema", PROMPT, { arg: schema, max_tokens: 60 }).text();
+    assert.equal(typeof JSON.parse(json).a, "boolean");
+  });
+
+  test("modules are uploaded, tagged, run, listed and deleted", async (t) => {
+    const client = clientOf(t, address);
+    const wasm = await guest("logs");
+    const stored = await client.upload(wasm, { tag: "ts-logs" });
+    assert.equal(stored.size, wasm.byteLength);
+    assert.ok((await client.tag("ts-logs", ["ts-other"])).tags.includes("ts-other"));
+    const [sequence] = await client.run("ts-other", PROMPT, { max_tokens: 3 }).wait();
+    assert.equal(sequence?.logs, "round\n".repeat(3));
+    assert.equal(sequence?.storage.length, 3);
+    assert.ok((await client.modules()).some((one) => one.module === stored.module));
+    assert.equal((await client.delete("ts-other")).module, stored.module);
+    await client.delete("ts-logs");
+  });
+
+  test("forks have the tokens of their parent, and splices take tokens back", async (t) => {
+    const client = clientOf(t, address);
+    const forks = await client.upload(await guest("forks"));
+    const options = { max_tokens: 8, ignore_eos: true };
+    const [parent, child] = await client.run(forks.module, PROMPT, options).wait();
+    assert.equal(child?.parent, parent?.seq);
+    // The child dropped two of three tokens and appended A and B.
+    assert.equal(child?.tokens[0], parent?.tokens[0]);
+    assert.deepEqual(child?.tokens.slice(1, 3), [0x41, 0x42]);
+    assert.ok(Number.isNaN(child?.logprobs[1]));
+    const splices = await client.upload(await guest("splices"));
+    const stream = client.run(splices.module, PROMPT, options);
+    let taken = 0;
+    for await (const entry of stream) taken += entry.backtrack;
+    assert.equal(taken, 3);
+    assert.deepEqual(stream.sequences[0]?.tokens.slice(0, 2), [0x41, 0x42]);
+  });
+
+  test("the model, the status and their defaults can be asked for", async (t) => {
+    const client = clientOf(t, address);
+    const info = await client.modelInfo();
+    assert.equal(info.name, "embedded");
+    assert.ok(info.vocab_size > 100 && info.context_length > 100);
+    const status = await client.status();
+    assert.deepEqual(new Set(status.workers.map((worker) => worker.role)).size, 3);
+    assert.equal(typeof status.workers[0]?.load, "object");
+    const files = await client.tokenizer();
+    assert.equal(files.fingerprint, info.fingerprint);
+    assert.equal(typeof JSON.parse(files.json).model, "object");
+  });
+
+  test("errors have types, codes and the path of the field", async (t) => {
+    const client = clientOf(t, address);
+    const failure = async (made: Promise<unknown>): Promise<TokenbusError> => {
+      const error = await made.then(() => null, (reason: unknown) => reason);
+      assert.ok(error instanceof TokenbusError, String(error));
+      return error;
+    };
+    const field = await failure(client.generate("x", { max_tokens: 0 }).wait());
+    assert.ok(field instanceof RequestError);
+    assert.deepEqual([field.code, field.path], ["invalid_field", "$.max_tokens"]);
+    assert.equal(field.retryable, false);
+    const model = await failure(client.modelInfo("no-such-model"));
+    assert.deepEqual([model.name, model.code], ["RequestError", "unknown_model"]);
+    const name = await failure(client.run("no-such-controller", "x").wait());
+    assert.equal(name.code, "unknown_controller");
+    const regex = await failure(client.run("regex", "x", { arg: "(" }).wait());
+    assert.ok(regex instanceof ControllerError || regex instanceof RequestError);
+    const late = await failure(client.generate(PROMPT, { ...LONG, timeout_s: 0.001 }).wait());
+    assert.ok(late instanceof RequestTimeoutError);
+    const wasm = await failure(client.upload(new TextEncoder().encode("#!/bin/sh")));
+    assert.match(wasm.message, /not Wasm/);
+    const fails = await client.upload(await guest("fails"));
+    const failed = await failure(client.run(fails.module, PROMPT).wait());
+    assert.deepEqual([failed.name, failed.code], ["ControllerError", "controller_failed"]);
+    assert.throws(() => client.generate("\ud800"), { path: "$.prompt" });
+    assert.throws(() => client.generate([1, -2]), { path: "$.prompt[1]" });
+    assert.throws(() => client.generate("x", { controller_arg: "y" }), { code: "invalid_field" });
+  });
+
+  test("a stream goes on where it was when its connection is cut", async (t) => {
+    const whole = await clientOf(t, address).generate(PROMPT, LONG).tokens();
+    const proxy = await proxyTo(t, address);
+    const client = clientOf(t, proxy.address);
+    await client.buffer("kept", "import ");
+    const stream = client.generate(PROMPT, LONG);
+    const tokens = [];
+    for await (const { token, pos } of stream) {
+      tokens.push(token);
+      if (pos === 5) assert.equal(proxy.cut(), 1);
+    }
+    assert.deepEqual(tokens, whole);
+    assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
+  });
+
+  test("a client that was closed ends its streams and takes no call", async (t) => {
+    const client = clientOf(t, address);
+    const stream = client.generate(PROMPT, LONG);
+    await stream.next();
+    client.close();
+    await assert.rejects(stream.wait(), ConnectionLostError);
+    assert.throws(() => client.generate("x"), /was closed/);
+    await until(clientOf(t, address), (status) => status.streams === 0);
+  });
+});
+
+overEachTransport((test, address) => {
+  test("calls give up where no broker answers", async (t) => {
+    const away = new URL(address);
+    away.port = "1";
+    const client = clientOf(t, away.href, 0.3);
+    await assert.rejects(client.generate("x").wait(), (error) => {
+      assert.ok(error instanceof ConnectionLostError);
+      assert.match(error.message, /no broker answers at/);
+      return true;
+    });
+  });
+});

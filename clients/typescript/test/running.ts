@@ -1,0 +1,89 @@
+/** The running system that the tests use; `tests/clients/test_typescript.py` starts it. */
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { type AddressInfo, type Socket, connect, createServer } from "node:net";
+import { type TestContext, describe, test } from "node:test";
+
+import { Client, type Status } from "../src/node.js";
+
+/** The address for each transport; without one, its tests are skipped. */
+const ADDRESSES = {
+  ZeroMQ: process.env["TOKENBUS_TEST_FRONT"],
+  WebSocket: process.env["TOKENBUS_TEST_WS"],
+};
+
+/** How long a test waits before it gives up, in milliseconds: it only bounds a hang. */
+const LIMIT_MS = 120_000;
+
+export const PROMPT = "def add(a, b):\n";
+
+/** Defines the tests of `define` once for each transport. */
+export function overEachTransport(define: (run: typeof test, address: string) => void): void {
+  for (const [name, address] of Object.entries(ADDRESSES)) {
+    const skip = address === undefined && "no such door is running";
+    describe(`over ${name}`, { skip, timeout: LIMIT_MS, concurrency: false }, () => {
+      if (address !== undefined) define(test, address);
+    });
+  }
+}
+
+/** A client that is closed with the test. */
+export function clientOf(t: TestContext, address: string, patience_s = 100): Client {
+  const client = new Client(address, { patience_s });
+  t.after(() => client.close());
+  return client;
+}
+
+/** A controller module that the Python side made for these tests. */
+export async function guest(name: "logs" | "fails" | "forks" | "splices"): Promise<Uint8Array> {
+  const folder = process.env["TOKENBUS_TEST_WASM"];
+  assert(folder, "TOKENBUS_TEST_WASM names the folder of the modules");
+  return readFile(`${folder}/${name}.wasm`);
+}
+
+/** Waits until the broker's status is as it should be. */
+export async function until(client: Client, holds: (status: Status) => boolean): Promise<void> {
+  while (!holds(await client.status())) await new Promise((go) => setTimeout(go, 20));
+}
+
+/** A TCP proxy whose connections can be cut. */
+export interface Proxy {
+  readonly address: string;
+  /** Ends all connections; returns how many there were. New ones are accepted. */
+  cut(): number;
+}
+
+/** A proxy to `address`. */
+export async function proxyTo(t: TestContext, address: string): Promise<Proxy> {
+  const target = new URL(address);
+  const sockets = new Set<Socket>();
+  const server = createServer((near) => {
+    const far = connect(Number(target.port), target.hostname);
+    for (const [from, to] of [
+      [near, far],
+      [far, near],
+    ] as const) {
+      sockets.add(from);
+      from.on("error", () => {});
+      from.on("close", () => {
+        sockets.delete(from);
+        to.destroy();
+      });
+      from.pipe(to);
+    }
+  });
+  const cut = () => {
+    const count = sockets.size / 2;
+    for (const socket of sockets) socket.destroy();
+    return count;
+  };
+  await new Promise<void>((done) => server.listen(0, "127.0.0.1", done));
+  t.after(() => {
+    server.close();
+    cut();
+  });
+  const near = new URL(address);
+  near.port = String((server.address() as AddressInfo).port);
+  return { address: near.href, cut };
+}

@@ -1,0 +1,210 @@
+/** The session on its own: messages and times in, messages and events out. */
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Call, type Event, type Outgoing } from "../src/calls.js";
+import { type ServerMessages, readMessage, readToken } from "../src/messages.js";
+import { bufferCall, generateCall } from "../src/requests.js";
+import { Session } from "../src/session.js";
+
+/** A session whose time the test sets, and what came of its calls. */
+class Bench {
+  now = 0;
+  readonly session = new Session("tcp://x", 5, 0);
+  readonly #events = new Map<Call, Event[]>();
+
+  constructor() {
+    this.session.connected(0);
+    this.hear("WELCOME", { version: 1, encoding: "json", session: "T" });
+    this.sent();
+  }
+
+  hear(type: keyof ServerMessages, body: unknown): void {
+    const message = readMessage(type, body);
+    assert(message);
+    this.session.onMessage(message, this.now);
+  }
+
+  /** An entry of the stream of `call`. */
+  token(call: Call, token: number, more: object = {}): void {
+    const entry = { token, stream_id: call.number, logprob: -1, finish_reason: null, ...more };
+    this.hear("TOKEN", [entry]);
+  }
+
+  pass(seconds: number): void {
+    this.now += seconds;
+    this.session.onTime(this.now);
+  }
+
+  /** What was sent since the last time, without what follows from the clock alone. */
+  sent(): Outgoing[] {
+    const { outgoing } = this.session;
+    this.session.outgoing = [];
+    return outgoing.filter(({ type, body }) => type !== "PING" || body.n !== undefined);
+  }
+
+  begin(call = generateCall("x", { temperature: 1 })): Call {
+    this.session.submit(call, this.now);
+    return call;
+  }
+
+  /** What has happened to a call, without the notices. */
+  events(call: Call): (number | null | string)[] {
+    for (const [of, events] of this.session.ready) {
+      this.#events.set(of, [...(this.#events.get(of) ?? []), ...events]);
+    }
+    this.session.ready = [];
+    return (this.#events.get(call) ?? []).flatMap((event): (number | null | string)[] => {
+      if (event.kind === "entry") return [event.entry.token];
+      return event.kind === "ended" ? [event.error?.code ?? "ended"] : [];
+    });
+  }
+}
+
+test("entries have the defaults of the fields that are absent", () => {
+  const sent = { token: 5, stream_id: 1, logprob: -0.5, finish_reason: null };
+  const { pos, seq, parent, logs, storage, text } = readToken(sent);
+  assert.deepEqual([pos, seq, parent, logs, storage, text], [0, 0, null, "", [], undefined]);
+  assert.equal(readMessage("NEW", {}), null);
+});
+
+test("calls wait for the WELCOME, and then go out in their order", () => {
+  const session = new Session("tcp://x", 5, 0);
+  const call = generateCall("x", {});
+  session.submit(call, 0);
+  session.connected(0);
+  assert.deepEqual(
+    session.outgoing.map(({ type }) => type),
+    ["HELLO"],
+  );
+  const welcome = readMessage("WELCOME", { version: 1, encoding: "json", session: "T" });
+  assert(welcome);
+  session.onMessage(welcome, 0);
+  assert.deepEqual(
+    session.outgoing.map(({ type }) => type),
+    ["HELLO", "GENERATE"],
+  );
+});
+
+test("a lost request is sent again with the same seed, and no entry is delivered twice", () => {
+  const bench = new Bench();
+  const call = bench.begin();
+  const [first] = bench.sent();
+  bench.token(call, 7);
+  bench.token(call, 8);
+  bench.hear("ERROR", { code: "worker_lost", message: "gone", stream_id: call.number });
+  bench.pass(1);
+  const [second] = bench.sent();
+  assert(first?.type === "GENERATE" && second?.type === "GENERATE");
+  assert.equal(second.body.seed, first.body.seed);
+  assert.notEqual(second.body.stream_id, first.body.stream_id);
+  for (const token of [7, 8]) bench.token(call, token);
+  bench.token(call, 9, { finish_reason: "stop" });
+  assert.deepEqual(bench.events(call), [7, 8, 9, "ended"]);
+});
+
+test("a request is sent again no longer than retry_s, and never after an error of its own", () => {
+  const bench = new Bench();
+  const patient = bench.begin(generateCall("x", { retry_s: 3 }));
+  const wrong = bench.begin();
+  bench.hear("ERROR", { code: "invalid_field", message: "no", stream_id: wrong.number });
+  assert.deepEqual(bench.events(wrong), ["invalid_field"]);
+  for (let tries = 0; bench.events(patient).length === 0; tries += 1) {
+    assert.ok(tries < 20);
+    bench.hear("ERROR", { code: "queue_full", message: "full", stream_id: patient.number });
+    bench.pass(0.5);
+  }
+  assert.deepEqual(bench.events(patient), ["queue_full"]);
+  assert.ok(bench.now >= 3);
+});
+
+test("a resumed session attaches its streams where they were", () => {
+  const bench = new Bench();
+  const call = bench.begin();
+  const left = bench.begin();
+  bench.token(call, 7);
+  bench.session.disconnected(bench.now, "cut");
+  bench.session.cancel(left);
+  bench.session.connected(bench.now);
+  const [hello] = bench.sent();
+  assert(hello?.type === "HELLO");
+  assert.equal(hello.body.session, "T");
+  const streams = [call.number, left.number];
+  const welcome = { version: 1, encoding: "json", session: "T", resumed: true, streams };
+  bench.hear("WELCOME", welcome);
+  assert.deepEqual(
+    bench.sent().map(({ type, body }) => [type, body]),
+    [
+      ["ATTACH", { stream_id: call.number, received: 1 }],
+      ["CANCEL", { stream_id: left.number }],
+    ],
+  );
+  bench.token(call, 99); // From before the answer: it is sent again after it.
+  bench.hear("MSG", { stream_id: call.number, attached: 1 });
+  bench.token(call, 8, { finish_reason: "stop" });
+  assert.deepEqual(bench.events(call), [7, 8, "ended"]);
+});
+
+test("a session that the broker does not know begins anew, with its buffers", () => {
+  const bench = new Bench();
+  const buffer = bench.begin(bufferCall("b", "text", {}));
+  const [, ping] = bench.sent();
+  assert(ping?.type === "PING");
+  bench.hear("PONG", { n: ping.body.n });
+  assert.deepEqual(bench.events(buffer), ["ended"]);
+  const call = bench.begin();
+  bench.sent();
+  bench.hear("PONG", { session: false });
+  assert.deepEqual(
+    bench.sent().map(({ type }) => type),
+    ["HELLO"],
+  );
+  bench.hear("WELCOME", { version: 1, encoding: "json", session: "U" });
+  bench.pass(1);
+  assert.deepEqual(
+    bench.sent().map(({ type }) => type),
+    ["BUFFER", "CANCEL", "GENERATE"],
+  );
+  assert.deepEqual(bench.events(call), []);
+});
+
+test("a refused buffer is not sent to the next session", () => {
+  const bench = new Bench();
+  const buffer = bench.begin(bufferCall("b", "text", {}));
+  bench.hear("ERROR", { code: "too_large", message: "no", type: "BUFFER" });
+  assert.deepEqual(bench.events(buffer), ["too_large"]);
+  bench.sent();
+  bench.session.connected(bench.now);
+  bench.hear("WELCOME", { version: 1, encoding: "json", session: "U" });
+  assert.deepEqual(
+    bench.sent().map(({ type }) => type),
+    ["HELLO"],
+  );
+});
+
+test("no call waits without a limit", () => {
+  const bench = new Bench();
+  const timed = bench.begin(generateCall("x", { timeout_s: 2 }));
+  const stalled = bench.begin(generateCall("x", { stall_s: 2, retry_s: 0 }));
+  const offline = bench.begin();
+  bench.sent();
+  bench.pass(2.5);
+  assert.deepEqual(bench.events(stalled), ["worker_lost"]);
+  bench.pass(1);
+  assert.deepEqual(bench.events(timed), ["timeout"]);
+  bench.session.disconnected(bench.now, "cut");
+  bench.pass(4);
+  assert.deepEqual(bench.events(offline), []);
+  bench.pass(2);
+  assert.deepEqual(bench.events(offline), ["connection_lost"]);
+});
+
+test("a silent broker is lost, and the session is kept alive by pings", () => {
+  const bench = new Bench();
+  assert.equal(bench.session.lost(1), false);
+  assert.equal(bench.session.waitS(0), 2);
+  bench.session.onTime(2);
+  assert.deepEqual(bench.session.outgoing, [{ type: "PING", body: {} }]);
+  assert.equal(bench.session.lost(7), true);
+});
