@@ -5,19 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
-import msgspec
-
-from ..protocol.settings import SettingError, Settings, load
+from ..protocol.settings import SettingError, load
 from .server import BrokerServer
 from .settings import BrokerSettings
 from .sockets import BindError
-
-
-def broker_settings(settings: Settings) -> BrokerSettings:
-    """The settings that concern the broker."""
-    names = {field.name for field in msgspec.structs.fields(Settings)}
-    own = [f.name for f in msgspec.structs.fields(BrokerSettings) if f.name in names]
-    return BrokerSettings(**{name: getattr(settings, name) for name in own})
 
 
 def main() -> int:
@@ -27,7 +18,7 @@ def main() -> int:
         logging.basicConfig(
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
-        server = BrokerServer(settings.front, settings.back_endpoint, broker_settings(settings))
+        server = BrokerServer(settings.front, settings.back_endpoint, BrokerSettings.of(settings))
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
         # With exit code 2, supervisord does not start it again; an address may become free.

@@ -76,8 +76,7 @@ class Front:
             elif message_type == b"HELLO":
                 self._sessions.hello(peer, session, frames, key, now)
             elif message_type == b"BYE":
-                if session is not None:
-                    self._sessions.end(session)
+                self._sessions.bye(peer, session, frames, now)
             else:
                 kind = body_type(CLIENT_MESSAGES, message_type)
                 if session is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token
-from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Hello, Ping, Pong, Welcome
+from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Bye, Hello, Ping, Pong, Welcome
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .outgoing import Outgoings
@@ -100,6 +100,14 @@ class Sessions:
         encoding = session.encoding if session is not None else encoding_of(frames[1])
         known = session is not None and session.greeted
         self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
+
+    def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:
+        """Ends a session; with ``keep``, only its connection."""
+        bye: Bye = decode_as(Bye, frames[1])
+        if bye.keep:
+            self.on_gone(peer, now)
+        elif session is not None:
+            self.end(session)
 
     def on_gone(self, peer: bytes, now: float) -> None:
         """A connection closed: its session ends, or waits for some time to be taken over."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
+
+from ..protocol.settings import Settings
 
 
 class BrokerSettings(Struct, frozen=True, kw_only=True):
@@ -39,3 +42,10 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """How long streams may continue after the signal to stop."""
     tick_s: float = 0.25
     """How often leases and deadlines are checked."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> BrokerSettings:
+        """Those of the settings that concern the broker."""
+        names = {field.name for field in msgspec.structs.fields(Settings)}
+        own = [f.name for f in msgspec.structs.fields(cls) if f.name in names]
+        return cls(**{name: getattr(settings, name) for name in own})

@@ -1,17 +1,19 @@
 """The line codec: the form of LMTP, ``<TYPE> <JSON>``, one message per line.
 
-For WebSocket and line-oriented stdio. A line has no attachments; bodies have fields for their
-contents (token ids as a list, a module as base64).
+For WebSocket, line-oriented stdio and in-process use. A line has no attachments; bodies have fields
+for their contents (token ids as a list, a module as base64). ``line_frames`` and ``frames_line``
+carry messages between lines and frames without decoding their bodies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .bodies import body_type, decode_as, encode_body
-from .errors import Code, RequestError
-from .frames import Message
+from .bodies import body_type, decode_as, encode_body, encoding_of, error_body
+from .errors import Code, RequestError, TokenbusError
+from .frames import Frames, Message
+from .messages import Hello, Upload
 
 
 def encode_line(message: Message) -> str:
@@ -26,11 +28,69 @@ def encode_line(message: Message) -> str:
 
 def decode_line(line: str, table: Mapping[bytes, Any]) -> Message:
     """The message in a line; raises RequestError if invalid."""
+    type_word, encoded = split_line(line)
+    return Message(type_word, decode_as(body_type(table, type_word), encoded, "json"))
+
+
+def split_line(line: str) -> tuple[bytes, bytes]:
+    """The type and the body of a line, undecoded; raises RequestError if it has no type."""
     word, _, body = line.strip().partition(" ")
     if not word:
         raise RequestError(Code.BAD_MESSAGE, "the line is empty; it must be '<TYPE> <JSON>'")
     try:
-        type_word, encoded = word.encode("ascii"), body.encode()
+        return word.encode("ascii"), body.encode()
     except UnicodeEncodeError as error:
         raise RequestError(Code.BAD_MESSAGE, f"the line is not valid text: {error}") from None
-    return Message(type_word, decode_as(body_type(table, type_word), encoded, "json"))
+
+
+def line_frames(line: str) -> Frames:
+    """The frames of a client's line, for the broker, which decodes and checks the body.
+
+    What comes back has to be text, so a ``HELLO`` may only choose JSON. The module of an ``UPLOAD``
+    becomes an attachment, which may be as large as modules are. Raises RequestError.
+    """
+    word, body = split_line(line)
+    if word == b"HELLO":
+        return [word, _text_hello(body)]
+    if word == b"UPLOAD":
+        return [word, *_attached_module(body)]
+    if encoding_of(body) != "json":
+        raise RequestError(
+            Code.BAD_MESSAGE, f"the body begins with {body[:8]!r}; in a line it must be JSON"
+        )
+    return [word, body]
+
+
+def frames_line(frames: Sequence[bytes]) -> str:
+    """The line of a message from the broker to a client whose encoding is JSON."""
+    return b" ".join(frames[:2]).decode()
+
+
+def error_line(error: TokenbusError, line: str) -> str:
+    """The ``ERROR`` that answers a line which is refused before it is sent to the broker."""
+    word = line.strip().partition(" ")[0].encode("utf-8", "replace")
+    return encode_line(Message(b"ERROR", error_body(error, None, word)))
+
+
+def _text_hello(body: bytes) -> bytes:
+    hello: Hello = decode_as(Hello, body, "json")
+    if "json" not in hello.encodings:
+        raise RequestError(
+            Code.UNSUPPORTED,
+            f"none of the encodings {list(hello.encodings)} is supported here; a line is JSON",
+            path="$.encodings",
+        )
+    hello.encodings = ("json",)
+    return encode_body(hello, "json")
+
+
+def _attached_module(body: bytes) -> list[bytes]:
+    try:
+        upload: Upload = decode_as(Upload, body, "json")
+    except RequestError:
+        # The broker's answer says what is wrong with it.
+        return [body]
+    if upload.data is None:
+        return [body]
+    module, upload.data = upload.data, None
+    return [encode_body(upload, "json"), module]

@@ -227,6 +227,10 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
 class Bye(Struct, kw_only=True, omit_defaults=True):
     """``BYE``: ends the session and its streams."""
 
+    keep: bool = False
+    """Only the connection ends, as if it had been lost: a session that began with ``HELLO`` waits
+    to be taken over, an anonymous one ends. From what carries other clients' connections."""
+
 
 # --- broker to client ---------------------------------------------------------------------------
 

@@ -330,3 +330,29 @@ def test_messages_for_a_full_pipe_wait_in_order_up_to_their_bound() -> None:
     assert not outbox.waiting
     pipe.state = Sent.GONE
     assert post(b"7") is Sent.GONE
+
+
+def test_a_carried_connection_that_ends_takes_an_anonymous_session_with_it(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_worker("a")
+    bench.client("c", "BYE", {"keep": True})
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    assert len(bench.broker.session_table) == 0
+
+
+def test_a_carried_connection_that_ends_leaves_a_greeted_session_to_be_taken_over() -> None:
+    bench = Bench(session_grace_s=5.0, expiry_s=600.0)
+    bench.worker("a")
+    [(_, welcome)] = bench.client("c", "HELLO")
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_worker("a")
+    bench.client("c", "BYE", {"keep": True})
+    bench.pass_time(4.0)
+    assert bench.to_worker("a") == []
+    [(_, again)] = bench.client("d", "HELLO", {"session": welcome["session"]})
+    assert (again["resumed"], again["streams"]) == (True, [1])
+    bench.client("d", "BYE", {"keep": True})
+    bench.pass_time(6.0)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+    assert len(bench.broker.session_table) == 0
