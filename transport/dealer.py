@@ -38,6 +38,31 @@ class AddressError(ValueError):
     """The text given as the broker's address is not a valid ZeroMQ address."""
 
 
+def open_dealer(context: Context, address: str, pipe_messages: int = 0) -> zmq.Socket[bytes]:
+    """A DEALER that connects to ``address``, again and again where it has to.
+
+    ``pipe_messages``: how many ZeroMQ keeps in each direction; 0: without a bound. Raises
+    AddressError.
+    """
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.SNDHWM, pipe_messages)
+        socket.setsockopt(zmq.RCVHWM, pipe_messages)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
+            raise AddressError(
+                f"{address!r} is not a valid address of a broker "
+                f"({os.strerror(error.errno or 0)}); one is tcp://127.0.0.1:5555"
+            ) from None
+        raise
+    return socket
+
+
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
@@ -92,7 +117,7 @@ class Dealer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
-        self._open().close(linger=0)
+        open_dealer(self._context, address).close(linger=0)
 
     @property
     def started(self) -> bool:
@@ -185,28 +210,9 @@ class Dealer:
             except Exception:
                 log.exception("there is no connection to %s, and its peer failed", self.address)
 
-    def _open(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self.address)
-        except zmq.ZMQError as error:
-            socket.close()
-            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
-                raise AddressError(
-                    f"{self.address!r} is not a valid address of a broker "
-                    f"({os.strerror(error.errno or 0)}); one is tcp://127.0.0.1:5555"
-                ) from None
-            raise
-        return socket
-
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer says ``lost``."""
-        socket = self._open()
+        socket = open_dealer(self._context, self.address)
         try:
             self._exchange(socket)
         finally:

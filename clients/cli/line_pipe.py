@@ -1,0 +1,195 @@
+"""Standard input and output as a connection to the broker: lines to frames and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import zmq
+from msgspec import Struct
+
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.errors import Code, ConnectionLostError, RequestError
+from ...protocol.frames import Frames
+from ...protocol.lines import error_line, frames_line, line_frames
+from ...protocol.messages import MAX_BODY_BYTES, Error, Ping, StreamId
+from ...transport.async_dealer import AsyncDealer
+from .options import PATIENCE_S
+
+MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
+"""Of one line of the input: the largest controller module fits, in base64."""
+READ_BYTES = 65_536
+PING_S = 1.0
+"""How often the broker has to show that it is there, in seconds."""
+OWN_PING, LAST_PING = 2**62, 2**62 + 1
+"""The numbers of this program's own PINGs, whose PONGs are not printed."""
+
+
+class _Named(Struct):
+    """A body that may name a stream."""
+
+    stream_id: StreamId | None = None
+
+
+class _Entry(Struct):
+    """What says whether an entry of TOKEN is the last one of its stream."""
+
+    stream_id: int
+    finish_reason: str | None = None
+    live: int = 0
+
+
+class _Answer(Struct):
+    stream_id: int
+    attached: int | None = None
+
+
+class _Pong(Struct):
+    n: int = 0
+
+
+class LinePipe:
+    """Passes the lines of standard input to the broker at ``front``, and its messages to standard
+    output. Raises AddressError where ``front`` is not a valid address."""
+
+    def __init__(self, front: str) -> None:
+        self._front = front
+        self._live: set[int] = set()
+        """The streams and requests that have not ended."""
+        self._sent_all = False
+        """The broker has taken all of the input."""
+
+    async def serve(self) -> None:
+        """Until the end of the input and of every stream. Raises ConnectionLostError."""
+        self._dealer = AsyncDealer(zmq.Context.instance(), self._front)
+        sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
+        try:
+            while self._live or not self._sent_all:
+                async with asyncio.timeout(PATIENCE_S):
+                    messages = await self._dealer.receive()
+                for task in sending:
+                    if task.done():
+                        task.result()
+                for frames in messages:
+                    if self._is_for_the_user(frames):
+                        await _print(frames_line(frames))
+            await self._dealer.send([b"BYE", b"{}"])
+        except TimeoutError:
+            what = f"no broker answers at {self._front}"
+            error = ConnectionLostError(Code.CONNECTION_LOST, what)
+            await _print(error_line(error, ""))
+            raise error from None
+        finally:
+            for task in sending:
+                task.cancel()
+            self._dealer.close(linger_ms=int(1000 * PING_S))
+
+    async def _ping(self) -> None:
+        while True:
+            await self._dealer.send([b"PING", encode_body(Ping(n=OWN_PING), "json")])
+            await asyncio.sleep(PING_S)
+
+    async def _send_all(self) -> None:
+        lines = _InputLines()
+        while (line := await lines.next()) is not None:
+            try:
+                if len(line) > MAX_LINE_BYTES:
+                    what = f"the line is longer than {MAX_LINE_BYTES} bytes"
+                    raise RequestError(Code.TOO_LARGE, what)
+                await self._send(line.decode())
+            except UnicodeDecodeError as fault:
+                what = f"the line is not valid UTF-8: {fault}"
+                await _print(error_line(RequestError(Code.BAD_MESSAGE, what), ""))
+            except RequestError as error:
+                await _print(error_line(error, line[:40].decode("ascii", "replace")))
+        await self._dealer.send([b"PING", encode_body(Ping(n=LAST_PING), "json")])
+
+    async def _send(self, line: str) -> None:
+        if not line.strip():
+            return
+        frames = line_frames(line)
+        if frames[0] != b"CANCEL":
+            try:
+                named: _Named = decode_as(_Named, frames[1], "json")
+            except RequestError:
+                named = _Named()
+            if named.stream_id is not None:
+                self._live.add(named.stream_id)
+        await self._dealer.send(frames)
+
+    def _is_for_the_user(self, frames: Frames) -> bool:
+        """Whether a message is to be printed; keeps account of what has ended."""
+        match frames[0]:
+            case b"TOKEN":
+                for entry in decode_as(list[_Entry], frames[1], "json"):
+                    if entry.finish_reason is not None and not entry.live:
+                        self._live.discard(entry.stream_id)
+            case b"MSG":
+                answer: _Answer = decode_as(_Answer, frames[1], "json")
+                if answer.attached is None:
+                    self._live.discard(answer.stream_id)
+            case b"ERROR":
+                error: Error = decode_as(Error, frames[1], "json")
+                if error.stream_id is not None and error.code != Code.DUPLICATE_STREAM:
+                    self._live.discard(error.stream_id)
+            case b"PONG":
+                number = decode_as(_Pong, frames[1], "json").n
+                self._sent_all = self._sent_all or number == LAST_PING
+                return number not in (OWN_PING, LAST_PING)
+        return True
+
+
+class _InputLines:
+    """The lines of standard input, read by a thread: a file, unlike a pipe, cannot be watched by an
+    event loop. The descriptor is read directly, as a thread that waits in ``sys.stdin`` would
+    hinder the end of the process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
+        threading.Thread(target=self._read, name="input", daemon=True).start()
+
+    async def next(self) -> bytes | None:
+        """The next line; None at the end. A line beyond ``MAX_LINE_BYTES`` is cut after it."""
+        return await self._queue.get()
+
+    def _read(self) -> None:
+        descriptor = sys.stdin.fileno()
+        for line in split_lines(lambda: os.read(descriptor, READ_BYTES), MAX_LINE_BYTES):
+            self._put(line)
+        self._put(None)
+
+    def _put(self, line: bytes | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._queue.put(line), self._loop).result()
+
+
+def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
+    """The lines of what ``read`` returns, until it returns nothing; without their ends.
+
+    Of a line that is longer than ``max_bytes``, one byte more is kept and the rest skipped.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while data := read():
+        *ended, rest = data.split(b"\n")
+        for piece in ended:
+            yield b"".join([*parts, piece])[: max_bytes + 1]
+            parts, size = [], 0
+        if size <= max_bytes:
+            parts.append(rest)
+            size += len(rest)
+    if size:
+        yield b"".join(parts)[: max_bytes + 1]
+
+
+async def _print(line: str) -> None:
+    """Prints a line at once. In a thread, as a reader of the output may take its time."""
+    await asyncio.to_thread(_write, line.encode() + b"\n")
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()

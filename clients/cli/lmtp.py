@@ -1,0 +1,42 @@
+"""``tokenbus lmtp --stdio``: LMTP on standard input and output, one message per line.
+
+For programs that start a process more easily than they open a socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+from ...protocol.settings import Settings
+from .exits import OK
+from .options import add_connection
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``lmtp``."""
+    parser = commands.add_parser(
+        "lmtp",
+        allow_abbrev=False,
+        help="LMTP on standard input and output, one message per line",
+        description=(
+            "Each line of the input is a message, <TYPE> <JSON>, such as GENERATE "
+            '{"stream_id": 1, "prompt": "def add(a, b):"}; so is each line of the output. At the '
+            "end of the input the running streams are finished."
+        ),
+    )
+    parser.add_argument("--stdio", action="store_true", required=True, help="the only transport")
+    add_connection(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Passes lines on until the end of the input and of every stream.
+
+    Raises ConnectionLostError where the broker does not answer.
+    """
+    from .line_pipe import LinePipe
+
+    asyncio.run(LinePipe(settings.front).serve())
+    return OK

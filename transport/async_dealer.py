@@ -1,0 +1,83 @@
+"""A DEALER socket on an event loop, for programs that have many of them at once.
+
+No thread, no task and no future for each message: the loop watches the socket's descriptor, and a
+receiver takes all that is there. What waits is bounded in both directions, so that a receiver
+which stops taking, or a broker which stops reading, is noticed at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import zmq
+
+from ..protocol.frames import Frames
+from .dealer import Context, open_dealer
+
+PIPE = 64
+"""Messages that ZeroMQ keeps in each direction; more wait at the sender."""
+TAKE_AT_ONCE = 64
+
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+
+
+class AsyncDealer:
+    """One connection to the broker at ``address``, used by one task that receives and one that
+    sends, on the running loop.
+
+    ZeroMQ connects again by itself; what the broker then knows of this connection is nothing.
+    Raises AddressError, or ZMQError where the process has no descriptor or socket left.
+    """
+
+    def __init__(self, context: Context, address: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = open_dealer(context, address, PIPE)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._receiver: asyncio.Future[None] | None = None
+        self._sender: asyncio.Future[None] | None = None
+        self._loop.add_reader(self._descriptor, self._look)
+
+    async def receive(self) -> list[Frames]:
+        """The messages that have arrived, waiting for the first; never an empty list."""
+        while not (messages := self._take()):
+            self._receiver = self._loop.create_future()
+            self._look()
+            await self._receiver
+        return messages
+
+    async def send(self, frames: Sequence[bytes]) -> None:
+        """Sends a message, once there is room for it."""
+        while True:
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+                break
+            except zmq.Again:
+                self._sender = self._loop.create_future()
+                self._look()
+                await self._sender
+        # A send can swallow the descriptor's edge.
+        self._look()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket; what was sent goes out within ``linger_ms`` in the background."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close(linger=linger_ms)
+
+    def _take(self) -> list[Frames]:
+        messages: list[Frames] = []
+        for _ in range(TAKE_AT_ONCE):
+            try:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return messages
+
+    def _look(self) -> None:
+        """Wakes those that wait for what is possible now; clears the descriptor's edge."""
+        events = int(self._socket.get(_EVENTS))
+        if events & _POLLIN and self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+        if events & _POLLOUT and self._sender is not None and not self._sender.done():
+            self._sender.set_result(None)
