@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
-PACKAGES := protocol transport broker workers clients grammars
+PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ..protocol.errors import Code, ConnectionLostError
 from ..protocol.frames import Frames
-from ..transport.dealer import Dealer
+from ..transport.carrier import carrier
 from .calls import Call, Event
 from .session import ClientSession
 
@@ -38,11 +38,11 @@ class Connection:
         """Why no more calls are taken."""
         session = ClientSession(front, patience_s, time.monotonic())
         peer = _ClientPeer(session, self._commands, deliver, self._end)
-        self._dealer = Dealer(front, peer, "tokenbus", LINGER_MS)
+        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS)
 
     def submit(self, call: Call) -> None:
         """Begins a call; raises RuntimeError where no call can be carried."""
-        if self._dealer.forked:
+        if self._carrier.forked:
             raise RuntimeError(
                 "this client was made before the process forked, and serves only the parent; make "
                 "a new client in the child"
@@ -51,27 +51,27 @@ class Connection:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
             # First, as it may fail: a call that was refused must not be sent by a later one.
-            if not self._dealer.started:
-                self._dealer.start()
+            if not self._carrier.started:
+                self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
-        self._dealer.wake()
+        self._carrier.wake()
 
     def cancel(self, call: Call) -> None:
         """Ends a call whose events are not needed any more. Safe in a finalizer: takes no lock."""
         if self._closed is None:
             self._commands.append(lambda session, now: session.cancel(call))
-            self._dealer.wake()
+            self._carrier.wake()
 
     def close(self) -> None:
         """Ends the session, and every call that has not ended."""
-        if self._dealer.forked:
+        if self._carrier.forked:
             return
         with self._lock:
             if self._closed is not None:
                 return
             self._closed = "this client is closed"
             self._commands.append(lambda session, now: session.bye())
-        self._dealer.close()
+        self._carrier.close()
 
     def _end(self, reason: str) -> None:
         """The last thing on the connection's thread: from here on no call is taken."""

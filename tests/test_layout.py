@@ -27,6 +27,14 @@ ALLOWED = {
     "workers/state": {"protocol", "transport", "workers"},
     "grammars": set[str](),
     "clients": {"protocol", "transport"},
+    "inprocess": {
+        "protocol",
+        "transport",
+        "broker",
+        "workers/gpu",
+        "workers/controller",
+        "workers/state",
+    },
 }
 """What each folder may import, besides itself."""
 

@@ -19,7 +19,7 @@ from ..protocol.errors import TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
 from ..protocol.worker_messages import Heartbeat, Register
-from ..transport.dealer import Dealer
+from ..transport.carrier import carrier
 from .lease import Lease
 
 log = logging.getLogger(__name__)
@@ -68,11 +68,11 @@ class Bus:
         lease = Lease(registration, self._beat, time.monotonic())
         self._lease = lease
         peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end, self._drop)
-        self._dealer = Dealer(endpoint, peer, "bus", LINGER_MS)
+        self._carrier = carrier(endpoint, peer, "bus", LINGER_MS)
 
     def start(self) -> None:
         """Connects and registers."""
-        self._dealer.start()
+        self._carrier.start()
 
     def take(self, wait_s: float) -> list[FromBus]:
         """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
@@ -103,12 +103,12 @@ class Bus:
         """
         self._outbox.append(frames)
         if wake:
-            self._dealer.wake()
+            self._carrier.wake()
 
     def flush(self) -> None:
         """Sends what was handed over without a wake-up."""
         if self._outbox:
-            self._dealer.wake()
+            self._carrier.wake()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class Bus:
         """Leaves the bus: sends what was posted, unregisters, and ends the thread."""
         for frames in self._lease.leave(reason):
             self.post(frames)
-        self._dealer.close()
+        self._carrier.close()
 
     # --- on the bus thread ----------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class Pool:
         self._name = name
         self._max_waiting = max_waiting
         self._jobs: deque[Job] = deque()
+        self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
         """Of all the counts below; submitting and taking jobs need none."""
@@ -80,6 +81,11 @@ class Pool:
                 self._start_thread()
         self._wake.release()
 
+    def close(self) -> None:
+        """Ends the threads, each after its current jobs. Nothing is submitted after it."""
+        self._closed = True
+        self._wake.release(max(1, self._threads))
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a wait for another process in a job, on its thread: others use its slot.
@@ -112,6 +118,8 @@ class Pool:
                 if self._ends():
                     return
                 continue
+            if self._closed and not self._jobs:
+                return
             with self._lock:
                 if self._active >= self._slots:
                     continue

@@ -144,6 +144,9 @@ class ControllerWorker:
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
+        self._store_calls.shutdown(wait=False)
+        self._starts.close()
+        self._pool.close()
         return 0
 
     def stop(self, reason: str) -> None:

@@ -67,7 +67,7 @@ class Models:
         self._on_event = on_event
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._loading: set[str] = set()
-        self._wanted: SimpleQueue[str] = SimpleQueue()
+        self._wanted: SimpleQueue[str | None] = SimpleQueue()
         self.events: SimpleQueue[LoadEvent] = SimpleQueue()
         self.default = "" if settings.model == AUTO else settings.model
         self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
@@ -128,11 +128,15 @@ class Models:
                 self._ranks.drop(name)
         return evicted
 
+    def close(self) -> None:
+        """Ends the thread, after the model that it is loading."""
+        self._wanted.put(None)
+
     # --- the loader's thread --------------------------------------------------------------------
 
     def _load_all(self) -> None:
-        while True:
-            self._load(self._wanted.get())
+        while (name := self._wanted.get()) is not None:
+            self._load(name)
 
     def _load(self, name: str) -> None:
         settings = self._settings

@@ -83,6 +83,7 @@ class GpuWorker:
                 self._step()
         finally:
             self._bus.close(self._failed or self._stop_reason or "it failed")
+            self._models.close()
             if self._ranks is not None:
                 self._ranks.close()
         if self._failed is not None:

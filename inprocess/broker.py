@@ -1,0 +1,140 @@
+"""The broker's core on a thread, with queues in place of its two sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..broker.core import Broker
+from ..broker.outbox import Outbox, Sent
+from ..broker.outgoing import Outgoing, Side
+from ..broker.settings import BrokerSettings
+from ..protocol.frames import Frames
+from ..transport import memory
+from ..transport.memory import Link
+
+MAX_WAITING = 4096
+"""Messages that wait for the broker; who sends further ones waits."""
+RETRY_S = 0.002
+"""How soon to try again to deliver to a peer whose link was full, in seconds."""
+
+
+class MemoryBroker:
+    """A broker that clients reach at ``front`` and workers at ``back``, from its start to its
+    close."""
+
+    def __init__(self, front: str, back: str, settings: BrokerSettings) -> None:
+        self._settings = settings
+        self._core = Broker(settings, boot=int(time.time()), now=time.monotonic())
+        self._links: dict[bytes, Link] = {}
+        self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
+        """Messages for the broker; None in place of one: the link was closed."""
+        self._changed = threading.Condition()
+        self._closing = False
+        limit = settings.max_pending_bytes
+        self._outboxes = {
+            Side.FRONT: Outbox(self._send, limit, 2 * limit),
+            Side.BACK: Outbox(self._send, limit),
+        }
+        self._addresses = (front, back)
+        self._listeners = (_Side(Side.FRONT, self._put), _Side(Side.BACK, self._put))
+        self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen; raises ValueError where another broker has one of the addresses."""
+        for address, listener in zip(self._addresses, self._listeners, strict=True):
+            memory.listen(address, listener)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends what runs with ``shutting_down``, and every link."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        for address in self._addresses:
+            memory.unlisten(address)
+        for link in list(self._links.values()):
+            link.cut()
+
+    def _put(self, side: Side, link: Link, frames: Frames | None) -> None:
+        """On the sender's thread."""
+        with self._changed:
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: len(self._arrived) < MAX_WAITING or self._closing)
+            self._arrived.append((side, link, frames))
+            self._changed.notify_all()
+
+    # --- the broker's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_tick = 0.0
+        while not self._closing:
+            arrived = self._take(next_tick)
+            now = time.monotonic()
+            for side, link, frames in arrived:
+                self._route(side, link, frames, now)
+            for side, outbox in self._outboxes.items():
+                for peer in outbox.flush():
+                    self._gone(side, peer)
+            if now >= next_tick:
+                next_tick = now + self._settings.tick_s
+                self._post(self._core.tick(now))
+        self._post(self._core.stop())
+
+    def _take(self, next_tick: float) -> list[tuple[Side, Link, Frames | None]]:
+        with self._changed:
+            if not self._arrived and not self._closing:
+                full = any(outbox.waiting for outbox in self._outboxes.values())
+                wait_s = RETRY_S if full else max(0.0, next_tick - time.monotonic())
+                self._changed.wait(wait_s)
+            arrived = list(self._arrived)
+            self._arrived.clear()
+            self._changed.notify_all()
+        return arrived
+
+    def _route(self, side: Side, link: Link, frames: Frames | None, now: float) -> None:
+        if frames is None:
+            self._gone(side, link.peer)
+            return
+        self._links[link.peer] = link
+        copied = [bytes(frame) for frame in frames]
+        on_frames = self._core.on_client if side is Side.FRONT else self._core.on_worker
+        self._post(on_frames(link.peer, copied, now))
+
+    def _post(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
+            sent = self._outboxes[message.side].post(message)
+            if sent is Sent.GONE:
+                self._gone(message.side, message.peer)
+            elif sent is Sent.FULL:
+                self._post(self._core.on_full(message))
+
+    def _gone(self, side: Side, peer: bytes) -> None:
+        self._links.pop(peer, None)
+        self._outboxes[side].forget(peer)
+        self._post(self._core.on_gone(side, peer, time.monotonic()))
+
+    def _send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
+        link = self._links.get(peer)
+        if link is None or link.broken:
+            return Sent.GONE
+        return Sent.OK if link.deliver(list(frames)) else Sent.FULL
+
+
+class _Side:
+    """What listens at one of the two addresses."""
+
+    def __init__(self, side: Side, put: Callable[[Side, Link, Frames | None], None]) -> None:
+        self._side = side
+        self._put = put
+
+    def arrived(self, link: Link, frames: Frames) -> None:
+        """A message for the broker; waits while too many wait already."""
+        self._put(self._side, link, frames)
+
+    def closed(self, link: Link) -> None:
+        """The link was closed by its owner."""
+        self._put(self._side, link, None)

@@ -1,0 +1,72 @@
+"""A client's connection in memory, as lines of LMTP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from typing import Self
+
+from ..protocol.errors import Code, ConnectionLostError, RequestError
+from ..protocol.lines import error_line, frames_line, line_frames
+from ..transport.memory import Link
+
+
+class Connection:
+    """Sends lines, ``<TYPE> <JSON>``, and receives lines. One thread may send while another
+    receives.
+
+    One that is not read for long is treated as on any transport: the broker ends its streams with
+    ``slow_client``. Raises AddressError where no broker of this process listens at ``address``.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._arrivals: SimpleQueue[None] = SimpleQueue()
+        """One for each message of the link, and one for its end."""
+        self._refusals: SimpleQueue[str] = SimpleQueue()
+        self._link = Link(address, lambda: self._arrivals.put(None))
+
+    def send(self, line: str) -> None:
+        """Sends a message. One that is not valid is answered with an ``ERROR``.
+
+        Raises ConnectionLostError where the system has ended.
+        """
+        if self._link.broken:
+            raise ConnectionLostError(Code.CONNECTION_LOST, "the connection is closed")
+        try:
+            self._link.send(line_frames(line))
+        except RequestError as error:
+            self._refusals.put(error_line(error, line))
+            self._arrivals.put(None)
+
+    def receive(self, timeout_s: float | None = None) -> str | None:
+        """The next message; None where the connection is closed.
+
+        Raises TimeoutError if none arrives within ``timeout_s`` seconds.
+        """
+        while True:
+            if taken := self._link.take(1):
+                return frames_line(taken[0])
+            with contextlib.suppress(Empty):
+                return self._refusals.get_nowait()
+            if self._link.broken:
+                return None
+            try:
+                self._arrivals.get(timeout=timeout_s)
+            except Empty:
+                raise TimeoutError(f"no message arrived within {timeout_s} s") from None
+
+    def close(self) -> None:
+        """Closes it. A session that began with HELLO can be taken over for a while."""
+        self._link.close()
+        self._arrivals.put(None)
+
+    def __iter__(self) -> Iterator[str]:
+        while (line := self.receive()) is not None:
+            yield line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

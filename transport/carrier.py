@@ -1,0 +1,40 @@
+"""What carries one side of the protocol to the broker, by the scheme of the broker's address."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from . import memory
+from .dealer import Dealer, Peer
+
+
+class Carrier(Protocol):
+    """A connection on a thread of its own, over a socket (``Dealer``) or in memory
+    (``MemoryCarrier``)."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread was started."""
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy in a forked process, where no thread serves it."""
+
+    def start(self) -> None:
+        """Starts the thread. Raises RuntimeError where the system has none left."""
+
+    def wake(self) -> None:
+        """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
+
+    def close(self) -> None:
+        """Sends what the peer has to send, and ends the connection and its thread."""
+
+
+def carrier(address: str, peer: Peer, name: str, linger_ms: int) -> Carrier:
+    """Carries ``peer`` to the broker at ``address``; the thread is called ``name``.
+
+    ``linger_ms`` is how long an orderly close goes on sending. Raises AddressError.
+    """
+    if address.startswith(memory.SCHEME):
+        return memory.MemoryCarrier(address, peer, name)
+    return Dealer(address, peer, name, linger_ms)

@@ -1,0 +1,205 @@
+"""Addresses in memory: the bus within one process, without a socket.
+
+A broker listens at ``memory://NAME``; ``Link`` is a connection to it, and ``MemoryCarrier`` carries
+one side of the protocol over a link as ``Dealer`` does over a socket. Frames are passed on by
+reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from ..protocol.frames import Frames
+from .dealer import JOIN_S, PAUSES_S, AddressError, Peer
+
+log = logging.getLogger(__name__)
+
+SCHEME = "memory://"
+PIPE = 256
+"""Messages that wait in a link for its receiver; further ones wait at the broker, bounded."""
+
+
+class Listener(Protocol):
+    """The broker's end of an address. Both methods are called on any thread."""
+
+    def arrived(self, link: Link, frames: Frames) -> None:
+        """A message of ``link`` for the broker; may wait until the broker has room for it."""
+
+    def closed(self, link: Link) -> None:
+        """``link`` was closed by its owner."""
+
+
+_listeners: dict[str, Listener] = {}
+_numbers = itertools.count(1)
+
+
+def listen(address: str, listener: Listener) -> None:
+    """Makes ``address`` one of this process's; raises ValueError if it is one already."""
+    if _listeners.setdefault(address, listener) is not listener:
+        raise ValueError(f"another broker listens at {address}")
+
+
+def unlisten(address: str) -> None:
+    """Ends what ``listen`` began."""
+    _listeners.pop(address, None)
+
+
+class Link:
+    """A connection to the broker at ``address``, whose end of it the broker knows by ``peer``.
+
+    ``notify`` is called on the broker's thread whenever there is something new to take. Raises
+    AddressError where no broker of this process listens there.
+    """
+
+    def __init__(self, address: str, notify: Callable[[], None]) -> None:
+        listener = _listeners.get(address)
+        if listener is None:
+            raise AddressError(f"no broker of this process listens at {address!r}")
+        self._listener = listener
+        self._notify = notify
+        self._waiting: deque[Frames] = deque()
+        # As ZeroMQ's own routing ids, which no client can choose.
+        self.peer = b"\0" + next(_numbers).to_bytes(8, "big")
+        self.broken = False
+        """The broker has closed it."""
+
+    def send(self, frames: Frames) -> None:
+        """A message to the broker; lost where the link is broken."""
+        if not self.broken:
+            self._listener.arrived(self, frames)
+
+    def take(self, most: int = PIPE) -> list[Frames]:
+        """The messages that have arrived, up to ``most``."""
+        taken: list[Frames] = []
+        while self._waiting and len(taken) < most:
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Closes it; what was sent before still arrives."""
+        if not self.broken:
+            self.broken = True
+            self._listener.closed(self)
+
+    # --- the broker's end -----------------------------------------------------------------------
+
+    def deliver(self, frames: Frames) -> bool:
+        """A message from the broker; False where ``PIPE`` of them wait already."""
+        if len(self._waiting) >= PIPE:
+            return False
+        self._waiting.append(frames)
+        self._notify()
+        return True
+
+    def cut(self) -> None:
+        """The broker closes it."""
+        self.broken = True
+        self._notify()
+
+
+class MemoryCarrier:
+    """Carries ``peer`` to the broker at ``address``, on a thread of its own, as ``Dealer`` does.
+
+    Raises AddressError.
+    """
+
+    def __init__(self, address: str, peer: Peer, name: str) -> None:
+        self.address = address
+        self._peer = peer
+        self._name = name
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        """Unlike an Event, it may be put into by a finalizer that interrupts another ``put``."""
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        Link(address, self.wake)
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread was started."""
+        return self._thread is not None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy in a forked process, where no thread serves it."""
+        return os.getpid() != self._process
+
+    def start(self) -> None:
+        """Starts the thread, which opens the link."""
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has the peer's ``outgoing`` called soon. Callable from any thread."""
+        self._woken.put(None)
+
+    def close(self) -> None:
+        """Sends what the peer has to send, closes the link and ends the thread."""
+        self._closing = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=JOIN_S)
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "its thread failed"
+        try:
+            while not self._closing:
+                try:
+                    self._serve()
+                except Exception as error:
+                    log.warning(
+                        "the connection to %s failed (%s)",
+                        self.address,
+                        error,
+                        exc_info=not isinstance(error, AddressError),
+                    )
+                if not self._closing:
+                    self._peer.disconnected(time.monotonic())
+                    time.sleep(PAUSES_S[0])
+            reason = ""
+        finally:
+            self._peer.ended(reason)
+
+    def _serve(self) -> None:
+        """Serves one link, until ``close``, or until it is broken or the peer says ``lost``."""
+        link = Link(self.address, self.wake)
+        try:
+            self._peer.connected(time.monotonic())
+            while self._exchange(link):
+                pass
+        finally:
+            link.close()
+
+    def _exchange(self, link: Link) -> bool:
+        peer = self._peer
+        messages = link.take()
+        now = time.monotonic()
+        if messages:
+            peer.receive(messages, now)
+        # Read before ``outgoing``: what was handed over before the close is sent.
+        closing = self._closing
+        for frames in peer.outgoing(now):
+            link.send(frames)
+        if closing or link.broken or peer.lost(now):
+            return False
+        if len(messages) < PIPE:
+            self._wait(peer.wait_s(now))
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        """Until a wake-up, or for so long; all wake-ups so far count as one."""
+        with contextlib.suppress(Empty):
+            self._woken.get(timeout=max(seconds, 0.001))
+            while True:
+                self._woken.get_nowait()
