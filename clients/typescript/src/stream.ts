@@ -128,7 +128,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
           this.#answer = event.answer;
           break;
         case "notice":
-          this.#notify?.(event.notice);
+          // Not from here: what the function throws must not reach the other streams.
+          queueMicrotask(() => this.#notify?.(event.notice));
           break;
         case "ended":
           this.#end("ended", event.error);

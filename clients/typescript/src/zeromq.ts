@@ -41,7 +41,7 @@ class Socket implements Link {
       );
     }
     void this.#receive();
-    void this.#watch();
+    this.#watch().catch((error: unknown) => this.#fail(error));
   }
 
   send(message: Outgoing): void {
