@@ -359,7 +359,14 @@ export interface Ping {
 }
 
 /** `BYE`: ends the session and its streams. */
-export interface Bye {}
+export interface Bye {
+  /**
+   * Only the connection ends, as if it had been lost: a session that began with `HELLO` waits to be
+   * taken over, an anonymous one ends. From what carries other clients' connections. Default:
+   * false.
+   */
+  readonly keep?: boolean | undefined;
+}
 
 /** `WELCOME`: the answer to `HELLO`. */
 export interface Welcome {
