@@ -1,0 +1,25 @@
+"""AICI's REST interface, in both of its published forms, over one implementation.
+
+The later form has controllers (``/v1/controllers``, ``/v1/run``), the earlier one modules
+(``/v1/aici_modules``, and ``/v1/completions`` with ``aici_module``). Source: ``docs/REST.md`` and
+``pyaici`` of microsoft/aici.
+"""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute, Route
+
+from .modules import get_tags, set_tags, upload
+from .runs import run
+
+
+def routes() -> list[BaseRoute]:
+    """The paths of both forms but for ``/v1/completions``, which is OpenAI's too."""
+    found: list[BaseRoute] = [Route("/v1/run", run, methods=["POST"])]
+    for modules in ("/v1/controllers", "/v1/aici_modules"):
+        found += [
+            Route(modules, upload, methods=["POST"]),
+            Route(f"{modules}/tags", set_tags, methods=["POST"]),
+            Route(f"{modules}/tags", get_tags, methods=["GET"]),
+        ]
+    return found

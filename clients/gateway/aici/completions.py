@@ -1,0 +1,172 @@
+"""``POST /v1/completions`` with ``aici_module``: the earlier form of a run.
+
+The path is OpenAI's; its door hands those bodies over that ``handles`` recognizes.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import TokenbusError
+from ... import GenerateOptions
+from ..bodies import Body, decode_body, ignored_header
+from ..context import gateway_of
+from ..errors import ApiError, from_tokenbus
+from ..events import DONE, EventStream, event
+from ..json import json_response
+from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
+
+PATH = "/v1/aici_modules"
+"""Errors have the form of this path."""
+
+
+class Marked(Struct):
+    """What tells such a body from one of OpenAI's: the field, even if it is null."""
+
+    aici_module: Any = UNSET
+
+
+class AiciCompletion(Body):
+    """The body; None of an optional field is its default."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    prompt: str | list[int | str | list[int]]
+    """One text, or one list of token ids; also as the only element of a list."""
+    aici_module: str | None
+    """None: no controller."""
+    aici_arg: Any = None
+    model: str | None = ""
+    """Empty or ``*``: the default model."""
+    max_tokens: int | None = None
+    """Default: 16."""
+    n: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    """Default: 1."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 keep all."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    user: Any | UnsetType = UNSET
+
+
+_marked = msgspec.json.Decoder(Marked)
+
+
+def handles(body: bytes) -> bool:
+    """Whether a body sent to ``/v1/completions`` is for this door."""
+    if b'"aici_module"' not in body:
+        return False
+    try:
+        return _marked.decode(body).aici_module is not UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # OpenAI's door says what is wrong with it.
+
+
+async def complete(request: Request, body: bytes) -> Response:
+    """The answer to a body that ``handles`` recognized."""
+    try:
+        return await _complete(request, decode_body(body, AiciCompletion))
+    except ApiError as error:
+        return error.response(PATH)
+    except TokenbusError as error:
+        return from_tokenbus(error).response(PATH)
+
+
+async def _complete(request: Request, body: AiciCompletion) -> Response:
+    gateway = gateway_of(request)
+    model = await gateway.models.get("" if body.model in (None, "*") else body.model or "")
+    prompt = prompt_for(model, _one_prompt(body.prompt))
+    run = await Run.begin(request, gateway, prompt, {**_options(body), "model": model.name})
+    head = {
+        "id": f"cmpl-{uuid.uuid4()}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+    }
+    headers = ignored_header(body.ignored())
+    if body.stream:
+        return EventStream(_events(run, head), headers)
+    sequences = await run.finished(request)
+    choices = [
+        Fork(
+            index=sequence.seq,
+            text=sequence.text,
+            logs=sequence.logs,
+            storage=sequence.storage,
+            error=sequence.error or "",
+            finish_reason=finish_reason(sequence),
+        )
+        for sequence in sequences
+    ]
+    return json_response(_completion(head, choices, run.usage), headers=headers)
+
+
+def _options(body: AiciCompletion) -> GenerateOptions:
+    options: GenerateOptions = {
+        **controller_options(body.aici_module, body.aici_arg),
+        "max_tokens": 16 if body.max_tokens is None else body.max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_k": 0 if body.top_k in (None, -1) else body.top_k or 0,
+        "n": 1 if body.n is None else body.n,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        "ignore_eos": bool(body.ignore_eos),
+    }
+    if body.seed is not None:
+        options["seed"] = body.seed
+    return options
+
+
+def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
+    """The prompt of a body; raises ApiError 400 where it has not exactly one."""
+    if isinstance(prompt, str):
+        return prompt
+    ids = [token for token in prompt if isinstance(token, int)]
+    if ids and len(ids) == len(prompt):
+        return ids
+    match prompt:
+        case [str() | list() as only]:
+            return only
+    raise ApiError(
+        400,
+        f"prompt: it is a list of {len(prompt)} elements; it must be a text, a list of token ids, "
+        "or a list of one of these",
+        code="invalid_field",
+        param="prompt",
+    )
+
+
+async def _events(run: Run, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async for fork in run.forks():
+        yield event(_completion(head, [fork], run.usage))
+    yield DONE
+
+
+def _completion(head: dict[str, Any], forks: list[Fork], usage: Usage) -> dict[str, Any]:
+    """An object of this form; ``usage`` has the names of OpenAI's, and the meaning of AICI's."""
+    return {
+        **head,
+        "choices": [{**fork, "logprobs": None} for fork in forks],
+        "usage": {
+            "completion_tokens": usage.sampled,
+            "prompt_tokens": usage.processed,
+            "total_tokens": usage.sampled + usage.processed,
+            "fuel_tokens": usage.cost,
+        },
+    }

@@ -1,0 +1,82 @@
+"""``POST /v1/run``: runs a controller, as server-sent events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import GenerateOptions
+from ..bodies import Body, read_body
+from ..context import gateway_of
+from ..events import DONE, EventStream, event
+from .streams import NO_CONTROLLER, Run, Usage, controller_options, prompt_for
+
+
+class RunRequest(Body):
+    """The body of a run; None of an optional field is its default."""
+
+    controller: str
+    controller_arg: Any = ""
+    prompt: str | list[int] | None = ""
+    model: str | None = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 keep all."""
+    max_tokens: int | None = None
+    """Default: up to the context length."""
+    seed: int | None = None
+
+
+async def run(request: Request) -> Response:
+    """Runs a controller: ``initial-run``, then a ``run`` for each change, then ``[DONE]``."""
+    body = await read_body(request, RunRequest)
+    gateway = gateway_of(request)
+    model = await gateway.models.get(body.model or "")
+    prompt = body.prompt or ""
+    if body.controller == NO_CONTROLLER and isinstance(body.controller_arg, str):
+        prompt = body.controller_arg or prompt
+    options: GenerateOptions = {
+        "model": model.name,
+        **controller_options(body.controller, body.controller_arg),
+        "max_tokens": model.info.context_length if body.max_tokens is None else body.max_tokens,
+        "temperature": body.temperature or 0.0,
+        # The end is the controller's decision.
+        "ignore_eos": body.controller != NO_CONTROLLER,
+    }
+    if body.top_p is not None:
+        options["top_p"] = body.top_p
+    if body.top_k is not None and body.top_k != -1:
+        options["top_k"] = body.top_k
+    if body.seed is not None:
+        options["seed"] = body.seed
+    begun = await Run.begin(request, gateway, prompt_for(model, prompt), options)
+    return EventStream(_events(begun, model.name))
+
+
+async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:
+    yield event(
+        {
+            "id": f"run-{uuid.uuid4()}",
+            "object": "initial-run",
+            "created": int(time.time()),
+            "model": model,
+        }
+    )
+    async for fork in run.forks():
+        yield event({"object": "run", "forks": [fork], "usage": usage_of(run.usage)})
+    yield DONE
+
+
+def usage_of(usage: Usage) -> dict[str, int]:
+    """The costs of a run, as this form names them."""
+    return {
+        "sampled_tokens": usage.sampled,
+        "ff_tokens": usage.processed,
+        "cost": usage.cost,
+    }

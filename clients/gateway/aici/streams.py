@@ -1,0 +1,191 @@
+"""A stream of tokens as AICI's clients see it: what both forms of the interface have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, TypedDict
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from ....protocol.errors import Code, TokenbusError, error_for
+from ....protocol.messages import Token
+from ... import AsyncStream, GenerateOptions
+from ...results import GeneratedSequence, Sequences
+from ..context import Gateway
+from ..events import unless_disconnected
+from ..models import ServedModel
+
+BACKTRACK = " ↩ "
+"""Stands in the text where the controller took tokens back, as in AICI's."""
+NO_CONTROLLER = "none"
+"""The controller that a client names who wants none."""
+
+FINISH = {
+    "stop": "eos",
+    "length": "length",
+    "controller": "aici-stop",
+    "cancelled": "abort",
+    "timeout": "abort",
+    "error": "fail",
+}
+"""AICI's words for why a sequence ended."""
+
+
+CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.DEADLOCK})
+"""Codes of errors that a controller has caused while it ran."""
+
+
+class Fork(TypedDict):
+    """What is new of a sequence: all fields, always."""
+
+    index: int
+    text: str
+    logs: str
+    storage: list[Any]
+    error: str
+    finish_reason: str | None
+
+
+class Usage:
+    """Counts what a request has cost so far.
+
+    ``processed``: tokens that the model computed: the prompt, and each token before a sampled one,
+    whether it was sampled or appended.
+    """
+
+    def __init__(self) -> None:
+        self.sampled = 0
+        self.processed = 0
+        self._computed: dict[int, int] = {}
+        """By sequence: how many of its tokens after the prompt the model has computed."""
+
+    def add(self, entry: Token) -> None:
+        """Counts one entry."""
+        self.processed += entry.prompt_tokens
+        if entry.parent is not None:
+            self._computed[entry.seq] = self._computed.get(entry.parent, 0)
+        if entry.token is None:
+            return
+        computed = min(self._computed.get(entry.seq, 0), entry.pos)
+        if entry.logprob is not None:
+            self.sampled += 1
+            self.processed += entry.pos - computed
+            computed = entry.pos
+        self._computed[entry.seq] = computed
+
+    @property
+    def cost(self) -> int:
+        """AICI's measure of it."""
+        return 2 * self.sampled + self.processed
+
+
+class Run:
+    """A request that generates, from its first entries to its last."""
+
+    def __init__(self, stream: AsyncStream, first: list[Token]) -> None:
+        self._stream = stream
+        self._first = first
+        self._sequences = Sequences()
+        self.usage = Usage()
+
+    @classmethod
+    async def begin(
+        cls, request: Request, gateway: Gateway, prompt: str | list[int], options: GenerateOptions
+    ) -> Run:
+        """Sends the request, and waits until it has begun, so that a refusal has its own status.
+
+        Raises TokenbusError where it is refused, ClientDisconnect where its client has gone. What a
+        controller itself does wrong is an error of its sequence, even at its start.
+        """
+        with_text: GenerateOptions = {**options, "text": True}
+        stream = gateway.client.generate(prompt, **with_text)
+        try:
+            first = await unless_disconnected(request.receive, stream.arrived())
+            if first[0].finish_reason == "error" and first[0].code not in CONTROLLERS_OWN:
+                raise error_for(first[0].code or Code.INTERNAL, first[0].error or "it failed")
+        except BaseException:
+            stream.close()
+            raise
+        return cls(stream, first)
+
+    async def forks(self) -> AsyncGenerator[Fork, None]:
+        """What is new, entry by entry; an error of the whole request is one of its sequences."""
+        try:
+            entries = self._first
+            while entries:
+                for entry in entries:
+                    yield self._fork(entry)
+                entries = await self._stream.arrived()
+        except TokenbusError as error:
+            for fork in self._failed(error):
+                yield fork
+        finally:
+            self._stream.close()
+
+    async def finished(self, request: Request) -> list[GeneratedSequence]:
+        """All sequences, as they are at their end."""
+        await unless_disconnected(request.receive, self._read())
+        return self._sequences.listed()
+
+    async def _read(self) -> None:
+        async for _ in self.forks():
+            pass
+
+    def _fork(self, entry: Token) -> Fork:
+        self._sequences.add(entry)
+        self.usage.add(entry)
+        if entry.parent is not None:
+            # Clients join the texts of an index, and a fork begins with the text of its parent.
+            text = self._sequences.by_seq[entry.seq].text
+        else:
+            new = "" if entry.text is UNSET else entry.text
+            text = BACKTRACK + new if entry.backtrack else new
+        return Fork(
+            index=entry.seq,
+            text=text,
+            logs=entry.logs,
+            storage=entry.storage,
+            error=entry.error or "",
+            finish_reason=finish_reason(entry),
+        )
+
+    def _failed(self, error: TokenbusError) -> Iterable[Fork]:
+        """The sequences that an error ended which no entry of theirs has."""
+        listed = self._sequences.listed()
+        for sequence in listed:
+            if sequence.finish_reason is None:
+                sequence.finish_reason, sequence.error = "error", error.message
+                sequence.code = error.code
+                yield Fork(
+                    index=sequence.seq,
+                    text="",
+                    logs="",
+                    storage=[],
+                    error=error.message,
+                    finish_reason=finish_reason(sequence),
+                )
+
+
+def finish_reason(ended: Token | GeneratedSequence) -> str | None:
+    """AICI's word for why a sequence ended; None while it goes on."""
+    if ended.code == Code.DEADLOCK:
+        return "deadlock"
+    return FINISH[ended.finish_reason] if ended.finish_reason is not None else None
+
+
+def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
+    """The options that name a controller and its argument: a text unchanged, all else as JSON."""
+    if controller is None or controller == NO_CONTROLLER:
+        return {}
+    if arg is None or isinstance(arg, str):
+        return {"controller": controller, "controller_arg": arg or ""}
+    return {"controller": controller, "controller_arg": json.dumps(arg, separators=(",", ":"))}
+
+
+def prompt_for(model: ServedModel, prompt: str | list[int]) -> str | list[int]:
+    """The prompt; a space where it is empty and the model has no token that begins a text."""
+    if not prompt and not model.encode(""):
+        return " "
+    return prompt

@@ -1,0 +1,366 @@
+"""AICI's REST interface: its two forms, read as clients of its time do, field by field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from tokenbus.clients import Client
+from tokenbus.clients.gateway.aici.streams import BACKTRACK, Usage
+from tokenbus.protocol.messages import Token
+
+from ...processes import Bus, Gateway, until
+from ...workers.controller.wasm.aici_guests import puppet
+
+PROMPT = "def add("
+FORM = pytest.mark.parametrize("path", ["controllers", "aici_modules"])
+
+
+@dataclass
+class Read:
+    """What a client has read of a run."""
+
+    head: dict[str, Any] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    logs: dict[int, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    usages: list[dict[str, int]] = field(default_factory=list)
+    events: int = 0
+
+    def add(self, fork: dict[str, Any]) -> None:
+        """Reads every field without asking whether it is there, as clients of that time did."""
+        index = fork["index"]
+        self.texts[index] = self.texts.get(index, "") + fork["text"]
+        self.logs[index] = self.logs.get(index, "") + fork["logs"]
+        for command in fork["storage"]:
+            write = command["WriteVar"]
+            value = bytes.fromhex(write["value"]).decode()
+            before = self.variables.get(write["name"], "") if write["op"] == "Append" else ""
+            self.variables[write["name"]] = before + value
+        if fork["error"]:
+            self.errors[index] = fork["error"]
+        if fork["finish_reason"] is not None:
+            assert index not in self.ends
+            self.ends[index] = fork["finish_reason"]
+
+
+class AiciClient:
+    """The calls of AICI's own client, and how it reads the answers."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=120.0)
+
+    def upload(self, wasm: bytes, path: str = "controllers") -> dict[str, Any]:
+        response = self._http.post(f"/v1/{path}", content=wasm)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def tags(self, path: str = "controllers") -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = self._http.get(f"/v1/{path}/tags").json()["tags"]
+        return answer
+
+    def tag(self, module: str, tags: Any, path: str = "controllers") -> httpx.Response:
+        return self._http.post(f"/v1/{path}/tags", json={"module_id": module, "tags": tags})
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self._http.post(path, json=body)
+
+    def run(self, script: Any, **body: Any) -> Read:
+        """The later form."""
+        given = {"controller": "puppet", "controller_arg": script, "max_tokens": 6, **body}
+        first, *rest = self._events("/v1/run", given)
+        assert set(first) == {"id", "object", "created", "model"}
+        assert first["object"] == "initial-run"
+        read = Read(first)
+        for run in rest:
+            assert set(run) == {"object", "forks", "usage"}
+            assert run["object"] == "run"
+            assert run["forks"]
+            for fork in run["forks"]:
+                read.add(fork)
+            read.usages.append(run["usage"])
+        return read
+
+    def _events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        with self._http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in response.iter_lines() if line]
+        assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@pytest.fixture
+def aici(gateway: Gateway) -> Iterator[AiciClient]:
+    """A client of AICI, and a compiled AICI module under the tag ``puppet``."""
+    client = AiciClient(gateway.url)
+    module = client.upload(puppet())["module_id"]
+    assert client.tag(module, ["puppet"]).status_code == 200
+    yield client
+    client.close()
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@FORM
+def test_an_upload_is_answered_with_its_id_its_sizes_and_its_time(
+    aici: AiciClient, steered: Bus, path: str
+) -> None:
+    answer = aici.upload(puppet(), path)
+    assert set(answer) == {"module_id", "wasm_size", "compiled_size", "time"}
+    assert answer["module_id"] == hashlib.sha256(puppet()).hexdigest()
+    assert answer["wasm_size"] == len(puppet())
+    [form] = steered.folder.glob(f"**/compiled/{answer['module_id']}-*")
+    assert 0 <= form.stat().st_size - answer["compiled_size"] < 100
+    assert answer["time"] >= 0
+
+
+@pytest.mark.parametrize("kind", ["application/wasm", "application/json", "text/plain", None])
+def test_a_module_may_have_any_content_type(gateway: Gateway, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = httpx.post(f"{gateway.url}/v1/controllers", content=puppet(), headers=headers)
+    assert response.status_code == 200
+
+
+@FORM
+def test_tags_say_of_their_module_what_there_is_to_say(aici: AiciClient, path: str) -> None:
+    began = int(time.time())
+    module = aici.upload(puppet(), path)
+    response = aici.tag(module["module_id"], [f"{path}-one", f"{path}-two"], path)
+    assert response.status_code == 200
+    assert [tag["tag"] for tag in response.json()["tags"]] == [f"{path}-one", f"{path}-two"]
+    listed = {tag["tag"]: tag for tag in aici.tags(path)}
+    for tag in response.json()["tags"]:
+        assert listed[tag["tag"]] == tag
+        assert began <= tag.pop("updated_at") <= time.time()
+        assert tag == {
+            "tag": tag["tag"],
+            "module_id": module["module_id"],
+            "updated_by": "localhost",
+            "wasm_size": module["wasm_size"],
+            "compiled_size": module["compiled_size"],
+        }
+
+
+def test_a_tag_may_be_given_alone_and_name_a_module_too(aici: AiciClient) -> None:
+    assert aici.tag("puppet", "alone").json()["tags"][0]["tag"] == "alone"
+    assert aici.run("", controller="alone").ends == {0: "length"}
+
+
+# --- the later form -------------------------------------------------------------------------------
+
+
+def test_a_run_is_read_to_its_end(aici: AiciClient, steered: Bus) -> None:
+    read = aici.run("mid log hello", prompt=PROMPT)
+    with steered.client() as client:
+        free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).text
+        model = client.model_info().name
+    assert read.head["model"] == model
+    assert read.head["id"].startswith("run-")
+    assert abs(read.head["created"] - time.time()) < 600
+    assert (read.texts, read.logs, read.ends) == ({0: free}, {0: "hello\n"}, {0: "length"})
+    assert not read.errors
+
+
+def test_the_cost_is_what_was_computed_and_twice_what_was_sampled(
+    aici: AiciClient, steered: Bus
+) -> None:
+    read = aici.run("", prompt=PROMPT)
+    with steered.client() as client:
+        [sequence] = client.generate(PROMPT, max_tokens=1).wait()
+    for sampled, usage in enumerate(read.usages, 1):
+        computed = sequence.prompt_tokens + sampled - 1
+        assert usage == {
+            "sampled_tokens": sampled,
+            "ff_tokens": computed,
+            "cost": 2 * sampled + computed,
+        }
+
+
+def test_forks_write_and_end_each_for_itself(aici: AiciClient) -> None:
+    write = {"WriteVar": {"name": "a", "value": b"yes".hex(), "op": "Append"}}
+    read = aici.run(
+        "\n".join(
+            [
+                'mid = {"SampleWithBias":{}}',
+                'pre = {"attention_masks":[[],[]]}',
+                "mid seq",
+                'mid = {"SampleWithBias":{}}',
+                f"pre storage {json.dumps(write)}",
+                'pre only 1 = {"attention_masks":[]}',
+            ]
+        ),
+        prompt=PROMPT,
+        max_tokens=4,
+    )
+    assert read.variables == {"a": "yesyes"}
+    assert [logs.splitlines()[0] for _, logs in sorted(read.logs.items())] == ["0", "1"]
+    assert read.ends == {0: "length", 1: "aici-stop"}
+    assert read.texts[0].startswith(read.texts[1]), "a fork has its parent's text too"
+    assert read.texts[1]
+    assert read.usages[-1]["sampled_tokens"] == 5
+
+
+def test_what_a_splice_takes_back_is_marked(aici: AiciClient) -> None:
+    read = aici.run(
+        "\n".join(
+            [
+                'mid = {"SampleWithBias":{}}',
+                'mid = {"Splice":{"backtrack":2,"ff_tokens":[65,66]}}',
+                'mid = {"Splice":{"backtrack":1,"ff_tokens":[67]}}',
+            ]
+        ),
+        prompt=PROMPT,
+    )
+    before, again = read.texts[0].split(BACKTRACK)
+    assert before
+    assert again
+    # 1 sampled and taken back, 3 appended, 3 sampled after them.
+    assert read.usages[-1]["sampled_tokens"] == 4
+
+
+def test_an_argument_that_is_no_text_is_given_as_json(aici: AiciClient) -> None:
+    read = aici.run(["yes", "no"], controller="choice", prompt=PROMPT)
+    assert read.texts[0] in ("yes", "no")
+    assert not read.errors
+
+
+def test_without_a_prompt_the_controller_begins(aici: AiciClient) -> None:
+    for body in ({}, {"prompt": ""}, {"prompt": None}):
+        assert aici.run("", **body).ends == {0: "length"}
+
+
+def test_a_run_without_a_controller_continues_its_argument(aici: AiciClient) -> None:
+    read = aici.run(PROMPT, controller="none", temperature=None, top_k=-1)
+    assert read.texts == aici.run("", prompt=PROMPT).texts
+
+
+def test_a_builtin_constraint_is_a_controller_too(aici: AiciClient) -> None:
+    read = aici.run("[0-9]{3}", controller="regex", prompt=PROMPT)
+    assert len(read.texts[0]) == 3
+    assert read.texts[0].isdecimal()
+    assert read.ends == {0: "eos"}
+
+
+@pytest.mark.parametrize("call", ["create", "mid"])
+def test_what_a_controller_does_wrong_is_the_error_of_its_fork(aici: AiciClient, call: str) -> None:
+    read = aici.run(f"{call} log bad luck\n{call} stop")
+    assert read.ends == {0: "fail"}
+    assert "bad luck" in read.errors[0]
+
+
+def test_a_deadlock_has_a_word_of_its_own(aici: AiciClient) -> None:
+    read = aici.run('pre = {"attention_masks":[[]],"suspend":true}')
+    assert read.ends == {0: "deadlock"}
+    assert read.errors[0]
+
+
+def test_a_client_that_leaves_ends_its_run(
+    gateway: Gateway, aici: AiciClient, steered: Bus
+) -> None:
+    body = {"controller": "puppet", "controller_arg": "", "prompt": PROMPT}
+    with steered.client() as client:
+        with httpx.stream("POST", f"{gateway.url}/v1/run", json=body, timeout=60.0) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert "initial-run" in next(lines)
+            assert '"run"' in next(lines)
+        until(lambda: not _live(client), 60.0, "the end of a run that nobody reads")
+
+
+def _live(client: Client) -> list[str]:
+    return [stream.controller for stream in client.status(streams=True).live if stream.controller]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("run", {"controller": "nobody"}, 404, "no controller 'nobody'"),
+        ("run", {"controller": "puppet", "model": "nobody"}, 404, "nobody"),
+        ("run", {"controller": "puppet", "promt": ""}, 400, "unknown field 'promt'"),
+        ("run", {"controller_arg": ""}, 400, "'controller' is missing"),
+        ("run", {"controller": "puppet", "max_tokens": 0}, 400, "max_tokens"),
+        ("run", {"controller": "puppet", "temperature": -1}, 400, "temperature"),
+        ("controllers/tags", {"module_id": "nobody", "tags": ["a"]}, 404, "no module 'nobody'"),
+        ("aici_modules/tags", {"module_id": "puppet", "tags": [""]}, 400, "tags[0]"),
+        ("controllers/tags", {"module_id": "puppet", "tags": ["regex"]}, 400, "built-in"),
+    ],
+)
+def test_a_refusal_says_why(
+    aici: AiciClient, path: str, body: dict[str, Any], status: int, says: str
+) -> None:
+    response = aici.post(f"/v1/{path}", **body)
+    assert response.status_code == status, response.text
+    assert says in response.json()["message"]
+
+
+def test_what_is_no_module_is_refused(gateway: Gateway) -> None:
+    for content, status in ((b"", 400), (b"#!/bin/sh", 400), (bytes(16 * 1024**2 + 1), 413)):
+        response = httpx.post(f"{gateway.url}/v1/controllers", content=content, timeout=60.0)
+        assert response.status_code == status, response.text
+        assert response.json()["message"]
+
+
+def test_an_upload_of_200_megabytes_is_refused_and_not_kept(gateway: Gateway) -> None:
+    part = bytes(1024**2)
+    before = _resident(gateway)
+    response = httpx.post(
+        f"{gateway.url}/v1/aici_modules", content=(part for _ in range(200)), timeout=120.0
+    )
+    assert response.status_code == 413
+    assert "the limit is 16777216" in response.json()["message"]
+    assert _resident(gateway) - before < 64 * 1024**2
+
+
+def _resident(gateway: Gateway) -> int:
+    with open(f"/proc/{gateway.process.pid}/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_body_must_be_json_and_say_so(gateway: Gateway) -> None:
+    url = f"{gateway.url}/v1/run"
+    wrong = httpx.post(url, content=b"{", headers={"content-type": "application/json"})
+    assert wrong.status_code == 400
+    assert "not valid JSON" in wrong.json()["message"]
+    kind = httpx.post(url, content=b"{}", headers={"content-type": "text/plain"})
+    assert kind.status_code == 415
+    assert httpx.get(url).status_code == 405
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def entry(pos: int, token: int | None = 1, logprob: float | None = -1.0, **more: Any) -> Token:
+    fields: dict[str, Any] = {"stream_id": 0, "finish_reason": None, **more}
+    return Token(token=token, logprob=logprob, pos=pos, **fields)
+
+
+def test_appended_tokens_are_counted_when_they_are_computed() -> None:
+    usage = Usage()
+    usage.add(entry(0, logprob=None, prompt_tokens=10))
+    usage.add(entry(1, logprob=None))
+    assert (usage.sampled, usage.processed) == (0, 10)
+    usage.add(entry(2))
+    assert (usage.sampled, usage.processed, usage.cost) == (1, 12, 14)
+    usage.add(entry(0, None, None, seq=1, parent=0))
+    usage.add(entry(3, seq=1))
+    assert (usage.sampled, usage.processed) == (2, 13)
+    # Two tokens are taken back, one is appended, and the next one sampled.
+    usage.add(entry(1, logprob=None, backtrack=2))
+    usage.add(entry(2))
+    assert (usage.sampled, usage.processed) == (3, 14)
