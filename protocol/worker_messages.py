@@ -197,7 +197,7 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """``stop`` of a built-in constraint: how its text stands at the end."""
+    """Of a built-in constraint, in its first result and with ``stop``: how the text ends there."""
     round_us: int = 0
     """With ``Start.inspect``: how long the round took, in microseconds."""
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from ...protocol.messages import ConstraintEnd
 from .host import Host
 
 
@@ -85,8 +86,27 @@ class Controller(Protocol):
         """Frees what it holds; called once."""
 
 
+@runtime_checkable
+class Constraint(Controller, Protocol):
+    """A controller that has its sequence write one text of a language: a built-in constraint."""
+
+    def text_end(self) -> ConstraintEnd:
+        """How the text would have ended if no token followed. Called between rounds; costs a call
+        of the backend."""
+
+    def fork(self, host: Host) -> Constraint:
+        """As that of every controller."""
+
+
 class Program(Protocol):
     """What makes controllers: a module for one vocabulary, a built-in, a Python class."""
 
     def start(self, host: Host) -> Controller:
         """A controller for a new request; raises ControllerError where it cannot be had."""
+
+
+class ConstraintProgram(Program, Protocol):
+    """What makes the controllers of a built-in constraint."""
+
+    def start(self, host: Host) -> Constraint:
+        """As that of every program."""

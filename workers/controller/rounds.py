@@ -15,7 +15,7 @@ from enum import Enum
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import StepResult
 from .host import Host
-from .interface import Action, Answer, Controller
+from .interface import Action, Answer, Constraint, Controller
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -106,15 +106,20 @@ class Rounds:
     def _begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int
     ) -> list[StepResult]:
-        sequence.controller.init_prompt(prompt)
+        controller = sequence.controller
+        controller.init_prompt(prompt)
         if n == 1:
-            return self._decide(sequence)
-        return self._forked(sequence, Change(), n - 1, at_start=True)
+            results = self._decide(sequence)
+        else:
+            results = self._forked(sequence, Change(), n - 1, at_start=True)
+        if isinstance(controller, Constraint) and results[0].constraint is None:
+            results[0].constraint = controller.text_end()
+        return results
 
     def _sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         sequence.length += len(tokens)
         if sequence.controller.post_process(tokens, 0).action is Action.STOP:
-            results = [_result(sequence, "stop")]
+            results = [_stopped(sequence)]
         else:
             results = self._decide(sequence)
         host = sequence.host
@@ -125,7 +130,7 @@ class Rounds:
     def _ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         if tokens:
             sequence.controller.post_process(tokens, 0)
-        return [_result(sequence, "stop")]
+        return [_stopped(sequence)]
 
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
@@ -139,14 +144,14 @@ class Rounds:
                 answer = controller.pre_process()
                 if answer.action is Action.SPLICE:
                     if self._append(sequence, change, answer):
-                        return [_result(sequence, "stop", change)]
+                        return [_stopped(sequence, change)]
                     continue
                 if answer.action is Action.SUSPEND:
                     return [_result(sequence, "suspend", change)]
                 if answer.action is Action.STOP or (
                     answer.action is Action.FORK and answer.count == 0
                 ):
-                    return [_result(sequence, "stop", change)]
+                    return [_stopped(sequence, change)]
                 if answer.action is Action.FORK and answer.count > 1:
                     return self._forked(sequence, change, answer.count - 1)
             answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
@@ -154,12 +159,12 @@ class Rounds:
             if answer.action is Action.CONTINUE:
                 return [_result(sequence, "sample", change, answer.masked)]
             if answer.action is Action.STOP:
-                stopped = _result(sequence, "stop", change)
+                stopped = _stopped(sequence, change)
                 if answer.complete:
                     stopped.finish = "stop"
                 return [stopped]
             if self._append(sequence, change, answer):
-                return [_result(sequence, "stop", change)]
+                return [_stopped(sequence, change)]
         raise ControllerError(
             Code.CONTROLLER_FAILED,
             f"it appended tokens in {sequence.host.limits.silent_rounds} rounds without sampling; "
@@ -237,6 +242,14 @@ def _end_of_sequence(results: list[StepResult]) -> None:
     if alone and first.then in ("sample", "stop"):
         first.then, first.finish = "stop", "stop"
         first.row = first.attachment = None
+
+
+def _stopped(sequence: ControlledSequence, change: Change | None = None) -> StepResult:
+    """The result of a sequence that ends; that of a constraint says how its text does."""
+    result = _result(sequence, "stop", change)
+    if isinstance(sequence.controller, Constraint):
+        result.constraint = sequence.controller.text_end()
+    return result
 
 
 def _result(

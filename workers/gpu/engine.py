@@ -276,6 +276,18 @@ class Engine:
             )
         self._live.named(request, seq).mask = mask
 
+    def allows(self, request: int, seq: int, token: int) -> bool | None:
+        """Whether the mask under which a sequence is to be sampled next allows a token; None where
+        it has no mask, or has none yet."""
+        sequence = self._live.find(request, seq)
+        if sequence is None or sequence.mask is None:
+            return None
+        return bool(sequence.mask[token >> 5] >> (token & 31) & 1)
+
+    def sequences(self, request: int) -> list[int]:
+        """The numbers of a request's live sequences."""
+        return list(self._live.requests.get(request, ()))
+
     def sample_under(self, request: int, seq: int, mask: np.ndarray | None) -> bool:
         """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
         and not suspended, and a mask of the right size. Otherwise it does nothing and returns

@@ -151,6 +151,7 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         parent=output.parent,
         error=output.error,
         code=output.code,
+        constraint=output.constraint,
         logs=output.logs,
         storage=list(output.storage),
         live=stream.live if output.finish_reason is not None else 0,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...protocol.messages import FinishReason
+from ...protocol.messages import ConstraintEnd, FinishReason
 from ...protocol.sampling import Sampling
 from .block_manager import BlockTable
 from .text import TextStream
@@ -41,6 +41,11 @@ class TokenOutput(NamedTuple):
     """What its controller has printed."""
     storage: Tokens[Any] = ()
     """What its controller has written to variables."""
+    constraint: ConstraintEnd | None = None
+    """In its last output, under a built-in constraint: how its text ended."""
+    shortened: bool = False
+    """In its last output: its text ends before what its controller has seen, at a stop string or
+    between appended tokens."""
 
 
 @dataclass(slots=True)

@@ -165,8 +165,10 @@ class LiveSequences:
             request, seq, pos = sequence.request, sequence.seq, sequence.num_generated
             self.outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
             return
-        for token in tokens:
+        for number, token in enumerate(tokens, 1):
             if not self.append(sequence, token, backtrack=drop):
+                if number < len(tokens):
+                    self.outputs[-1] = self.outputs[-1]._replace(shortened=True)
                 return
             drop = 0
 
@@ -200,6 +202,7 @@ class LiveSequences:
         reached; whether it is still alive."""
         pos = sequence.num_generated
         reason: FinishReason | None = None
+        shortened = False
         if token in sequence.stop_ids:
             reason = "stop"
         elif len(sequence.tokens) + 1 >= sequence.max_length:
@@ -209,12 +212,12 @@ class LiveSequences:
             try:
                 pushed = sequence.text.push(token)
                 text = pushed.certain
-                if pushed.stopped:
-                    reason = "stop"
-                elif reason is not None:
+                shortened = pushed.stopped
+                if reason is not None and not shortened:
                     rest = sequence.text.finish()
                     text += rest.certain
-                    reason = "stop" if rest.stopped else reason
+                    shortened = rest.stopped
+                reason = "stop" if shortened else reason
             except Exception as error:
                 self.fail_text(sequence, error)
                 return False
@@ -223,9 +226,10 @@ class LiveSequences:
             self.remove(sequence)
         text = text if sequence.with_text else None
         request, seq = sequence.request, sequence.seq
-        self.outputs.append(
-            TokenOutput(request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack)
+        output = TokenOutput(
+            request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack
         )
+        self.outputs.append(output._replace(shortened=True) if shortened else output)
         return reason is None
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...protocol.messages import ConstraintEnd
 from ...protocol.worker_messages import StepResult
 from .engine import Engine
 from .sequence import TokenOutput
@@ -25,6 +26,10 @@ class Steered:
     """By sequence: ends that are sent once the controller's last round is over."""
     stopped: set[int] = field(default_factory=set)
     """Sequences whose controller has stopped or failed, so that it is not notified of their end."""
+    constrained: bool = False
+    """Whether its controller is a built-in constraint."""
+    text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
+    """By sequence: how its text ends, under a built-in constraint, for its last output."""
     notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
     """By sequence: logs and writes that go with its next token."""
 
@@ -36,6 +41,10 @@ class Steered:
 
     def noted(self, output: TokenOutput) -> TokenOutput:
         """An output with what was kept for it."""
+        if self.text_ends and output.finish_reason is not None:
+            end = self.text_ends.pop(output.seq, None)
+            if end is not None and output.error is None:
+                output = output._replace(constraint="cut" if output.shortened else end)
         notes = self.notes.pop(output.seq, None) if output.parent is None else None
         if notes is None:
             return output

@@ -106,6 +106,20 @@ class Steering:
         self._await((request, 0))
         self._post([b"START", encode_header(request), body])
 
+    def note_text_ends(self, request: int) -> None:
+        """A request is about to be cancelled: notes how the texts of its sequences end, where their
+        constraints' decisions have arrived. A mask allows the end of the sequence exactly where the
+        text is complete."""
+        steered = self._requests.get(request)
+        if steered is None or not steered.constrained:
+            return
+        engine = steered.engine
+        ends = sorted(engine.loaded.eos_token_ids)[:1]
+        for seq in engine.sequences(request) if ends else ():
+            whole = engine.allows(request, seq, ends[0])
+            if whole is not None and (request, seq) not in self._awaited:
+                steered.text_ends[seq] = "complete" if whole else "cut"
+
     def kept_ends(self, request: int) -> list[TokenOutput]:
         """The ends of a request that is cancelled, whose controllers are not waited for."""
         steered = self._requests.get(request)
@@ -230,6 +244,10 @@ class Steering:
     ) -> list[TokenOutput]:
         if one.then in ("stop", "error"):
             steered.stopped.add(one.seq)
+        if one.constraint is not None:
+            steered.constrained = True
+            if one.then == "stop":
+                steered.text_ends[one.seq] = one.constraint
         end = steered.ends.pop(one.seq, None)
         if end is not None:
             self._awaited.pop((one.request, one.seq), None)

@@ -252,6 +252,7 @@ class GpuWorker:
             self._arrivals.cancel(request, cancel)
             return
         engine = self._models.engines[stream.model]
+        self._steering.note_text_ends(request)
         aborted = engine.abort(request, cancel.reason)
         ends = self._steering.kept_ends(request)
         self._streams.send([*ends, *self._steering.with_notes(request, aborted)])

@@ -14,7 +14,7 @@ import wasmtime
 from ....grammars.regex import prepare
 from ....protocol.errors import RequestError
 from ..host import Host
-from ..interface import Controller, Program
+from ..interface import Constraint, ConstraintProgram
 from .grammar.combination import Part, automaton, read_combination
 from .grammar.grammar_controller import GrammarController
 from .grammar.grammar_tables import GrammarTables, choice_tables, regex_tables, substring_tables
@@ -35,7 +35,7 @@ class GrammarProgram:
         self._instances = instances
         self._tables = tables
 
-    def start(self, host: Host) -> Controller:
+    def start(self, host: Host) -> GrammarController:
         """Raises RequestError if the argument is not valid."""
         shared = self._instances.get(self._tables(host.arg), host.vocabulary)
         try:
@@ -65,12 +65,12 @@ def _combination(arg: bytes) -> Combination:
 class CombinationProgram:
     """The constraint ``combination``: one automaton if possible, else its parts in turn."""
 
-    def __init__(self, instances: SharedInstances, others: Mapping[str, Program]) -> None:
+    def __init__(self, instances: SharedInstances, others: Mapping[str, ConstraintProgram]) -> None:
         """``others``: the programs for parts that are not automata, by their kind."""
         self._instances = instances
         self._others = others
 
-    def start(self, host: Host) -> Controller:
+    def start(self, host: Host) -> Constraint:
         """Raises RequestError if the argument is not valid."""
         made = _combination(host.arg)
         if made.root.max_tokens is not None:
@@ -82,7 +82,7 @@ class CombinationProgram:
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)
 
-    def _part(self, made: Combination, part: Part, host: Host) -> Controller:
+    def _part(self, made: Combination, part: Part, host: Host) -> Constraint:
         if part.regular:
             return GrammarProgram(self._instances, lambda _: made.tables[part.place]).start(host)
         value = part.value
@@ -103,7 +103,7 @@ class Constraints:
         tables = folder / "tables" if folder is not None else None
         self._instances = SharedInstances(engine, snapshots)
         self._matchers = Matchers()
-        self._programs: dict[str, Program] = {
+        self._programs: dict[str, ConstraintProgram] = {
             "choice": GrammarProgram(self._instances, choice_tables),
             "json_schema": JsonSchemaProgram(self._matchers),
             "lark": LarkProgram(self._matchers),
@@ -118,7 +118,7 @@ class Constraints:
         """The names that a request can give."""
         return set(self._programs)
 
-    def get(self, name: str) -> Program | None:
+    def get(self, name: str) -> ConstraintProgram | None:
         """The constraint with this name; None if it is unknown."""
         return self._programs.get(name)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .....protocol.errors import Code, ControllerError
+from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
-from ...interface import CONTINUE, STOP, Action, Answer, Controller
+from ...interface import CONTINUE, STOP, Action, Answer
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
@@ -37,6 +38,8 @@ class GrammarController:
         self._last_closing: tuple[int, list[int]] | None = None
         """The last length at which a closing fitted in ``max_tokens``, and its tokens."""
         self._closed = False
+        self._end: ConstraintEnd | None = None
+        """Once the text is closed: how it ends."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Does nothing: the grammar constrains only what comes after the prompt."""
@@ -85,7 +88,13 @@ class GrammarController:
         self._text += tokens
         return CONTINUE
 
-    def fork(self, host: Host) -> Controller:
+    def text_end(self) -> ConstraintEnd:
+        """``closed`` if closing has changed the text; else whether the grammar accepts it."""
+        if self._end is not None:
+            return self._end
+        return "complete" if self._guest.complete(self._place) else "cut"
+
+    def fork(self, host: Host) -> GrammarController:
         """A controller whose sequence has the same text."""
         place = self._guest.fork(self._place)
         self._shared.share()
@@ -120,7 +129,9 @@ class GrammarController:
         after = f" after {back} were dropped" if back else ""
         self._log(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
         if not tokens and not back:
+            self._end = "complete"
             return interface.COMPLETE
+        self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _log(self, message: str) -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .....protocol.errors import Code, ControllerError
+from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
-from ...interface import CONTINUE, STOP, Action, Answer, Controller
+from ...interface import CONTINUE, STOP, Action, Answer, Constraint
 from .combination import Part
 from .refusals import refusal
 
@@ -27,7 +28,7 @@ MOST_WAYS = 32
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
-Start = Callable[[Part, Host], Controller]
+Start = Callable[[Part, Host], Constraint]
 """Makes the controller of a part of a plan."""
 
 
@@ -106,7 +107,7 @@ class Way:
     """One way to parse the text so far: the current part and its controller."""
 
     position: int
-    controller: Controller
+    controller: Constraint
     mask: bytes = b""
 
 
@@ -123,6 +124,8 @@ class PartsController:
         """Ways whose mid_process has not been called in this round; empty between rounds."""
         self._complete = plan.empty
         """Whether the text so far is complete in a way that has ended."""
+        self._closed = False
+        """Whether that way has closed its text."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -145,7 +148,7 @@ class PartsController:
             begun |= self._plan.first
             waiting += [self._open(position) for position in sorted(begun)]
         forced: list[Answer] = []
-        complete = self._complete
+        complete, closed = self._complete, False
         while waiting:
             way = waiting[0]
             mask[:] = bytes(len(mask))
@@ -161,11 +164,15 @@ class PartsController:
                 way.mask = bytes(mask)
                 self._ways.append(way)
                 forced.append(answer)
+                way_closed = False
             else:
+                way_closed = ended and way.controller.text_end() == "closed"
                 way.controller.close()
             if not ended:
                 continue
-            complete = complete or way.position in self._plan.last
+            if way.position in self._plan.last:
+                complete = True
+                closed = closed or way_closed
             for position in sorted(self._plan.follow[way.position] - begun):
                 begun.add(position)
                 waiting.append(self._open(position))
@@ -175,7 +182,7 @@ class PartsController:
                     f"the text can be parsed in more than {MOST_WAYS} ways; make the parts "
                     "less ambiguous",
                 )
-        self._complete = complete
+        self._complete, self._closed = complete, closed
         if not self._ways:
             return interface.COMPLETE if complete else STOP
         if len(self._ways) == 1 and not complete and forced[0].action is Action.SPLICE:
@@ -199,7 +206,29 @@ class PartsController:
             way.controller.post_process(tokens, backtrack)
         return CONTINUE
 
-    def fork(self, host: Host) -> Controller:
+    def text_end(self) -> ConstraintEnd:
+        """How the text ends in the way that is nearest to a whole value."""
+        if self._complete:
+            return "closed" if self._closed else "complete"
+        ends: dict[int, ConstraintEnd] = {}
+        for way in self._ways:
+            end = way.controller.text_end()
+            if end != "cut" and ends.get(way.position) != "complete":
+                ends[way.position] = end
+        reached, begun = list(ends), set(ends)
+        if not self._begun:
+            begun |= self._plan.first
+            reached += [p for p in self._plan.first if self._may_be_empty(p)]
+        for position in reached:
+            if position in self._plan.last:
+                return ends.get(position, "complete")
+            for after in self._plan.follow[position] - begun:
+                begun.add(after)
+                if self._may_be_empty(after):
+                    reached.append(after)
+        return "cut"
+
+    def fork(self, host: Host) -> PartsController:
         """A controller with copies of all ways."""
         other = PartsController(self._plan, self._start, host)
         other._length, other._complete, other._begun = self._length, self._complete, self._begun
@@ -224,6 +253,13 @@ class PartsController:
     def _open(self, position: int) -> Way:
         host = self._within(self._host, position)
         return Way(position, self._start(self._plan.parts[position], host))
+
+    def _may_be_empty(self, position: int) -> bool:
+        controller = self._open(position).controller
+        try:
+            return controller.text_end() == "complete"
+        finally:
+            controller.close()
 
     def _within(self, host: Host, position: int) -> Host:
         left = host.max_tokens - self._length

@@ -10,8 +10,9 @@ import numpy as np
 from llguidance import LLMatcher
 
 from .....protocol.errors import Code, ControllerError
+from .....protocol.messages import ConstraintEnd
 from ...host import Host
-from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer, Controller
+from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
 from .matchers import Grammar
 from .trial import reason
 
@@ -94,7 +95,12 @@ class MatcherController:
         self._text += tokens
         return CONTINUE
 
-    def fork(self, host: Host) -> Controller:
+    def text_end(self) -> ConstraintEnd:
+        """Whether the grammar accepts the text; llguidance's texts are not closed."""
+        with self._grammar.lock:
+            return "complete" if self._matcher.is_accepting() else "cut"
+
+    def fork(self, host: Host) -> MatcherController:
         """A controller with a copy of the matcher."""
         return MatcherController(self._grammar, self._grammar.copy(self._matcher), host, self._text)
 

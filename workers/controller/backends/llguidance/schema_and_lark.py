@@ -10,7 +10,6 @@ from llguidance import LLMatcher
 
 from .....protocol.errors import Code, RequestError
 from ...host import Host
-from ...interface import Controller
 from .matcher_controller import MatcherController
 from .matchers import Matchers
 from .trial import RefusedGrammar
@@ -49,7 +48,7 @@ class JsonSchemaProgram:
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
 
-    def start(self, host: Host) -> Controller:
+    def start(self, host: Host) -> MatcherController:
         """Raises RequestError, with llguidance's reason, if the argument is not a schema that it
         supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
@@ -66,7 +65,7 @@ class LarkProgram:
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
 
-    def start(self, host: Host) -> Controller:
+    def start(self, host: Host) -> MatcherController:
         """Raises RequestError, with llguidance's reason, if the argument is not such a grammar."""
         text = _argument(host, "lark", "a grammar")
         for lexeme in _LEXEME.finditer(text):
@@ -80,7 +79,7 @@ class LarkProgram:
         return _start(self._matchers, host, "lark", grammar)
 
 
-def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> Controller:
+def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> MatcherController:
     try:
         made = matchers.get(host.vocabulary, grammar)
     except RefusedGrammar as error:

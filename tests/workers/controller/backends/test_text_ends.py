@@ -1,0 +1,202 @@
+"""How a text ended under a built-in constraint: whole, closed in time, or cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenbus.clients import Client, GeneratedSequence, RequestTimeoutError
+from tokenizers import Tokenizer
+
+from ....clients.wasm_guests import guest
+from ....processes import Bus
+
+pytestmark = pytest.mark.process
+PROMPT = "x = "
+
+
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
+        yield client
+
+
+def ended(client: Client, controller: str, arg: Any, **options: Any) -> GeneratedSequence:
+    """The only sequence of a request; only its last entry says how its text ended."""
+    stream = client.generate(PROMPT, controller=controller, controller_arg=arg, **options)
+    *before, _ = list(stream)
+    assert all(entry.constraint is None for entry in before)
+    [sequence] = stream.sequences
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("controller", "arg", "text"),
+    [
+        ("regex", "[0-9]{3}", "[0-9]{3}"),
+        ("choice", ["yes", "yesterday", "no"], "yes|yesterday|no"),
+        ("substring", {"text": "ab"}, "a?b?"),
+        ("yacc", '%start s\n%%\ns: "a" "b";', "ab"),
+        ("json_schema", {"enum": [1, [2, 3]]}, r"1|\[2, ?3\]"),
+        ("lark", 'start: "a" "b"?', "ab?"),
+        ("combination", {"sequence": ["a", {"regex": "b{2}"}]}, "abb"),
+        (
+            "combination",
+            {"sequence": ["a", {"json_schema": {"const": 7}}, {"regex": "c?"}]},
+            "a7c?",
+        ),
+    ],
+    ids=str,
+)
+def test_a_whole_value_is_complete(client: Client, controller: str, arg: Any, text: str) -> None:
+    sequence = ended(client, controller, arg, max_tokens=60)
+    assert re.fullmatch(text, sequence.text)
+    assert (sequence.finish_reason, sequence.constraint) == ("stop", "complete")
+
+
+@pytest.mark.parametrize(
+    ("controller", "arg"),
+    [
+        ("regex", "[0-9]{200}"),
+        ("yacc", '%start s\n%%\ns: "a" s "longenoughtoneedmanytokens" | "b" "b" "b" "b" "b" "b";'),
+        ("json_schema", {"type": "string", "minLength": 100}),
+        ("lark", "start: /[a-z]{100}/"),
+        ("combination", {"sequence": ["a", {"json_schema": {"type": "string", "minLength": 90}}]}),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_not_fit_is_cut(client: Client, controller: str, arg: Any) -> None:
+    sequence = ended(client, controller, arg, max_tokens=4)
+    assert (sequence.finish_reason, sequence.constraint) == ("length", "cut")
+
+
+NESTED = '%start s\n%%\ns: "[" s "]" | "[" "]" ;'
+
+
+@pytest.mark.parametrize(
+    ("controller", "arg"),
+    [("yacc", NESTED), ("combination", {"sequence": ["go ", {"yacc": NESTED}]})],
+    ids=["yacc", "combination"],
+)
+def test_a_value_with_its_shortest_completion_is_closed(
+    client: Client, controller: str, arg: Any
+) -> None:
+    bias = {first_token(client, "["): 100.0}
+    sequence = ended(client, controller, arg, max_tokens=30, logit_bias=bias)
+    assert re.fullmatch(r"(go )?\[+\]+", sequence.text)
+    assert sequence.text.count("[") == sequence.text.count("]") > 4
+    assert sequence.constraint == "closed"
+    assert "closed with" in sequence.logs
+
+
+def test_a_value_that_is_whole_where_its_tokens_end_is_complete(client: Client) -> None:
+    sequence = ended(client, "regex", "[ab]+", max_tokens=6, ignore_eos=True)
+    assert re.fullmatch("[ab]+", sequence.text)
+    assert sequence.constraint == "complete"
+
+
+def first_token(client: Client, text: str) -> int:
+    ids: list[int] = Tokenizer.from_str(client.tokenizer().json).encode(text).ids
+    return ids[-1]
+
+
+def test_the_models_end_of_sequence_ends_a_complete_value(client: Client) -> None:
+    [eos, *_] = client.model_info().eos_token_ids
+    for controller, arg in (("regex", "a[ab]*"), ("lark", "start: /a[ab]*/")):
+        sequence = ended(client, controller, arg, max_tokens=30, logit_bias={eos: 100.0})
+        assert sequence.text == "a"
+        assert (sequence.finish_reason, sequence.constraint) == ("stop", "complete")
+
+
+def test_at_a_stop_string_a_value_is_cut_and_at_a_stop_token_it_may_be_complete(
+    client: Client,
+) -> None:
+    sequence = ended(client, "regex", r"\{\}\{\}", stop=["}{"])
+    assert (sequence.text, sequence.finish_reason, sequence.constraint) == ("{", "stop", "cut")
+    a = first_token(client, "a")
+    for pattern, constraint in (("[xa]b*", "complete"), ("[xa]b{9}", "cut")):
+        sequence = ended(client, "regex", pattern, stop=[a], logit_bias={a: 100.0})
+        assert (sequence.text, sequence.finish_reason) == ("a", "stop")
+        assert sequence.constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("controller", "make"),
+    [
+        ("regex", lambda pattern: pattern),
+        ("lark", lambda pattern: f"start: /{pattern}/"),
+        ("combination", lambda p: {"sequence": [{"lark": 'start: "("'}, {"regex": p}]}),
+    ],
+    ids=["regex", "lark", "combination"],
+)
+def test_a_value_is_cut_exactly_where_its_text_does_not_match(
+    client: Client, controller: str, make: Any
+) -> None:
+    patterns = [r"[a-c]{2,9}", r"(ab|b[0-9]+c)*d?", r"\d+(\.\d{2})?", r"(if |else )+x"]
+    found = set()
+    streams = [
+        (
+            pattern,
+            client.generate(
+                PROMPT,
+                controller=controller,
+                controller_arg=make(pattern),
+                max_tokens=length,
+                temperature=1.5,
+                seed=length,
+                n=2,
+            ),
+        )
+        for pattern, length in itertools.product(patterns, (1, 2, 3, 5, 8, 13))
+    ]
+    for pattern, stream in streams:
+        for sequence in stream.wait():
+            whole = pattern if controller != "combination" else rf"\({pattern}"
+            matches = re.fullmatch(whole, sequence.text) is not None
+            assert matches == (sequence.constraint in ("complete", "closed")), sequence
+            found.add(sequence.constraint)
+    assert found >= {"complete", "cut"}
+
+
+def test_a_json_text_is_cut_exactly_where_it_cannot_be_parsed(client: Client) -> None:
+    streams = [
+        client.generate(
+            PROMPT,
+            controller=controller,
+            controller_arg=arg,
+            max_tokens=length,
+            temperature=1.5,
+            seed=length,
+        )
+        for controller, arg in (("yacc", "json"), ("json_schema", {"type": "object"}))
+        for length in (1, 3, 6, 12, 24, 48)
+    ]
+    for stream in streams:
+        [sequence] = stream.wait()
+        try:
+            json.loads(sequence.text)
+        except ValueError:
+            assert sequence.constraint == "cut", sequence
+        else:
+            assert sequence.constraint in ("complete", "closed"), sequence
+
+
+def test_a_request_that_times_out_has_no_whole_value_unless_it_is_known(client: Client) -> None:
+    stream = client.generate(
+        PROMPT, controller="regex", controller_arg="[a-z]{900}", max_tokens=950, timeout_s=0.2, n=8
+    )
+    with pytest.raises(RequestTimeoutError):
+        stream.wait()
+    assert all(s.constraint in (None, "cut") for s in stream.sequences)
+
+
+def test_a_module_and_an_unconstrained_request_have_none(client: Client) -> None:
+    module = client.upload_controller(guest(mid="nop nop nop")).module
+    for controller in (module, None):
+        options = {} if controller is None else {"controller": controller}
+        [sequence] = client.generate(PROMPT, max_tokens=3, **options).wait()
+        assert sequence.constraint is None
