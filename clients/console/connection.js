@@ -1,6 +1,7 @@
 // LMTP over one WebSocket: requests and their answers, streams and their entries.
 
 const SUBPROTOCOL = "tokenbus";
+const HELLO = { versions: [1], encodings: ["json"], client: "console" };
 const LONGEST_PAUSE_MS = 5000;
 
 /** What a request ended with: `code`, `message`, and `path` where one field is at fault. */
@@ -15,8 +16,8 @@ export class RequestFault extends Error {
 /**
  * A connection that is opened again when it breaks.
  *
- * Event `state`: its `detail` is "connecting", "open", "lost", or "refused" if the gateway is there
- * but does not accept it, as without an API key.
+ * Event `state`: its `detail` is "connecting"; "waiting" for the broker's answer; "open"; "lost"; or
+ * "refused" if the gateway is there but does not accept it, as without an API key.
  */
 export class Connection extends EventTarget {
   #url;
@@ -57,13 +58,19 @@ export class Connection extends EventTarget {
     let opened = false;
     socket.onopen = () => {
       opened = true;
-      this.#failures = 0;
-      this.#become("open");
+      this.#become("waiting");
+      this.#send("HELLO", HELLO);
     };
     socket.onmessage = ({ data }) => this.#receive(data);
     socket.onclose = () => {
       if (socket === this.#socket) this.#closed(opened);
     };
+  }
+
+  /** Ends the session, and with it what still runs, as the page is left. */
+  leave() {
+    if (this.open) this.#send("BYE", {});
+    this.#socket?.close();
   }
 
   /** The body of the `MSG` that answers a request; throws a RequestFault. */
@@ -96,6 +103,10 @@ export class Connection extends EventTarget {
     const type = line.slice(0, space);
     const body = JSON.parse(line.slice(space + 1));
     if (type === "TOKEN") return this.#receiveEntries(body);
+    if (type === "WELCOME") {
+      this.#failures = 0;
+      this.#become("open");
+    }
     const receiver = this.#calls.get(body.stream_id);
     if (type === "SYSTEM") receiver?.notice?.(body);
     else if (type === "ERROR") this.#fail(body.stream_id, body);

@@ -7,13 +7,13 @@ const LANE = 26; // Pixels between two sequences.
 const LEFT = 10;
 const RIGHT = 40; // For the number of a sequence.
 
-/** Draws the tree into `figure`, if there is more than one sequence, a splice or a write. */
-export function drawForks(figure, generation, chosen, select) {
+/** Draws the tree into `host`, if there is more than one sequence, a splice or a write. */
+export function drawForks(host, generation, chosen, select) {
   const sequences = generation.inOrder;
   const worth = sequences.length > 1 || sequences.some((s) => s.splices.length || s.writes.length);
-  figure.hidden = !worth;
+  host.hidden = !worth;
   if (!worth) return;
-  const width = Math.max(240, figure.clientWidth);
+  const width = Math.max(240, host.clientWidth);
   const longest = Math.max(12, ...sequences.map(reach));
   const x = (pos) => LEFT + ((width - LEFT - RIGHT) * pos) / longest;
   const y = new Map(sequences.map((s, i) => [s, 18 + i * LANE]));
@@ -47,7 +47,7 @@ export function drawForks(figure, generation, chosen, select) {
     lane.addEventListener("click", () => select(sequence));
     drawing.append(lane);
   }
-  figure.replaceChildren(drawing, legend(sequences));
+  host.replaceChildren(drawing, legend(sequences));
 }
 
 /** The furthest position that a sequence has had. */
@@ -73,7 +73,7 @@ function legend(sequences) {
   const signs = [];
   if (sequences.some((s) => s.writes.length)) signs.push(el("span", {}, el("i.diamond"), "wrote a variable"));
   if (sequences.some((s) => s.splices.length)) signs.push(el("span", {}, el("i.arc"), "took back"));
-  return el("figcaption.legend", { "aria-hidden": "true" }, ...signs);
+  return el("p.legend", { "aria-hidden": "true" }, ...signs);
 }
 
 function summary(sequences) {

@@ -11,18 +11,16 @@ export const counted = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 /** A share between 0 and 1: 63 %, 2.7 %, 0.02 %. */
 export function percent(share) {
   const p = share * 100;
-  if (p === 0) return "0 %";
-  if (p >= 99.95) return "100 %";
-  if (p >= 10) return `${p.toFixed(0)} %`;
-  if (p >= 0.1) return `${p.toFixed(1)} %`;
-  return p >= 0.001 ? `${p.toPrecision(1)} %` : "< 0.001 %";
+  if (p > 0 && p < 0.001) return "< 0.001\u00a0%";
+  const digits = p >= 9.95 || p === 0 ? p.toFixed(0) : p >= 0.1 ? p.toFixed(1) : p.toPrecision(1);
+  return `${digits}\u00a0%`;
 }
 
 /** Microseconds: 34 µs, 1.2 ms, 3.4 s. */
 export function micros(us) {
-  if (us < 1000) return `${Math.round(us)} µs`;
-  if (us < 1e6) return `${(us / 1000).toFixed(us < 10_000 ? 1 : 0)} ms`;
-  return `${(us / 1e6).toFixed(1)} s`;
+  if (us < 1000) return `${Math.round(us)}\u00a0µs`;
+  if (us < 1e6) return `${(us / 1000).toFixed(us < 10_000 ? 1 : 0)}\u00a0ms`;
+  return `${(us / 1e6).toFixed(1)}\u00a0s`;
 }
 
 /** Seconds that something has lasted: 4 s, 3 min, 2 h 10 min, 5 d. */

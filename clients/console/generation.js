@@ -18,6 +18,12 @@ export class Item {
     this.roundUs = entry.round_us ?? 0;
   }
 
+  /** The probability of the likely tokens that the mask cut off. */
+  get cutOff() {
+    const cut = this.likely.filter(({ id }) => this.cut.has(id));
+    return cut.reduce((sum, { logprob }) => sum + Math.exp(logprob), 0);
+  }
+
   /** Appended by the controller, not sampled. */
   get appended() {
     return this.logprob === null;

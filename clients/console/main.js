@@ -10,6 +10,7 @@ const POLL_MS = 1000;
 const KEY = "tokenbus-key";
 const LINK = {
   connecting: "connecting",
+  waiting: "waiting for the broker",
   open: "connected",
   lost: "no connection, trying again",
   refused: "refused, trying again",
@@ -56,6 +57,7 @@ async function poll() {
 }
 
 document.addEventListener("visibilitychange", poll);
+addEventListener("pagehide", () => connection.leave());
 
 function askForKey() {
   const dialog = byId("key-dialog");

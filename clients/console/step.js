@@ -24,9 +24,10 @@ function facts(item, before, vocabSize) {
   if (item.appended) add("Probability", "appended, not sampled");
   else add("Probability", `${percent(Math.exp(item.logprob))} (${item.logprob.toFixed(2)})`);
   if (item.allowed !== null) {
-    const share = vocabSize ? ` (${percent(item.allowed / vocabSize)})` : "";
-    add("Allowed", `${count(item.allowed)} of ${count(vocabSize)}${share}`);
+    const share = percent(item.allowed / vocabSize);
+    add("Allowed", `${count(item.allowed)} of ${count(vocabSize)} (${share})`);
   } else if (!item.appended) add("Allowed", "every token");
+  if (item.cut.size) add("Cut off", `at least ${percent(item.cutOff)} of the probability`);
   if (item.roundUs) add("Round", micros(item.roundUs));
   add("Token", `id ${item.id}, position ${item.pos}`);
   if (item.taken) add("Splice", "taken back");

@@ -5,7 +5,9 @@ import { counted, micros, percent, visible } from "./format.js";
 import { allowedShare, surprise } from "./sequences.js";
 
 const WIDEST = 16; // Pixels of a step.
-const TIMES = 18; // Height of the part that shows the times of rounds.
+const GAP = 6; // Between the three rows:
+const CUTS = 16; // the probability that masks cut off,
+const TIMES = 16; // below it the shares that they allowed, and the times of rounds.
 
 /** The chart. Event: `choose`, with the index of the step as its `detail`. */
 export class Steps extends EventTarget {
@@ -39,8 +41,9 @@ export class Steps extends EventTarget {
   }
 
   #hint(sequence) {
-    const height = this.#masked ? "allowed share" : "surprise";
-    const parts = [`${counted(this.#items.length, "step")} of #${sequence.seq}`, `height: ${height}`];
+    const parts = [counted(this.#items.length, "step") + ` of #${sequence.seq}`];
+    if (this.#masked) parts.push("above: probability cut off", "middle: allowed share");
+    else parts.push("height: surprise");
     const times = this.#items.map((i) => i.roundUs).filter(Boolean);
     if (times.length) parts.push(`below: time of the round, median ${micros(median(times))}`);
     return parts.join("; ");
@@ -66,23 +69,21 @@ export class Steps extends EventTarget {
     paint.scale(scale, scale);
     const style = getComputedStyle(canvas);
     const colour = (name) => style.getPropertyValue(name);
-    const height = box.height - TIMES - 6;
+    const top = this.#masked ? CUTS + GAP : 0;
+    const bottom = box.height - TIMES - GAP;
     const gap = step > 4 ? 1 : 0;
     const slowest = Math.max(1, ...this.#items.map((item) => item.roundUs));
-    this.#items.forEach((item, i) => {
-      const left = i * step;
-      const [share, name] = this.#masked ? maskBar(item, this.#vocabSize) : surpriseBar(item);
-      const bar = Math.max(2, share * height);
-      paint.globalAlpha = item.taken ? 0.35 : 1;
+    const bar = (i, name, y, height) => {
       paint.fillStyle = colour(name);
-      paint.fillRect(left, height - bar, step - gap, bar);
-      if (item.cut.size) {
-        paint.fillStyle = colour("--chart-cut");
-        paint.fillRect(left, 0, step - gap, 2);
-      }
-      paint.fillStyle = colour("--chart-time");
-      const time = (item.roundUs / slowest) * TIMES;
-      if (item.roundUs) paint.fillRect(left, height + 6, step - gap, Math.max(1, time));
+      paint.fillRect(i * step, y, step - gap, height);
+    };
+    this.#items.forEach((item, i) => {
+      const [share, name] = this.#masked ? maskBar(item, this.#vocabSize) : surpriseBar(item);
+      const height = Math.max(2, share * (bottom - top));
+      paint.globalAlpha = item.taken ? 0.35 : 1;
+      bar(i, name, bottom - height, height);
+      if (item.cut.size) bar(i, "--chart-cut", 0, Math.max(1, item.cutOff * CUTS));
+      if (item.roundUs) bar(i, "--chart-time", bottom + GAP, Math.max(1, (item.roundUs / slowest) * TIMES));
     });
   }
 }
