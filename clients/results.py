@@ -38,6 +38,8 @@ class GeneratedSequence:
     """Why it failed, if it did."""
     code: str | None = None
     """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
+    stop: str | int | None = None
+    """Which of the request's ``stop`` ended it, if one did."""
     constraint: ConstraintEnd | None = None
     """How the text ended under a built-in constraint: ``complete``, ``closed`` or ``cut``."""
     prompt_tokens: int = 0
@@ -91,6 +93,7 @@ class GeneratedSequence:
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
             self.code, self.constraint = entry.code, entry.constraint
+            self.stop = entry.stop
 
 
 class Sequences:

@@ -286,6 +286,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """The code that belongs to ``error``."""
     live: int = 0
     """In an entry with a finish_reason: running sequences of the stream; 0: it has ended."""
+    stop: str | int | None = None
+    """In an entry with a finish_reason: which of the request's ``stop`` ended the sequence; None
+    where an end-of-sequence token did."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the tokens of its prompt, those of buffers included."""
     cached_tokens: int = 0

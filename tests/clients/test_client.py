@@ -210,9 +210,12 @@ def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
 def test_stop_strings_and_stop_tokens_end_the_stream(client: Client) -> None:
     text = client.generate(PROMPT, max_tokens=60, ignore_eos=True).text
     stop = text[10:14]
-    stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=[stop])
+    stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=["\0", stop])
     assert stream.text == text[: text.index(stop)]
-    assert stream.sequences[0].finish_reason == "stop"
+    assert (stream.sequences[0].finish_reason, stream.sequences[0].stop) == ("stop", stop)
+    [first, token, *_] = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens
+    named = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=[token])
+    assert (named.tokens, named.sequences[0].stop) == ([first, token], token)
 
 
 def test_a_seed_decides_and_its_absence_varies(client: Client) -> None:

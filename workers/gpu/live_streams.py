@@ -154,5 +154,6 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         constraint=output.constraint,
         logs=output.logs,
         storage=list(output.storage),
+        stop=output.stop,
         live=stream.live if output.finish_reason is not None else 0,
     )

@@ -46,6 +46,8 @@ class TokenOutput(NamedTuple):
     shortened: bool = False
     """In its last output: its text ends before what its controller has seen, at a stop string or
     between appended tokens."""
+    stop: str | int | None = None
+    """In the last output: which of the request's stops ended the sequence."""
 
 
 @dataclass(slots=True)

@@ -203,8 +203,10 @@ class LiveSequences:
         pos = sequence.num_generated
         reason: FinishReason | None = None
         shortened = False
+        stop: str | int | None = None
         if token in sequence.stop_ids:
             reason = "stop"
+            stop = token if token in sequence.sampling.stop else None
         elif len(sequence.tokens) + 1 >= sequence.max_length:
             reason = "length"
         text = None
@@ -212,12 +214,13 @@ class LiveSequences:
             try:
                 pushed = sequence.text.push(token)
                 text = pushed.certain
-                shortened = pushed.stopped
-                if reason is not None and not shortened:
+                found = pushed.stop
+                if reason is not None and not found:
                     rest = sequence.text.finish()
                     text += rest.certain
-                    shortened = rest.stopped
-                reason = "stop" if shortened else reason
+                    found = rest.stop
+                if found:
+                    reason, stop, shortened = "stop", found, True
             except Exception as error:
                 self.fail_text(sequence, error)
                 return False
@@ -227,7 +230,7 @@ class LiveSequences:
         text = text if sequence.with_text else None
         request, seq = sequence.request, sequence.seq
         output = TokenOutput(
-            request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack
+            request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack, stop=stop
         )
         self.outputs.append(output._replace(shortened=True) if shortened else output)
         return reason is None

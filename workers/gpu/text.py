@@ -30,8 +30,13 @@ class Text(NamedTuple):
     """The text of one token."""
 
     certain: str
-    stopped: bool = False
-    """A stop string was found; ``certain`` ends before it."""
+    stop: str = ""
+    """The stop string that was found; ``certain`` ends before it."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return bool(self.stop)
 
 
 class TextStream:
@@ -65,10 +70,11 @@ class TextStream:
         if not self._stop:
             return Text(new)
         held = self._held + new
-        found = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
             self._held = ""
-            return Text(held[: min(found)], True)
+            at, stop = min(found)
+            return Text(held[:at], stop)
         keep = max(_overlap(held, stop) for stop in self._stop)
         self._held = held[len(held) - keep :]
         return Text(held[: len(held) - keep])
