@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
+from ..protocol import logs
 from ..protocol.settings import SettingError, load
 from .server import BrokerServer
 from .settings import BrokerSettings
@@ -15,9 +15,7 @@ def main() -> int:
     """Runs the broker until SIGINT or SIGTERM; the exit code."""
     try:
         settings = load()
-        logging.basicConfig(
-            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.set_up(settings, "broker")
         server = BrokerServer(settings.front, settings.back_endpoint, BrokerSettings.of(settings))
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)

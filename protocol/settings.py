@@ -39,6 +39,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     back: str = ""
     """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["human", "json"] = "human"
+    """Lines for people, or one JSON object a line."""
     session_timeout_s: Positive = 30.0
     """How long a client waits for a broker that does not answer."""
 

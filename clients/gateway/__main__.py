@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+from ...protocol import logs
 from ...protocol.settings import SettingError, load
 
 
@@ -23,9 +24,7 @@ def main() -> int:
         return 2
     try:
         settings = load()
-        logging.basicConfig(
-            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.set_up(settings, "gateway")
         if settings.http == "none":
             raise SettingError("http: it is 'none', so that there is nothing to serve")
         fault = check_tls(settings)

@@ -102,6 +102,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")
     add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
     add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")
+    add("--log-format", dest="log_format", metavar="F", help="human (default), json")
     add(
         "--compile",
         action="store_const",

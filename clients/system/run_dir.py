@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ...protocol.settings import Settings
 from .faults import WRONG_SETTING, SystemFault
@@ -17,6 +20,12 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
 """The prefix of a line of log."""
 LONGEST_NAME = "supervisor.sock.4194304"
 """supervisord first binds to a name that has its process id."""
+
+
+class _JsonLine(msgspec.Struct):
+    """A line of log in the format ``json``."""
+
+    message: str
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,12 @@ class RunDir:
             ) from None
 
     def last_line(self, process: str) -> str:
-        """The last line of the log of a process, or ``""``."""
-        return _STAMP.sub("", "".join(_tail(self.logs / f"{process}.log")[-1:]))
+        """The message of the last line of the log of a process, or ``""``."""
+        line = "".join(_tail(self.logs / f"{process}.log")[-1:])
+        if line.startswith("{"):
+            with suppress(msgspec.MsgspecError):
+                return msgspec.json.decode(line, type=_JsonLine).message
+        return _STAMP.sub("", line)
 
     def last_error(self) -> str:
         """The error with which supervisord did not start, or ``""``."""

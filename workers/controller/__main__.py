@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 
+from ...protocol import logs
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
@@ -25,9 +26,7 @@ def main() -> int:
     """Runs the worker until SIGINT or SIGTERM, which drain it; the exit code."""
     try:
         settings = load()
-        logging.basicConfig(
-            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.set_up(settings, "controller")
         programs = dict(map(load_program, sys.argv[1:]))
     except (SettingError, ValueError, TokenbusError) as error:
         return _refuse(error)

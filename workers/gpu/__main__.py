@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 
+from ...protocol import logs
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
 
@@ -15,9 +15,7 @@ def main() -> int:
     """Runs the worker until SIGINT or SIGTERM, which drain it; the exit code."""
     try:
         settings = load()
-        logging.basicConfig(
-            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.set_up(settings, "gpu")
     except (SettingError, ValueError) as error:
         return _refuse(error)
     if settings.threads:

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 
+from ...protocol import logs
 from ...protocol.settings import load
 from .loader import LoadedModel, ModelLoadError, load_model
 from .ranks import ORDER_SIZE, Clear, Drop, Forward, Load, Open, decode_order, join
@@ -57,9 +58,7 @@ def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
 def main() -> int:
     """Follows until rank 0 ends it."""
     settings = load()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    logs.set_up(settings, "gpu-rank")
     orders = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
     join(settings.device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 
+from ...protocol import logs
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
 from .folder import FolderError
@@ -16,9 +16,7 @@ def main() -> int:
     """Runs the worker until SIGINT or SIGTERM; returns the exit code."""
     try:
         settings = load()
-        logging.basicConfig(
-            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.set_up(settings, "state")
     except (SettingError, ValueError) as error:
         return _refuse(error)
     try:

@@ -1,0 +1,119 @@
+"""The logs of all processes: one set-up, one line for each record, one id for each request.
+
+A record about a request names it with ``extra=about(number)``. Where the request came with an id of
+its own (``x-request-id`` of HTTP, or a trace), the line carries that id in every process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from typing import Any
+
+import msgspec
+
+from .settings import Settings
+
+_HUMAN = "%(asctime)s %(levelname)s %(message)s"
+
+_ids: dict[int, tuple[str, str]] = {}
+"""Of the live requests of this process that came with one: request id and trace id."""
+
+
+def set_up(settings: Settings, process: str) -> None:
+    """Sends what this process logs to standard error, in the setting ``log_format``.
+
+    ``process`` is its name in JSON lines: ``broker``, ``gpu``, ``gateway``.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter(process) if settings.log_format == "json" else HumanFormatter()
+    )
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+
+
+def about(request: int) -> dict[str, int]:
+    """The ``extra`` of a log call about a request, by the broker's number."""
+    return {"request": request}
+
+
+def begin(request: int, request_id: str, trace: str) -> None:
+    """A request of this process has an id or a trace (``traceparent``), which its lines name."""
+    if request_id or trace:
+        trace_id = trace.split("-")[1] if trace.count("-") >= 3 else ""
+        _ids[request] = (request_id or trace_id, trace_id)
+
+
+def end(request: int) -> None:
+    """A request has ended."""
+    _ids.pop(request, None)
+
+
+def ids_of(record: logging.LogRecord) -> tuple[str, str]:
+    """The request id and the trace id of a record, as far as it has them."""
+    named = getattr(record, "request_id", ""), getattr(record, "trace_id", "")
+    return named if any(named) else _ids.get(getattr(record, "request", 0), ("", ""))
+
+
+class HumanFormatter(logging.Formatter):
+    """``2026-11-22 08:20:01,123 INFO message [request id]``."""
+
+    def __init__(self) -> None:
+        super().__init__(_HUMAN)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without a traceback."""
+        request_id, _ = ids_of(record)
+        line = super().formatMessage(record)
+        return f"{line} [{request_id}]" if request_id else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC), ``level``, ``process``, ``pid``, ``logger``,
+    ``message``, and where there are: ``request`` (the broker's number), ``request_id``,
+    ``trace_id``, ``exception``, and the ``fields`` of the record."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+        self._pid = os.getpid()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "pid": self._pid,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id, trace_id = ids_of(record)
+        if request := getattr(record, "request", 0):
+            line["request"] = request
+        if request_id:
+            line["request_id"] = request_id
+        if trace_id:
+            line["trace_id"] = trace_id
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info and record.exc_info[0] is not None:
+            line["exception"] = "".join(traceback.format_exception(*record.exc_info))
+        return _encoded(line)
+
+
+def _encoded(line: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(line).decode()
+    except (TypeError, ValueError):
+        # A file name may hold bytes that are no Unicode.
+        plain = {name: _escaped(value) for name, value in line.items()}
+        return msgspec.json.encode(plain).decode()
+
+
+def _escaped(value: Any) -> Any:
+    return (
+        value if isinstance(value, int) else str(value).encode("utf-8", "backslashreplace").decode()
+    )
