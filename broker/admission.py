@@ -9,7 +9,14 @@ from msgspec import Meta, Struct
 
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.messages import Name, StreamId, Timeout, module_too_large
+from ..protocol.messages import (
+    Name,
+    RequestId,
+    StreamId,
+    Timeout,
+    TraceParent,
+    module_too_large,
+)
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .settings import BrokerSettings
@@ -26,6 +33,8 @@ class RoutingFields(Struct, kw_only=True):
     buffers: list[Name] = []
     timeout_s: Timeout | None = None
     controller: str | None = None
+    trace: TraceParent = ""
+    request_id: RequestId = ""
 
 
 ROLES = {
@@ -88,6 +97,8 @@ class Admission:
             controller=controller,
             frames=[*frames[1:], *buffers, *tenant],
             arrived=now,
+            trace=fields.trace,
+            request_id=fields.request_id,
         )
         self._check_streams(request)
         self._counters.requests += 1

@@ -189,7 +189,7 @@ class Back:
             beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
-            worker.load = beat.load
+            worker.load, worker.metrics = beat.load, beat.metrics
             if hung:
                 self._dispatcher.refill(worker)
         elif message_type == b"DRAIN":

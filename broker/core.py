@@ -33,9 +33,9 @@ class Broker:
     """
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
-        self._out = Outgoings()
-        ids = counting_ids(boot)
         self.counters = counters = Counters()
+        self._out = Outgoings(counters.errors)
+        ids = counting_ids(boot)
         self.session_table = table = SessionTable()
         self.dispatcher = dispatcher = Dispatcher(settings, self._out)
         buffers = Buffers(settings)
@@ -59,11 +59,13 @@ class Broker:
         self, peer: bytes, frames: list[bytes], now: float, key: str = ""
     ) -> list[Outgoing]:
         """A message of the client connection ``peer``, whose CURVE key is ``key``."""
+        self.dispatcher.now = now
         self._front.on_frames(peer, frames, key, now)
         return self._taken()
 
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
         """A message of the worker connection ``peer``."""
+        self.dispatcher.now = now
         if frames and frames[0] == b"TOKEN":
             self._back.on_tokens(peer, frames, now)
         else:
@@ -72,6 +74,7 @@ class Broker:
 
     def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
         """A connection has closed."""
+        self.dispatcher.now = now
         if side is Side.FRONT:
             self._guarded(self._sessions.on_gone, peer, now)
         else:
@@ -86,6 +89,7 @@ class Broker:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: checks leases and deadlines, sends notices."""
+        self.dispatcher.now = now
         for part in (self._back.tick, self._sessions.tick, self.dispatcher.expire):
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
+from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.header import Flag, encode_header
+from ..protocol.header import Flag, encode_header, waited_flags
 from ..protocol.messages import Cancel, System
 from .controllers import Controllers
 from .deadlines import Deadlines
@@ -11,6 +14,8 @@ from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, CancelReason, Request, Worker, WorkerState
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """The default model where several are served."""
@@ -30,6 +35,8 @@ class Dispatcher:
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self.controllers = Controllers(self.workers, out)
         self.deadlines = Deadlines()
+        self.now = 0.0
+        """The time of the event that is handled, in seconds."""
 
     @property
     def queued(self) -> int:
@@ -49,6 +56,7 @@ class Dispatcher:
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
+        logs.begin(request.id, request.request_id, request.trace)
         if free:
             self._start(request, self._least_loaded(free, request.model))
             return
@@ -96,6 +104,7 @@ class Dispatcher:
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
         self.deadlines.remove(request)
+        logs.end(request.id)
         if request.controller:
             self.controllers.end(request)
         worker = request.worker
@@ -255,12 +264,17 @@ class Dispatcher:
         if request.controller:
             self.controllers.reserve(request)
         flags = Flag.MSGPACK if request.session.encoding == "msgpack" else 0
-        header = encode_header(request.id, request.session.id, flags)
+        waited = waited_flags(self.now - request.arrived)
+        header = encode_header(request.id, request.session.id, flags | waited)
         frames = [request.type, header, *request.frames]
         request.frames = []
         request.worker = worker
         worker.requests[request.id] = request
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
+        if log.isEnabledFor(logging.DEBUG):
+            what = "request %d goes to %s: %s"
+            shown = request.type.decode()
+            log.debug(what, request.id, worker.name, shown, extra=logs.about(request.id))
 
     def _dequeue(self, request: Request) -> None:
         key = (request.role, request.model)

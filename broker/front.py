@@ -30,7 +30,7 @@ from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
-from .status import Counters, live_streams, status_of
+from .status import Counters, add_metrics, live_streams, status_of
 from .tables import Session, SessionTable
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Front:
         session = self._table.by_peer.get(peer)
         encoding = session.encoding if session is not None else encoding_of(body)
         stream_id = _stream_id(body) if len(body) <= MAX_BODY_BYTES else None
-        self._out.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)
+        self._out.refuse(peer, error, stream_id, message_type, encoding)
 
     def on_slow(self, dropped: Outgoing) -> None:
         """A client does not read, and a message to it was dropped.
@@ -157,6 +157,8 @@ class Front:
                 )
                 if message.streams:
                     status.live = live_streams(self._dispatcher, session.key, now)
+                if message.metrics:
+                    add_metrics(status, self._dispatcher, self._counters)
                 answer = Msg(stream_id=message.stream_id, status=status)
                 self._out.to_session(session, b"MSG", answer)
             case _:

@@ -10,6 +10,7 @@ from ..protocol.bodies import Encoding, encode_body, error_body
 from ..protocol.errors import TokenbusError
 from ..protocol.header import encode_header
 from ..protocol.messages import FinishReason, Token
+from ..protocol.metrics import Tally
 from .tables import Request, Session, Worker
 
 
@@ -30,7 +31,11 @@ class Outgoing(NamedTuple):
 
 
 class Outgoings(list[Outgoing]):
-    """The messages that one event leads to, in order."""
+    """The messages that one event leads to, in order; ``errors`` counts the ERRORs among them."""
+
+    def __init__(self, errors: Tally) -> None:
+        super().__init__()
+        self._errors = errors
 
     def to_peer(self, peer: bytes, message_type: bytes, body: Any, encoding: Encoding) -> None:
         """A message to a client's connection."""
@@ -51,7 +56,20 @@ class Outgoings(list[Outgoing]):
 
     def error(self, request: Request, error: TokenbusError) -> None:
         """The ERROR that ends a stream."""
+        self._errors.add(error.code)
         self.to_session(request.session, b"ERROR", error_body(error, request.stream_id))
+
+    def refuse(
+        self,
+        peer: bytes,
+        error: TokenbusError,
+        stream_id: int | None,
+        message_type: bytes,
+        encoding: Encoding,
+    ) -> None:
+        """The ERROR that answers a message."""
+        self._errors.add(error.code)
+        self.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """The TOKEN that ends a stream which never reached a worker."""

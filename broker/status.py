@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
+from ..protocol.metrics import Tally
 from .dispatch import Dispatcher
 
 
@@ -20,6 +21,13 @@ class Counters:
     bad_worker_messages: int = 0
     internal_errors: int = 0
     """Exceptions that are defects of the broker; each is in its log."""
+    errors: Tally = field(default_factory=lambda: Tally("errors", "code"))
+    """The ERRORs of the broker itself, by code."""
+
+    def totals(self) -> dict[str, int]:
+        """Those without labels, by name."""
+        values = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: value for name, value in values if isinstance(value, int)}
 
 
 def status_of(
@@ -49,8 +57,20 @@ def status_of(
         streams=len(dispatcher.requests),
         queued=dispatcher.queued,
         workers=workers,
-        counters=asdict(counters),
+        counters=counters.totals(),
     )
+
+
+def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> None:
+    """Adds the metrics: of each worker, as of its last heartbeat, and of the broker."""
+    by_name = {worker.name: worker for worker in dispatcher.workers.values()}
+    for shown in status.workers:
+        shown.metrics = by_name[shown.name].metrics
+    waiting = Tally("num_requests_queued", "model_name")
+    for (role, model), queue in dispatcher.queues.items():
+        if role == "gpu":
+            waiting.add(model or dispatcher.default_model(), len(queue))
+    status.metrics = [*counters.errors.series(), *waiting.series()]
 
 
 def live_streams(dispatcher: Dispatcher, key: str, now: float) -> list[StreamStatus]:

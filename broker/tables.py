@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..protocol.bodies import Encoding
 from ..protocol.messages import ModelInfo
+from ..protocol.metrics import Series
 
 RETRY_AFTER_S = 1.0
 """When to try again what found no worker, in seconds."""
@@ -118,6 +119,7 @@ class Worker:
     state: WorkerState = WorkerState.READY
     step_age_s: float | None = None
     load: dict[str, float] = field(default_factory=dict)
+    metrics: list[Series] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
     """Of a controller worker: the requests whose controllers it runs, or has a place for."""
@@ -155,6 +157,8 @@ class Request:
     frames: list[bytes]
     """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
     arrived: float
+    trace: str = ""
+    request_id: str = ""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""

@@ -93,9 +93,12 @@ class AsyncClient:
         assert isinstance(answer.tokenizer, TokenizerFiles)
         return answer.tokenizer
 
-    async def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues; see ``Client.status``."""
-        answer = await self._ask(status_call(timeout_s, streams))
+    async def status(
+        self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
+    ) -> Status:
+        """Workers, sessions and queues; with ``streams``, the live streams of all clients with the
+        same key too; with ``metrics``, counters and histograms too."""
+        answer = await self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 

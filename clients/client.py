@@ -95,10 +95,12 @@ class Client:
         assert isinstance(answer.tokenizer, TokenizerFiles)
         return answer.tokenizer
 
-    def status(self, *, streams: bool = False, timeout_s: float = ASK_S) -> Status:
-        """Workers, sessions and queues; with ``streams`` also the ``live`` streams of all
-        clients."""
-        answer = self._ask(status_call(timeout_s, streams))
+    def status(
+        self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
+    ) -> Status:
+        """Workers, sessions and queues; with ``streams``, the live streams of all clients with the
+        same key too; with ``metrics``, counters and histograms too."""
+        answer = self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 

@@ -60,6 +60,10 @@ class RequestOptions(TypedDict, total=False):
     """How long to send the request again after a full queue or a lost worker; default: 30."""
     on_system: OnSystem
     """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
+    trace: str
+    """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
+    request_id: str
+    """What log lines of all processes call the request, at most 128 characters."""
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -89,8 +93,6 @@ class GenerateOptions(RequestOptions, total=False):
     """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
     inspect: bool
     """Entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
-    trace: str
-    """The ``traceparent`` of the request (W3C Trace Context)."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
@@ -142,9 +144,9 @@ def tokenizer_call(model: str, timeout_s: float) -> Call:
     return Call(b"TOKENIZER", message, timeout_s=timeout_s, retry_s=timeout_s)
 
 
-def status_call(timeout_s: float, streams: bool = False) -> Call:
+def status_call(timeout_s: float, streams: bool = False, metrics: bool = False) -> Call:
     """The call of a STATUS."""
-    message = StatusRequest(stream_id=0, streams=streams)
+    message = StatusRequest(stream_id=0, streams=streams, metrics=metrics)
     return Call(b"STATUS", message, timeout_s=timeout_s)
 
 

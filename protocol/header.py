@@ -32,6 +32,11 @@ class Flag(IntFlag):
     """The last message of the request; the broker removes the request."""
 
 
+WAITED_SHIFT = 8
+"""From this bit on, the flags of a request are how long it waited at the broker, in ms."""
+MAX_WAITED_MS = (1 << 24) - 1
+
+
 class Header(NamedTuple):
     """The routing information of a message between the broker and a worker.
 
@@ -42,6 +47,11 @@ class Header(NamedTuple):
     request: int = 0
     address: int = 0
     flags: int = 0
+
+    @property
+    def waited_s(self) -> float:
+        """Of a request that goes to a worker: how long it waited at the broker, in seconds."""
+        return (self.flags >> WAITED_SHIFT) / 1000
 
 
 class Manifest(NamedTuple):
@@ -59,6 +69,11 @@ class Manifest(NamedTuple):
 def encode_header(request: int = 0, address: int = 0, flags: int = 0) -> bytes:
     """The 20 bytes of a header."""
     return _HEADER.pack(request, address, flags)
+
+
+def waited_flags(waited_s: float) -> int:
+    """The bits of the flags that say how long a request waited at the broker."""
+    return min(MAX_WAITED_MS, max(0, int(waited_s * 1000))) << WAITED_SHIFT
 
 
 def decode_header(frame: bytes) -> Header:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .errors import Code, RequestError
+from .metrics import Series
 from .sampling import Sampling, TokenId
 
 PROTOCOL_VERSION = 1
@@ -39,6 +40,7 @@ ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended: it is a whole value; it is one
 because the shortest completion was appended before the limit; it ends inside a value."""
 TraceParent = Annotated[str, Meta(max_length=256)]
+RequestId = Annotated[str, Meta(max_length=128)]
 
 
 # --- client to broker ---------------------------------------------------------------------------
@@ -88,6 +90,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """TOKEN entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
     trace: TraceParent = ""
     """The ``traceparent`` of the request (W3C Trace Context); workers pass it on as it is."""
+    request_id: RequestId = ""
+    """What log lines of all processes call the request; default: its trace, if it has one."""
 
 
 class Score(Struct, kw_only=True, omit_defaults=True):
@@ -102,6 +106,8 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     """Each TOKEN also has the text of its token."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
+    trace: TraceParent = ""
+    request_id: RequestId = ""
 
 
 class Cancel(Struct, kw_only=True, omit_defaults=True):
@@ -158,6 +164,8 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     streams: bool = False
     """List the live streams too, those of all clients with the key of this one."""
+    metrics: bool = False
+    """With counters and histograms, of the broker and of each worker."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -398,6 +406,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     heartbeat_age_s: float
     step_age_s: float | None = None
     load: dict[str, float] = {}
+    metrics: list[Series] = []
+    """With ``metrics``: as of its last heartbeat."""
 
 
 class Status(Struct, kw_only=True, omit_defaults=True):
@@ -413,6 +423,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     live: list[StreamStatus] = []
     """With ``streams``: the live streams of all clients with the sender's key, in the order of
     their arrival."""
+    metrics: list[Series] = []
+    """With ``metrics``: those of the broker itself."""
 
 
 class Msg(Struct, kw_only=True, omit_defaults=True):

@@ -23,6 +23,7 @@ from .messages import (
     ModelInfoRequest,
     ModelTokenizerRequest,
     Msg,
+    RequestId,
     Score,
     System,
     Tag,
@@ -31,6 +32,7 @@ from .messages import (
     TraceParent,
     Upload,
 )
+from .metrics import Series
 from .sampling import TokenId
 
 Role = Literal["gpu", "controller", "state"]
@@ -87,6 +89,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """For how long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
     """Gauges for the operator: running, waiting, pages, tokens per second."""
+    metrics: list[Series] = []
+    """Counters and histograms since the worker started, for ``STATUS`` to show."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
@@ -147,7 +151,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     inspect: bool = False
     """Each result has the time of its round."""
     trace: TraceParent = ""
-    """As in ``GENERATE``."""
+    request_id: RequestId = ""
+    """Both as in ``GENERATE``."""
 
 
 class StepSequence(Struct, array_like=True):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..protocol.errors import TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
+from ..protocol.metrics import Series
 from ..protocol.worker_messages import Heartbeat, Register
 from ..transport.carrier import carrier
 from .lease import Lease
@@ -45,10 +46,10 @@ class Bus:
     """The connection of one worker.
 
     ``registration`` returns what to register with (called on the bus thread); ``load`` the number
-    of requests and the gauges for the heartbeat. ``first`` gets new messages at once, on the bus
-    thread, and returns those that are for ``take``: for answers that must not wait for another
-    thread. Where it raises, it gets the same messages again one by one, so that only the one at
-    fault is dropped. Raises AddressError.
+    of requests and the gauges for the heartbeat, ``metrics`` its counters. ``first`` gets new
+    messages at once, on the bus thread, and returns those that are for ``take``: for answers that
+    must not wait for another thread. Where it raises, it gets the same messages again one by one,
+    so that only the one at fault is dropped. Raises AddressError.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Bus:
         registration: Callable[[], Register],
         load: Callable[[], tuple[int, dict[str, float]]],
         first: Callable[[list[FromBus]], list[FromBus]] | None = None,
+        metrics: Callable[[], list[Series]] = list,
     ) -> None:
         self._inbox: deque[FromBus] = deque()
         self._arrived = threading.Condition()
@@ -65,6 +67,7 @@ class Bus:
         self._ended: str | None = None
         self._step_started: float | None = None
         self._load = load
+        self._metrics = metrics
         lease = Lease(registration, self._beat, time.monotonic())
         self._lease = lease
         peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end, self._drop)
@@ -161,6 +164,7 @@ class Bus:
             requests=requests,
             step_age_s=round(now - started, 3) if started is not None else None,
             load=load,
+            metrics=self._metrics(),
         )
 
 

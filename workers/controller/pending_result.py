@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code
 from ...protocol.header import encode_header
+from ...protocol.logs import about
 from ...protocol.worker_messages import Result, StepResult
 from ..machine import machine_id
 from .pool import Job
@@ -115,7 +116,8 @@ def _encoded(sequences: list[StepResult]) -> bytes:
             encode_body(result, "msgpack")
         except (TypeError, ValueError, OverflowError) as error:
             # Text of a controller with half of a surrogate pair, for one.
-            log.error("the result of sequence %d cannot be encoded: %s", result.seq, error)
+            what = "the result of sequence %d cannot be encoded: %s"
+            log.error(what, result.seq, error, extra=about(result.request))
             text = result.error or f"the controller's result cannot be encoded: {error}"
             result.then, result.code = "error", result.code or str(Code.CONTROLLER_FAILED)
             result.error = text.encode("utf-8", "backslashreplace").decode()

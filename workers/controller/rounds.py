@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
+from ...protocol.logs import about
 from ...protocol.worker_messages import StepResult
 from .host import Host
 from .interface import Action, Answer, Constraint, Controller
@@ -228,7 +229,8 @@ class Rounds:
             failed.error, failed.code = error.message, str(error.code)
         except BaseException as error:
             # Panics of native libraries are BaseExceptions, as is what an author's code may raise.
-            log.exception("a round of sequence %d failed", sequence.seq)
+            number = about(sequence.host.request)
+            log.exception("a round of sequence %d failed", sequence.seq, extra=number)
             failed = _result(sequence, "error")
             failed.error = f"the controller worker failed: {error!r}"
             failed.code = str(Code.INTERNAL)

@@ -20,6 +20,7 @@ from .interface import Controller, Program
 from .limits import Limits
 from .logs import Log
 from .masks import MaskRows
+from .meters import Meter
 from .rounds import ControlledSequence, Rounds, Stage
 from .variable_calls import SequenceVariables
 
@@ -62,6 +63,8 @@ class SequenceGroup:
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
         self._perform = perform
+        self.meter = Meter()
+        """Of its controller."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, RequestError, TokenbusError
 from ...protocol.header import Flag, Header, encode_header
@@ -26,6 +27,7 @@ from ...protocol.messages import (
     Tags,
     Upload,
 )
+from ...protocol.metrics import Series
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
     ANY_MODULE,
@@ -46,6 +48,7 @@ from ..machine import machine_id
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
+from .meters import Meters
 from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
@@ -107,7 +110,10 @@ class ControllerWorker:
         """Separate threads for START: it may take a second, and more where a grammar has to be
         compiled, and no round waits behind it."""
         self._store_calls = ThreadPoolExecutor(2, "store")
-        self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._take_answers)
+        self._bus = Bus(
+            settings.back_endpoint, self._registration, self._load, self._take_answers, self._series
+        )
+        self._meters = Meters()
         self._variable_calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._request_tokenizer)
         self._masks = MaskFiles()
@@ -233,6 +239,13 @@ class ControllerWorker:
         )
         self._end(header.request)
         self._groups[header.request] = group
+        logs.begin(header.request, start.request_id, start.trace)
+        log.debug(
+            "request %d: its controller is %s",
+            header.request,
+            start.controller,
+            extra=logs.about(header.request),
+        )
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             pending = self._new_result(group.gpu, 1)
@@ -255,11 +268,14 @@ class ControllerWorker:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
             program = self._programs.get(tenant, start.controller)
-            results = group.begin(program, vocabulary, start.prompt, start.n)
+            group.meter = self._meters.of(start.controller)
+            with group.meter.measured():
+                results = group.begin(program, vocabulary, start.prompt, start.n)
         except TokenbusError as failed:
             results = [_error_result(group.request, failed.message, failed.code)]
         except BaseException as failed:  # Panics of native libraries too.
-            log.exception("the controller %s cannot be started", start.controller)
+            number = logs.about(group.request)
+            log.exception("the controller %s cannot be started", start.controller, extra=number)
             results = [_error_result(group.request, f"the controller worker failed: {failed!r}")]
         pending.add(group, results)
 
@@ -339,6 +355,7 @@ class ControllerWorker:
         if group is not None:
             group.close()
             self._variable_calls.cancel(request)
+            logs.end(request)
             self._pool.submit([group.free])
 
     # --- tokenizers and modules -----------------------------------------------------------------
@@ -360,9 +377,11 @@ class ControllerWorker:
             answer = Msg(stream_id=stream_id, result=result)
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
+            self._meters.errors.add(error.code)
             frames = [b"ERROR", head, encode_body(error_body(error, stream_id), encoding)]
         except Exception as error:
             log.exception("a request to the store failed")
+            self._meters.errors.add(Code.INTERNAL)
             failure = TokenbusError(Code.INTERNAL, f"the store failed: {error!r}")
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames)
@@ -406,18 +425,37 @@ class ControllerWorker:
             "waiting": float(self._pool.waiting_jobs + self._starts.waiting_jobs),
         }
 
+    def _series(self) -> list[Series]:
+        waiting = self._pool.waiting_jobs + self._starts.waiting_jobs
+        return [
+            Series("num_controllers", {}, len(self._groups)),
+            Series("num_controllers_waiting", {}, waiting),
+            *self._meters.series(),
+        ]
+
 
 def _run_round(
     pending: PendingResult, group: SequenceGroup, sequence: ControlledSequence, round_: Round
 ) -> None:
-    began = time.perf_counter()
-    results = round_()
-    sequence.slow = time.perf_counter() - began > SLOW_S
+    results, duration_s = _measured(group, round_)
+    sequence.slow = duration_s > SLOW_S
     pending.add(group, results)
 
 
 def _run_woken(pending: PendingResult, group: SequenceGroup, round_: Round) -> None:
-    pending.add(group, round_())
+    results, _ = _measured(group, round_)
+    pending.add(group, results)
+
+
+def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], float]:
+    """The results of a round, and how long it took, in seconds."""
+    meter = group.meter
+    cpu_began = meter.begin()
+    began = time.perf_counter()
+    results = round_()
+    duration_s = time.perf_counter() - began
+    meter.end(cpu_began, duration_s)
+    return results, duration_s
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ...protocol import logs
 from ...protocol.bodies import decode_as
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import (
@@ -88,7 +89,10 @@ class Arrivals:
         """Takes one request in."""
         stream = Stream.of(message.header, _stream_id(message.body), "")
         try:
-            self._take(stream, decode_as(kind, message.body), message.attachments)
+            request = decode_as(kind, message.body)
+            if isinstance(request, Generate | Score):
+                logs.begin(stream.request, request.request_id, request.trace)
+            self._take(stream, request, message.attachments)
         except Exception as error:
             self._waiting.pop(stream.request, None)
             self._streams.fail(stream, error, "starting this request")
@@ -109,7 +113,8 @@ class Arrivals:
 
     def drop(self, request: int) -> None:
         """Ends a request that waits for its model; nothing is sent."""
-        self._waiting.pop(request, None)
+        if self._waiting.pop(request, None) is not None:
+            logs.end(request)
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
         """Ends a request that waits for its model with an ERROR; whether it is such a request."""
@@ -241,6 +246,7 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         ignore_eos=message.ignore_eos,
         inspect=message.inspect,
         trace=message.trace,
+        request_id=message.request_id,
     )
 
 

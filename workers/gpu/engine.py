@@ -22,6 +22,7 @@ import torch
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import FinishReason
+from ...protocol.metrics import Histogram
 from ...protocol.sampling import Sampling
 from .allocator import keep_freed_memory
 from .block_manager import BlockManager
@@ -169,11 +170,34 @@ class Engine:
         return {
             "running": float(len(self._scheduler.running) + len(self._scheduler.deferred)),
             "waiting": float(len(self._scheduler.waiting)),
+            "deferred": float(len(self._scheduler.deferred)),
             "suspended": float(len(self._scheduler.suspended)),
             "kv_pages_used": float(self._blocks.num_used),
             "kv_pages": float(self._blocks.num_blocks - 1),
             "preemptions": float(self._scheduler.preemptions),
             "prefix_hit_tokens": float(self._scheduler.prefix_hit_tokens),
+        }
+
+    def metrics(self) -> dict[str, float | Histogram]:
+        """Gauges, and totals since the model was loaded; safe on another thread."""
+        scheduler, live = self._scheduler, self._live
+        sampled = self._stepper.sampled_tokens
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_deferred": len(scheduler.deferred),
+            "num_requests_suspended": len(scheduler.suspended),
+            "kv_cache_usage_perc": self._blocks.num_used / max(1, self._blocks.num_blocks - 1),
+            "num_preemptions": scheduler.preemptions,
+            "prefix_cache_queries": scheduler.prefix_query_tokens,
+            "prefix_cache_hits": scheduler.prefix_hit_tokens,
+            "generation_tokens": sampled + live.appended_tokens,
+            "fast_forward_tokens": live.appended_tokens,
+            "backtracked_tokens": live.dropped_tokens,
+            "iteration_tokens": self._stepper.step_tokens,
+            "forks": live.forks,
+            "splices": live.splices,
+            "deferrals": scheduler.deferrals,
         }
 
     # --- the step -------------------------------------------------------------------------------

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 
 from msgspec import UNSET
 
+from ...protocol import logs
 from ...protocol.errors import Code, ServiceError, TokenbusError
+from ...protocol.logs import about
 from ...protocol.messages import Token
+from .metrics import WorkerMetrics
 from .sequence import TokenOutput
 from .streams import Frames, Stream, error_frames, saved_buffer_frames, token_frames
 
@@ -26,7 +29,13 @@ class LiveStreams:
     that is over; it may be called for one of which nothing is left.
     """
 
-    def __init__(self, post: Callable[[Frames], None], release: Callable[[Stream], None]) -> None:
+    def __init__(
+        self,
+        post: Callable[[Frames], None],
+        release: Callable[[Stream], None],
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
+        self.metrics = metrics or WorkerMetrics()
         self._post = post
         self._release = release
         self._streams: dict[int, Stream] = {}
@@ -46,6 +55,7 @@ class LiveStreams:
     def add(self, stream: Stream) -> None:
         """A request was given to its engine."""
         self._streams[stream.request] = stream
+        stream.metrics = self.metrics.of(stream.model)
 
     def get(self, request: int) -> Stream | None:
         """The live stream of a request."""
@@ -65,7 +75,12 @@ class LiveStreams:
             stream = self._streams.get(output.request)
             if stream is None:
                 continue
-            stream.live += (output.parent is not None) - (output.finish_reason is not None)
+            if output.finish_reason is not None:
+                stream.live -= 1
+                if output.error is not None:
+                    self.metrics.errors.add(output.code or Code.INTERNAL)
+            if output.parent is not None:
+                stream.live += 1
             new.setdefault(output.request, (stream, []))[1].append(_entry(output, stream))
         self.num_outputs += len(outputs)
         for stream, entries in new.values():
@@ -73,6 +88,7 @@ class LiveStreams:
                 entries[0].prompt_tokens = stream.usage.tokens
                 entries[0].cached_tokens = stream.usage.cached or 0
             stream.entries += entries
+        self.metrics.count(new.values())
         self._deliver(list(new.values()))
 
     def send_end(self, stream: Stream, end: Token) -> None:
@@ -95,6 +111,7 @@ class LiveStreams:
             self._post(frames)
         for stream, _ in new:
             if stream.live == 0:
+                self.metrics.ended(stream, _reason(stream.entries))
                 self._remove(stream)
 
     # --- ends -----------------------------------------------------------------------------------
@@ -103,8 +120,11 @@ class LiveStreams:
         """Ends a stream with an ERROR: ``error`` where that is written for clients, else one that
         says that the worker failed while ``doing`` something."""
         if not isinstance(error, TokenbusError):
-            log.error("request %d: %s failed", stream.request, doing, exc_info=error)
+            number = stream.request
+            log.error("request %d: %s failed", number, doing, exc_info=error, extra=about(number))
             error = internal_error(error, doing)
+        self.metrics.errors.add(error.code)
+        self.metrics.ended(stream, "error")
         self._remove(stream)
         self._post(error_frames(stream, error))
 
@@ -112,6 +132,7 @@ class LiveStreams:
         """Ends a stream for which no client waits; nothing is sent."""
         stream = self._streams.get(request)
         if stream is not None:
+            self.metrics.ended(stream, "cancelled")
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
@@ -119,8 +140,10 @@ class LiveStreams:
         try:
             self._release(stream)
         except Exception:
-            log.exception("what the engine keeps of request %d was not freed", stream.request)
+            text = "what the engine keeps of request %d was not freed"
+            log.exception(text, stream.request, extra=about(stream.request))
             self.inconsistent = True
+        logs.end(stream.request)
 
 
 def internal_error(error: Exception, doing: str) -> ServiceError:
@@ -128,6 +151,11 @@ def internal_error(error: Exception, doing: str) -> ServiceError:
     text = f"the GPU worker failed while {doing}: {type(error).__name__}: {error}"
     # Names of files may hold what is not valid Unicode, and such text cannot be sent.
     return ServiceError(Code.INTERNAL, text.encode(errors="backslashreplace").decode())
+
+
+def _reason(entries: list[Token]) -> str:
+    """How a stream has ended."""
+    return (entries[-1].finish_reason if entries else None) or "cancelled"
 
 
 def _messages(new: list[tuple[Stream, list[Token]]]) -> list[Frames]:

@@ -55,6 +55,8 @@ class Batch:
     """Blocks to copy before the forward, as (from, to)."""
     rescheduled: list[Sequence] = field(default_factory=list)
     """Sequences that are sampled from the logits that they kept while they were deferred."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Sequences that had waited and are in this step."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +90,8 @@ class Scheduler:
         """No sequence runs, and the first waiting one is not admitted, as the deferred ones leave
         too few blocks or are too many: no step does anything until one of the tables changes."""
         self.preemptions = 0
+        self.deferrals = 0
+        self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
     @property
@@ -112,6 +116,7 @@ class Scheduler:
     def defer(self, sequence: Sequence) -> None:
         """Takes a sequence that was to be sampled out of the steps until ``reschedule``. It keeps
         its blocks while there are enough, and no slot."""
+        self.deferrals += 1
         self.deferred[sequence] = sequence in self.running
         if sequence in self.running:
             del self.running[sequence]
@@ -227,7 +232,10 @@ class Scheduler:
                 self._blocks.free(sequence.block_table)
             return False
         sequence.num_computed_tokens = hit
-        self.prefix_hit_tokens += 0 if kept else hit
+        if not kept:
+            self.prefix_hit_tokens += hit
+            self.prefix_query_tokens += sequence.target
+        batch.admitted.append(sequence)
         if sequence.prompt_usage.cached is None:
             sequence.prompt_usage.cached = hit
         self._admit(sequence)

@@ -57,6 +57,8 @@ class PromptUsage:
     tokens: int = 0
     cached: int | None = None
     """How many of them were in the KV cache when the request was first admitted; None before."""
+    admitted_at: float | None = None
+    """When that was, by ``time.monotonic``."""
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence as Tokens
 
 from ...protocol.errors import Code, RequestError
+from ...protocol.logs import about
 from ...protocol.messages import FinishReason
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
@@ -43,6 +44,10 @@ class LiveSequences:
         """The step that has computed its logits and has not been sampled."""
         self.outputs: list[TokenOutput] = []
         """What the next step returns first."""
+        self.forks = 0
+        self.splices = 0
+        self.appended_tokens = 0
+        self.dropped_tokens = 0
 
     # --- the table ------------------------------------------------------------------------------
 
@@ -99,6 +104,7 @@ class LiveSequences:
             )
             return []
         self._next_fork[request] = after
+        self.forks += n
         children = [self._forked(parent, number) for number in numbers]
         for child in children:
             self.outputs.append(
@@ -158,6 +164,9 @@ class LiveSequences:
         except RequestError as error:
             self.fail(sequence, error.message)
             return
+        self.splices += 1
+        self.appended_tokens += len(tokens)
+        self.dropped_tokens += drop
         self.discard_logits(sequence)
         if drop:
             self._drop(sequence, drop)
@@ -242,7 +251,8 @@ class LiveSequences:
             try:
                 text = sequence.text.finish().certain
             except Exception:
-                log.exception("decoding the last text of request %d failed", sequence.request)
+                text_of = "decoding the last text of request %d failed"
+                log.exception(text_of, sequence.request, extra=about(sequence.request))
         self.remove(sequence)
         return TokenOutput(
             sequence.request,
@@ -268,7 +278,8 @@ class LiveSequences:
 
     def fail_text(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence whose tokens could not be decoded to text."""
-        log.error("decoding the text of request %d failed", sequence.request, exc_info=error)
+        what = "decoding the text of request %d failed"
+        log.error(what, sequence.request, exc_info=error, extra=about(sequence.request))
         sequence.text = None
         self.fail(sequence, f"decoding its text failed: {error}")
 

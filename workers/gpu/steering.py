@@ -18,12 +18,14 @@ import numpy as np
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ...protocol.header import encode_header
+from ...protocol.logs import about
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import Start, Step, StepResult, StepSequence
 from ..machine import machine_id
 from .decisions import decode_decisions, just_samples, mask_of
 from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFiles
+from .metrics import WorkerMetrics
 from .sampler import NOTHING_ALLOWED
 from .sequence import TokenOutput
 from .steered import Steered
@@ -66,7 +68,9 @@ class Steering:
         post: Callable[[list[bytes]], None],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
+        self._metrics = metrics or WorkerMetrics()
         self._post = post
         self._timeout_s = timeout_s
         self._clock = clock
@@ -153,12 +157,17 @@ class Steering:
         """
         receive(0.0)
         undecided = self._undecided(step)
+        waited = 0.0
         if undecided and len(undecided) < len(step.ready):
             low, high = PATIENCE_S
-            until = time.monotonic() + min(high, max(low, PATIENCE * forward_s))
-            while undecided and (left := until - time.monotonic()) > 0:
+            began = now = time.monotonic()
+            until = began + min(high, max(low, PATIENCE * forward_s))
+            while undecided and (left := until - now) > 0:
                 receive(left)
                 undecided = self._undecided(step)
+                now = time.monotonic()
+            waited = now - began
+        self._metrics.of(engine.loaded.name).mask_wait_s.observe(waited)
         for request, seq in undecided:
             engine.defer(request, seq)
 
@@ -193,7 +202,7 @@ class Steering:
         for key in [key for key, due in self._awaited.items() if due <= now]:
             steered = self._requests[key[0]]
             text = f"its controller worker sent no decision within {self._timeout_s:g} s"
-            log.warning("request %d, sequence %d: %s", *key, text)
+            log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
             ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
         return ends
 
@@ -219,8 +228,8 @@ class Steering:
             steered = self._steered_by(worker, entry.request, host)
             if steered is not None:
                 text = f"its controller worker sent a decision that is malformed: {entry.error}"
-                log.warning("request %d, sequence %d: %s", entry.request, entry.seq, text)
                 key = (entry.request, entry.seq)
+                log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
                 ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
         return ends
 
@@ -235,7 +244,8 @@ class Steering:
             if steered.same_machine:
                 self._files.open(worker, steered.engine.mask_words)
         elif steered.worker != worker:
-            log.warning("request %d is not worker %d's: its decision is void", request, worker)
+            text = "request %d is not worker %d's: its decision is void"
+            log.warning(text, request, worker, extra=about(request))
             return None
         return steered
 

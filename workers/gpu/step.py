@@ -8,10 +8,13 @@ finish   sample the rows ─▶ append to each sequence, or end it
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 import torch
 
+from ...protocol.logs import about
+from ...protocol.metrics import STEP_TOKENS, Histogram
 from .block_manager import BlockManager
 from .runner import Runner
 from .sampler import NAN, Row, sample, scores
@@ -32,10 +35,13 @@ class Stepper:
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
+        self.sampled_tokens = 0
+        self.step_tokens = Histogram.over(STEP_TOKENS)
 
     def begin(self) -> PendingStep:
         """The first half: the forward of what is scheduled."""
         batch = self._scheduler.schedule()
+        self._count(batch)
         step = self._live.step = PendingStep()
         if batch.chunks:
             for chunks, logits in self._run(batch):
@@ -54,6 +60,14 @@ class Stepper:
 
     # --- the parts of a step --------------------------------------------------------------------
 
+    def _count(self, batch: Batch) -> None:
+        if batch.chunks:
+            self.step_tokens.observe(batch.num_tokens)
+        for sequence in batch.admitted:
+            usage = sequence.prompt_usage
+            if usage.admitted_at is None:
+                usage.admitted_at = time.monotonic()
+
     def _run(self, batch: Batch) -> list[tuple[list[Chunk], torch.Tensor]]:
         """The forward of a batch. Where it fails, each chunk is run on its own, so that only the
         sequences whose chunks fail again end."""
@@ -62,7 +76,8 @@ class Stepper:
         except Exception as error:
             if len(batch.chunks) == 1:
                 sequence = batch.chunks[0].sequence
-                log.exception("the forward of request %d failed", sequence.request)
+                number = sequence.request
+                log.exception("the forward of request %d failed", number, extra=about(number))
                 self._live.fail(sequence, f"the model failed: {error}")
                 return []
         computed = []
@@ -84,9 +99,11 @@ class Stepper:
                     self._sample(logits, {sequence: row})
                 return
             [sequence] = rows
-            log.exception("sampling failed for request %d", sequence.request)
+            number = sequence.request
+            log.exception("sampling failed for request %d", number, extra=about(number))
             live.fail(sequence, f"sampling failed: {error}")
             return
+        self.sampled_tokens += len(rows)
         for i, sequence in enumerate(rows):
             sequence.mask = sequence.row = None
             if i in sampled.errors:

@@ -5,6 +5,7 @@ One body per client and step, all in one multipart message: the broker fans them
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
 from ...protocol.errors import TokenbusError
 from ...protocol.header import Flag, Header, encode_header, encode_token_header
 from ...protocol.messages import Buffer, Msg, System, Token
+from .metrics import ModelMetrics
 from .sequence import PromptUsage
 
 Frames = list[bytes]
@@ -34,12 +36,22 @@ class Stream:
     """Of its prompt; None while no engine has it."""
     entries: list[Token] = field(default_factory=list)
     """All that was sent, for a client that attaches again."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When the broker received it, by this process's clock, in seconds."""
+    first_at: float = 0.0
+    """When its first token was sent; 0 before."""
+    sent_at: float = 0.0
+    """When its last one was."""
+    metrics: ModelMetrics | None = None
+    """Those of its model, while an engine has it."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1) -> Stream:
         """The stream of a request's header."""
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
-        return cls(header.request, header.address, stream_id, encoding, model, live)
+        stream = cls(header.request, header.address, stream_id, encoding, model, live)
+        stream.arrived -= header.waited_s
+        return stream
 
 
 def token_frames(entries: Iterable[tuple[Stream, list[Token]]]) -> Frames | None:

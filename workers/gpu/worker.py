@@ -20,6 +20,7 @@ from ...protocol.messages import (
     ModelTokenizerRequest,
     Score,
 )
+from ...protocol.metrics import Series
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
     FetchTokenizer,
@@ -50,11 +51,17 @@ class GpuWorker:
     def __init__(self, settings: Settings, name: str = "") -> None:
         self._settings = settings
         self._name = name or f"gpu-{socket.gethostname()}-{os.getpid()}"
-        self._bus = Bus(settings.back_endpoint, self._registration, self._load)
+        self._bus = Bus(
+            settings.back_endpoint, self._registration, self._load, metrics=self._series
+        )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
         self._streams = LiveStreams(self._bus.post, self._release)
-        self._steering = Steering(partial(self._bus.post, wake=False), decision_timeout(settings))
+        self._steering = Steering(
+            partial(self._bus.post, wake=False),
+            decision_timeout(settings),
+            metrics=self._streams.metrics,
+        )
         self._arrivals = Arrivals(
             self._models, self._streams, self._steering, self._bus.post, self._bus.changed
         )
@@ -321,3 +328,6 @@ class GpuWorker:
             for name, value in engine.stats().items():
                 load[name] = load.get(name, 0.0) + value
         return len(self._streams) + waiting, load
+
+    def _series(self) -> list[Series]:
+        return self._streams.metrics.series(dict(self._models.engines))

@@ -213,6 +213,11 @@ export interface Generate {
    * in length.
    */
   readonly trace?: string | undefined;
+  /**
+   * What log lines of all processes call the request; default: its trace, if it has one. At most
+   * 128 in length.
+   */
+  readonly request_id?: string | undefined;
 }
 
 /** `SCORE`: the log-probability of each token of `scored`, given all before it. */
@@ -229,6 +234,10 @@ export interface Score {
   readonly priority?: number | undefined;
   /** More than 0, at most 86400. */
   readonly timeout_s?: number | null | undefined;
+  /** At most 256 in length. */
+  readonly trace?: string | undefined;
+  /** At most 128 in length. */
+  readonly request_id?: string | undefined;
 }
 
 /** `CANCEL`: end a stream, with `reason` as the finish reason of its last TOKEN entry. */
@@ -288,6 +297,8 @@ export interface StatusRequest {
   readonly stream_id: number;
   /** List the live streams too, those of all clients with the key of this one. Default: false. */
   readonly streams?: boolean | undefined;
+  /** With counters and histograms, of the broker and of each worker. Default: false. */
+  readonly metrics?: boolean | undefined;
 }
 
 /**
@@ -506,6 +517,48 @@ export function readModelInfo(sent: Sent<ModelInfo, typeof MODEL_INFO_DEFAULTS>)
   };
 }
 
+/** Observations by size: `counts[i]` are at most `bounds[i]`, the last ones are larger. */
+export interface Histogram {
+  readonly bounds: readonly number[];
+  readonly counts: readonly number[];
+  /** The sum of all observations. */
+  readonly total: number;
+}
+
+const HISTOGRAM_DEFAULTS = {
+  total: 0.0,
+} satisfies Partial<Histogram>;
+
+/** `Histogram` as it was sent, with the defaults of the fields that are absent. */
+export function readHistogram(sent: Sent<Histogram, typeof HISTOGRAM_DEFAULTS>): Histogram {
+  return {
+    ...HISTOGRAM_DEFAULTS,
+    ...sent,
+  };
+}
+
+/** A number under a name, with labels; or a histogram, and then `value` has no meaning. */
+export interface Series {
+  readonly name: string;
+  readonly labels: Readonly<Record<string, string>>;
+  readonly value: number;
+  readonly histogram: Histogram | null;
+}
+
+const SERIES_DEFAULTS = {
+  value: 0.0,
+  histogram: null,
+} satisfies Partial<Series>;
+
+/** `Series` as it was sent, with the defaults of the fields that are absent. */
+export function readSeries(sent: Sent<Series, typeof SERIES_DEFAULTS>): Series {
+  return {
+    ...SERIES_DEFAULTS,
+    ...sent,
+    ...(sent.histogram && { histogram: readHistogram(sent.histogram) }),
+  };
+}
+
 /** A worker, as `STATUS` shows it. */
 export interface WorkerStatus {
   readonly name: string;
@@ -520,11 +573,14 @@ export interface WorkerStatus {
   readonly heartbeat_age_s: number;
   readonly step_age_s: number | null;
   readonly load: Readonly<Record<string, number>>;
+  /** With `metrics`: as of its last heartbeat. */
+  readonly metrics: readonly Series[];
 }
 
 const WORKER_STATUS_DEFAULTS = {
   step_age_s: null,
   load: {},
+  metrics: [],
 } satisfies Partial<WorkerStatus>;
 
 /** `WorkerStatus` as it was sent, with the defaults of the fields that are absent. */
@@ -532,6 +588,7 @@ export function readWorkerStatus(sent: Sent<WorkerStatus, typeof WORKER_STATUS_D
   return {
     ...WORKER_STATUS_DEFAULTS,
     ...sent,
+    ...(sent.metrics && { metrics: sent.metrics.map(readSeries) }),
   };
 }
 
@@ -585,11 +642,14 @@ export interface Status {
    * arrival.
    */
   readonly live: readonly StreamStatus[];
+  /** With `metrics`: those of the broker itself. */
+  readonly metrics: readonly Series[];
 }
 
 const STATUS_DEFAULTS = {
   counters: {},
   live: [],
+  metrics: [],
 } satisfies Partial<Status>;
 
 /** `Status` as it was sent, with the defaults of the fields that are absent. */
@@ -599,6 +659,7 @@ export function readStatus(sent: Sent<Status, typeof STATUS_DEFAULTS>): Status {
     ...sent,
     workers: sent.workers.map(readWorkerStatus),
     ...(sent.live && { live: sent.live.map(readStreamStatus) }),
+    ...(sent.metrics && { metrics: sent.metrics.map(readSeries) }),
   };
 }
 

@@ -1,0 +1,99 @@
+"""What processes count about themselves: series of numbers and histograms, as STATUS carries them.
+
+Workers count where things happen, send the totals with their heartbeats, and the broker keeps the
+last ones. So whoever asks, of however many gateways, sees the same numbers, of all clients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+LATENCY_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Upper bounds of a histogram of times to a first token, in seconds."""
+TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+"""Of times between tokens."""
+REQUEST_S = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Of times of whole requests and their phases."""
+WAIT_S = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.05)
+"""Of a step's wait for masks; it is at most 5 ms, plus the time to take a message."""
+TOKENS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    *(10_000, 20_000, 50_000, 100_000, 200_000),
+)
+"""Of numbers of tokens."""
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""Of the tokens of a step."""
+
+OTHER = "other"
+"""The value of a label beyond the most values that it may have."""
+
+
+class Histogram(Struct):
+    """Observations by size: ``counts[i]`` are at most ``bounds[i]``, the last ones are larger."""
+
+    bounds: Sequence[float]
+    counts: list[int]
+    total: float = 0.0
+    """The sum of all observations."""
+
+    @classmethod
+    def over(cls, bounds: Sequence[float]) -> Histogram:
+        """An empty one; ``bounds`` ascend."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts an observation."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+class Series(Struct):
+    """A number under a name, with labels; or a histogram, and then ``value`` has no meaning."""
+
+    name: str
+    labels: dict[str, str]
+    value: float = 0.0
+    histogram: Histogram | None = None
+
+    @classmethod
+    def of(cls, name: str, labels: dict[str, str], value: float | Histogram) -> Series:
+        """A series of either kind."""
+        if isinstance(value, Histogram):
+            return cls(name, labels, histogram=value)
+        return cls(name, labels, value)
+
+
+class Tally:
+    """Counts by the value of one label, which has at most ``most`` values."""
+
+    def __init__(self, name: str, label: str, most: int = 64) -> None:
+        self._name = name
+        self._label = label
+        self._most = most
+        self._counts: dict[str, float] = {}
+
+    def add(self, value: str, count: float = 1) -> None:
+        """Counts under a value of the label; not by two threads at once."""
+        counts = self._counts
+        if value not in counts and len(counts) >= self._most:
+            value = OTHER
+        counts[value] = counts.get(value, 0) + count
+
+    def series(self, **labels: str) -> list[Series]:
+        """The counts, with further labels; safe on another thread."""
+        return [
+            Series(self._name, {self._label: value, **labels}, count)
+            for value, count in list(self._counts.items())
+        ]

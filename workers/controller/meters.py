@@ -1,0 +1,80 @@
+"""What controllers cost: CPU time and rounds, by the controller that requests name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from ...protocol.metrics import OTHER, Series, Tally
+
+MOST_CONTROLLERS = 64
+"""Controllers that are counted each on its own; others are counted together."""
+EVERY = 16
+"""How many rounds there are for each whose CPU time is measured, which takes a microsecond."""
+WEIGHT = 0.1
+"""How much one measured round counts towards ``Meter._share``."""
+
+
+class Meter:
+    """The rounds of one controller. Thread-safe.
+
+    Of the rounds that are not measured, the CPU time is their duration, times the share of CPU time
+    that measured ones had; it is less than 1 as rounds wait for Python's lock and for variables.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._share = 1.0
+        self.rounds = 0
+        self.cpu_s = 0.0
+
+    def begin(self) -> float | None:
+        """Before a round, on its thread: what ``end`` needs; None if it is not measured."""
+        return time.thread_time() if self.rounds % EVERY == 0 else None
+
+    def end(self, began: float | None, duration_s: float) -> None:
+        """After a round, on its thread."""
+        cpu_s = None if began is None else time.thread_time() - began
+        with self._lock:
+            self.rounds += 1
+            if cpu_s is None:
+                cpu_s = self._share * duration_s
+            elif duration_s > 0:
+                self._share += WEIGHT * (min(1.0, cpu_s / duration_s) - self._share)
+            self.cpu_s += cpu_s
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a round that is measured in any case."""
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.end(cpu_began, time.perf_counter() - began)
+
+
+class Meters:
+    """The meters of a worker."""
+
+    def __init__(self) -> None:
+        self._meters: dict[str, Meter] = {}
+        self.errors = Tally("errors", "code")
+
+    def of(self, controller: str) -> Meter:
+        """That of one controller."""
+        meter = self._meters.get(controller)
+        if meter is None:
+            name = controller if len(self._meters) < MOST_CONTROLLERS else OTHER
+            meter = self._meters.setdefault(name, Meter())
+        return meter
+
+    def series(self) -> list[Series]:
+        """All of it; safe on another thread."""
+        found = self.errors.series()
+        for name, meter in list(self._meters.items()):
+            labels = {"module": name}
+            found.append(Series("controller_rounds", labels, meter.rounds))
+            found.append(Series("controller_cpu_seconds", labels, meter.cpu_s))
+        return found
