@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -22,8 +23,21 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """Declared fields without an effect, which default to UNSET: accepted and reported."""
 
     def ignored(self) -> list[str]:
-        """The fields without an effect that were given, by name."""
-        return sorted(name for name in self.IGNORED if getattr(self, name) is not UNSET)
+        """The fields without an effect that were given, by name: ``user``, ``messages[].name``."""
+        found = dict.fromkeys(self._ignored(""))
+        return list(found)
+
+    def _ignored(self, prefix: str) -> Iterator[str]:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name in self.IGNORED:
+                if value is not UNSET:
+                    yield prefix + name
+            elif isinstance(value, Body):
+                yield from value._ignored(f"{prefix}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for one in value:
+                    yield from one._ignored(f"{prefix}{name}[].")
 
 
 B = TypeVar("B")

@@ -15,6 +15,8 @@ from .token_bytes import bytes_of, decoders
 
 FRESH_S = 10.0
 """How long a description is used without asking again, in seconds."""
+SHORT_TEXT = 4096
+"""Most characters of a text that is tokenized in the event loop."""
 LOAD_S = 600.0
 """How long a model may take to load on demand, in seconds."""
 
@@ -43,6 +45,12 @@ class ServedModel:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text``; ``special``: with those that the tokenizer adds (as BOS)."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """As ``encode``; a long text does not keep other requests waiting."""
+        if len(text) <= SHORT_TEXT:
+            return self.encode(text, special=special)
+        return await asyncio.to_thread(self.encode, text, special=special)
 
     def decode(self, ids: list[int], *, skip_special: bool = False) -> str:
         """The text of token ids."""

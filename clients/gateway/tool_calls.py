@@ -149,6 +149,8 @@ class CallReader:
         """Text that has arrived and whose meaning is not certain yet."""
         self._number = -1
         self._state = "text"
+        self._spoke = False
+        """There was text other than white space; white space alone before a call is no text."""
         self._plain = False
         """The rest is text, as no call began where one could."""
         self._value = _ValueEnd()
@@ -191,8 +193,11 @@ class CallReader:
         trigger, kept = self._form.trigger, self._kept
         place = kept.find(trigger)
         cut = place if place >= 0 else len(kept) - _overlap(kept, trigger)
-        if cut:
+        if not self._spoke and kept[:cut].isspace() and place < 0:
+            return False
+        if cut and (self._spoke or not kept[:cut].isspace()):
             parts.append(Text(kept[:cut]))
+            self._spoke = True
         self._kept = kept[cut:]
         if place >= 0:
             self._state = "head"

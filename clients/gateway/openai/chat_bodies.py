@@ -1,0 +1,206 @@
+"""``/v1/chat/completions``: its request and its answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ... import GenerateOptions
+from ..errors import ApiError
+from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
+from .fields import MaxTokens, SampledRequest, TextRequest, TopLogprobs
+from .logprobs import ChatLogprobs
+from .messages import Message
+from .tools import Calling, FunctionTool, NamedTool, Tool, ToolChoice, calling
+from .usage import Usage
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {"reasoning_effort", "verbosity"}
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    """The older name of ``max_completion_tokens``."""
+    max_completion_tokens: MaxTokens | None = None
+    """Default: what the context has room for."""
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    """Alternatives to report with each token; needs ``logprobs``."""
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """Default: ``auto``."""
+    parallel_tool_calls: bool | None = None
+    """An answer may have several calls; default: true."""
+    modalities: list[Literal["text"]] | None = None
+
+    # What vLLM adds.
+    chat_template: str | None = None
+    """A Jinja template instead of the model's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names that the template may use."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that know them."""
+    add_generation_prompt: bool | None = None
+    """The prompt ends where an assistant's message begins; default: true."""
+    continue_final_message: bool | None = None
+    """The prompt ends inside the last message, which the answer continues. Needs
+    ``add_generation_prompt: false``."""
+
+    reasoning_effort: str | UnsetType | None = UNSET
+    verbosity: str | UnsetType | None = UNSET
+
+    def check(self) -> None:
+        """Raises ApiError 400 if fields contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("top_logprobs", "top_logprobs is given without logprobs; set it to true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise _refused(
+                "max_tokens",
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
+                f"{self.max_completion_tokens}; give one of them",
+            )
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The functions that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.function for tool in self.tools or []]
+
+    def calling(self, template: str) -> Calling | None:
+        """How the answer calls functions; None if it cannot. Raises ApiError 400."""
+        functions = [tool.function for tool in self.tools or []]
+        choice = self.tool_choice
+        named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
+        format = format_constraint(self.response_format, "response_format")
+        parallel = self.parallel_tool_calls is not False
+        found = calling(functions, named or "auto", parallel, format, template)
+        for name in ("structured_outputs", "controller"):
+            if found is not None and getattr(self, name) is not None:
+                raise _refused(
+                    name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
+                )
+        return found
+
+    @property
+    def own_constraint(self) -> Constraint | None:
+        """What constrains the text of an answer that cannot call functions."""
+        return own_constraint(
+            self.structured_outputs,
+            self.controller,
+            self.controller_arg,
+            format_constraint(self.response_format, "response_format"),
+        )
+
+    def options(self, constraint: Constraint | None) -> GenerateOptions:
+        """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""
+        options = super().options(constraint)
+        options["n"] = self.n or 1
+        most = self.max_completion_tokens or self.max_tokens
+        if most is not None:
+            options["max_tokens"] = most
+        if self.top_logprobs:
+            options["top_logprobs"] = self.top_logprobs
+        return options
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_field", param=param)
+
+
+class AnsweredFunction(Struct):
+    """The function of a call, as an answer has it."""
+
+    name: str
+    arguments: str
+    """JSON, which its schema allows, unless ``finish_reason`` is ``length``."""
+
+
+class AnsweredCall(Struct):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnsweredMessage(Struct):
+    """The message of a choice."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """A choice of a chat."""
+
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    """``stop``, ``length``, ``tool_calls`` or ``error``."""
+    tokenbus: Receipt | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """The answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(Struct):
+    """A piece of the function of a call."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """A piece of a call; the first one has its id and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Delta(Struct):
+    """A piece of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """A choice of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    tokenbus: Receipt | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """A chunk of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None

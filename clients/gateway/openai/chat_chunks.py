@@ -1,0 +1,178 @@
+"""The chunks of a streamed chat. Most have one token's text, and are joined from bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from ....protocol.messages import Token
+from ..events import DONE, event
+from ..json import encode
+from ..models import ServedModel
+from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
+from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
+from .choices import GrowingChoice, GrowingChoices, finish_reason, receipt_of
+from .constraints import Constraint, Receipt
+from .fields import new_id
+from .logprobs import ChatLogprobs, Sampled, token_logprobs
+from .usage import Counter
+
+
+class ChatChunks:
+    """Encodes what arrives of a chat's stream as events."""
+
+    def __init__(
+        self,
+        id: str,
+        created: int,
+        model: ServedModel,
+        body: ChatRequest,
+        constraint: Constraint | None,
+        form: CallForm | None,
+    ) -> None:
+        self._id = id
+        self._created = created
+        self._model = model
+        self._tops = (body.top_logprobs or 0) if body.logprobs else None
+        self._constraint = constraint
+        self._form = form
+        self._readers: dict[int, CallReader] = {}
+        self._choices = GrowingChoices()
+        self._usage: UnsetType | None = None if body.include_usage else UNSET
+        self._plain = constraint is None and self._tops is None
+        """All that an entry has is its text, until the last one."""
+        self._heads: dict[int, bytes] = {}
+        """By sequence: what precedes the text of a chunk."""
+        self._tail = b'},"logprobs":null,"finish_reason":null}]' + (
+            b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
+        )
+
+    def write(self, entries: Sequence[Token]) -> bytes:
+        """Some entries; empty if they complete nothing."""
+        parts = []
+        texts: dict[int, str] = {}
+        for entry in entries:
+            seq = entry.seq
+            if seq not in self._heads:
+                parts.append(self._begin(seq))
+            if self._plain and entry.finish_reason is None:
+                if entry.text:
+                    texts[seq] = texts.get(seq, "") + entry.text
+                continue
+            removed, text, choice = self._choices.take(entry)
+            before = texts.pop(seq, "")
+            if not removed and entry.finish_reason is None and self._tops is None:
+                texts[seq] = before + text
+                continue
+            if removed:
+                parts += self._deltas(seq, before)
+                before = ""
+            parts.append(self._whole(entry, before + text, removed, choice))
+        for seq, text in texts.items():
+            parts += self._deltas(seq, text)
+        return b"".join(parts)
+
+    def end(self, counter: Counter) -> bytes:
+        """The usage, if it was asked for, and the end of the stream."""
+        if self._usage is UNSET:
+            return DONE
+        chunk = ChatChunk(
+            self._id,
+            "chat.completion.chunk",
+            self._created,
+            self._model.name,
+            [],
+            counter.usage(),
+        )
+        return event(chunk) + DONE
+
+    def _begin(self, seq: int) -> bytes:
+        """The first chunk of a choice, with its role."""
+        content = "" if self._form is None else UNSET
+        first = self._chunk(seq, Delta(role="assistant", content=content))
+        self._heads[seq] = first.partition(b'"role":')[0] + b'"content":'
+        return first
+
+    def _text(self, seq: int, text: str) -> bytes:
+        return self._heads[seq] + encode(text) + self._tail
+
+    def _deltas(self, seq: int, text: str) -> list[bytes]:
+        """The chunks of a text that goes on."""
+        if self._form is None:
+            return [self._text(seq, text)] if text else []
+        return [self._chunk(seq, _delta(part)) for part in self._reader(seq).feed(text)]
+
+    def _whole(self, entry: Token, text: str, removed: int, choice: GrowingChoice) -> bytes:
+        """The chunks of an entry with more than text."""
+        logprobs = reason = receipt = None
+        if self._tops is not None and entry.token is not None:
+            sampled = Sampled()
+            sampled.add(entry, text)
+            logprobs = ChatLogprobs(token_logprobs(self._model, sampled, self._tops))
+        deltas = [Delta(content=text)] if text else []
+        called = False
+        if self._form is not None:
+            reader = self._reader(entry.seq)
+            parts = reader.feed(text)
+            if entry.finish_reason is not None:
+                parts += reader.end()
+            deltas = [_delta(part) for part in parts]
+            called = reader.called
+        if entry.finish_reason is not None:
+            reason = finish_reason(entry.finish_reason, called)
+            receipt = receipt_of(self._constraint, choice, entry)
+        if removed:
+            receipt = receipt or Receipt()
+            receipt.backtrack = removed
+        if not deltas and (logprobs or reason or receipt):
+            deltas = [Delta()]
+        # Log-probabilities go with the first piece, the end with the last one.
+        last = len(deltas) - 1
+        return b"".join(
+            self._chunk(
+                entry.seq,
+                delta,
+                logprobs if i == 0 else None,
+                reason if i == last else None,
+                receipt if i == last else None,
+            )
+            for i, delta in enumerate(deltas)
+        )
+
+    def _reader(self, seq: int) -> CallReader:
+        assert self._form is not None
+        reader = self._readers.get(seq)
+        if reader is None:
+            reader = self._readers[seq] = CallReader(self._form)
+        return reader
+
+    def _chunk(
+        self,
+        seq: int,
+        delta: Delta,
+        logprobs: ChatLogprobs | None = None,
+        reason: str | None = None,
+        receipt: Receipt | None = None,
+    ) -> bytes:
+        choice = ChatChunkChoice(seq, delta, logprobs, reason, receipt or UNSET)
+        chunk = ChatChunk(
+            self._id,
+            "chat.completion.chunk",
+            self._created,
+            self._model.name,
+            [choice],
+            self._usage,
+        )
+        return event(chunk)
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case Text(text):
+            return Delta(content=text)
+        case CallBegin(number, name):
+            function = FunctionDelta("", name)
+            return Delta(tool_calls=[CallDelta(number, function, new_id("call_"), "function")])
+        case Arguments(number, text):
+            return Delta(tool_calls=[CallDelta(number, FunctionDelta(text))])

@@ -1,0 +1,124 @@
+"""``/v1/completions``: its request and its answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ....protocol.sampling import MAX_N, TokenId
+from ... import GenerateOptions
+from ..errors import ApiError
+from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
+from .fields import SampledRequest, TopLogprobs
+from .generations import Prompt
+from .logprobs import CompletionLogprobs
+from .usage import Usage
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for completions."""
+MAX_PROMPTS = 256
+"""Most prompts of a request."""
+
+PromptList = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+
+
+class CompletionRequest(SampledRequest, kw_only=True):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: str | PromptList
+    """A text, token ids, or a list of texts or of lists of token ids."""
+    max_tokens: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] | None = None
+    """Default: 16. 0 only with ``echo``."""
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    """Generate so many, and answer with the ``n`` of the highest log-probability."""
+    echo: bool | None = None
+    """The text begins with the prompt."""
+    logprobs: TopLogprobs | None = None
+    """Report each token's log-probability, and so many alternatives."""
+    response_format: ResponseFormat | None = None
+    suffix: str | None = None
+    """Refused, if it is not null."""
+
+    def check(self) -> None:
+        """Raises ApiError 400 if fields contradict each other or are not supported."""
+        if self.suffix is not None:
+            raise _refused("suffix", "suffix is not supported; give a prompt that has both parts")
+        if self.max_tokens == 0 and not self.echo:
+            raise _refused("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise _refused(
+                    "best_of", f"best_of is {self.best_of}; it must be at least n, {self.n}"
+                )
+            if self.stream and self.best_of > (self.n or 1):
+                raise _refused(
+                    "best_of", f"best_of is {self.best_of} in a stream; it must be n, {self.n or 1}"
+                )
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts; raises ApiError 400 if they are of several kinds, or too many."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if all(isinstance(one, int) for one in given):
+            return [[one for one in given if isinstance(one, int)]]
+        prompts: list[Prompt] = [one for one in given if not isinstance(one, int)]
+        if len(prompts) < len(given) or len({type(one) for one in prompts}) > 1:
+            raise _refused(
+                "prompt",
+                "prompt is a list of different kinds; it must be a text, token ids, a list of "
+                "texts, or a list of lists of token ids",
+            )
+        if len(prompts) > MAX_PROMPTS:
+            raise _refused(
+                "prompt", f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed"
+            )
+        return prompts
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What constrains the text."""
+        return own_constraint(
+            self.structured_outputs,
+            self.controller,
+            self.controller_arg,
+            format_constraint(self.response_format, "response_format"),
+        )
+
+    def options(self, constraint: Constraint | None) -> GenerateOptions:
+        """The options of ``generate`` for these fields."""
+        options = super().options(constraint)
+        options["max_tokens"] = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        options["n"] = self.best_of or self.n or 1
+        if self.logprobs:
+            options["top_logprobs"] = self.logprobs
+        return options
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_field", param=param)
+
+
+class CompletionChoice(Struct):
+    """A choice of a completion, or of a chunk of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    """``stop``, ``length`` or ``error``."""
+    tokenbus: Receipt | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """The answer of ``POST /v1/completions``, and a chunk of a stream of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None

@@ -1,0 +1,132 @@
+"""The chunks of a streamed completion. Most have one token's text, and are joined from bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from ....protocol.messages import Token
+from ..events import DONE, event
+from ..json import encode
+from ..models import ServedModel
+from .choices import GrowingChoice, GrowingChoices, Indexes, finish_reason, receipt_of
+from .completion_bodies import Completion, CompletionChoice, CompletionRequest
+from .constraints import Receipt
+from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
+from .usage import Counter, Usage
+
+
+class CompletionChunks:
+    """Encodes what arrives of a request's streams as events."""
+
+    def __init__(
+        self, id: str, created: int, model: ServedModel, body: CompletionRequest, prompts: int
+    ) -> None:
+        self._id = id
+        self._created = created
+        self._model = model
+        self._n = body.n or 1
+        self._logprobs = body.logprobs
+        self._constraint = body.constraint
+        self._indexes = Indexes(prompts, self._n)
+        self._choices = [GrowingChoices() for _ in range(prompts)]
+        self._offsets: dict[int, int] = {}
+        """How long the text of a choice is so far, where log-probabilities refer to it."""
+        self._usage: UnsetType | None = None if body.include_usage else UNSET
+        self._plain = body.logprobs is None and self._constraint is None
+        """All that an entry has is its text, until the last one."""
+        self._heads: dict[tuple[int, int], bytes] = {}
+        self._tail = b',"logprobs":null,"finish_reason":null}]' + (
+            b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
+        )
+
+    def write(self, place: int, entries: Sequence[Token]) -> bytes:
+        """Some entries of one prompt's stream; empty if they complete no text."""
+        parts = []
+        texts: dict[int, str] = {}
+        for entry in entries:
+            seq = entry.seq
+            if self._plain and entry.finish_reason is None:
+                if entry.text:
+                    texts[seq] = texts.get(seq, "") + entry.text
+                continue
+            removed, text, choice = self._choices[place].take(entry)
+            before = texts.pop(seq, "")
+            if not removed and entry.finish_reason is None and self._logprobs is None:
+                texts[seq] = before + text
+                continue
+            if removed and before:
+                parts.append(self._text(place, seq, before))
+                before = ""
+            parts.append(self._whole(place, entry, before + text, removed, choice))
+        parts += [self._text(place, seq, text) for seq, text in texts.items() if text]
+        return b"".join(parts)
+
+    def echo(self, place: int, text: str, sampled: Sampled | None, ended: str | None) -> bytes:
+        """A prompt as the first chunk of each of its choices; ``ended``: and as the only one."""
+        parts = []
+        for seq in range(self._n):
+            index = self._indexes.of(place, seq)
+            logprobs = None
+            if sampled is not None and self._logprobs is not None:
+                logprobs = completion_logprobs(self._model, sampled, self._logprobs)
+            self._offsets[index] = len(text)
+            reason = finish_reason(ended) if ended is not None else None
+            parts.append(self._chunk(index, text, logprobs, reason, None))
+        return b"".join(parts)
+
+    def end(self, counter: Counter) -> bytes:
+        """The usage, if it was asked for, and the end of the stream."""
+        if self._usage is UNSET:
+            return DONE
+        return event(self._answer([], counter.usage())) + DONE
+
+    def _text(self, place: int, seq: int, text: str) -> bytes:
+        head = self._heads.get((place, seq))
+        if head is None:
+            # The first two fields of a choice are those that the head ends with.
+            whole = self._chunk(self._indexes.of(place, seq), "", None, None, None)
+            head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
+        return head + encode(text) + self._tail
+
+    def _whole(
+        self, place: int, entry: Token, text: str, removed: int, choice: GrowingChoice
+    ) -> bytes:
+        """The chunk of an entry with more than text."""
+        index = self._indexes.of(place, entry.seq)
+        logprobs = None
+        if self._logprobs is not None:
+            offset = self._offsets.get(index, 0) - removed
+            self._offsets[index] = offset + len(text)
+            sampled = Sampled()
+            sampled.add(entry, text)
+            if sampled.tokens:
+                logprobs = completion_logprobs(self._model, sampled, self._logprobs, offset)
+        reason = receipt = None
+        if entry.finish_reason is not None:
+            reason = finish_reason(entry.finish_reason)
+            receipt = receipt_of(self._constraint, choice, entry)
+        if removed:
+            receipt = receipt or Receipt()
+            receipt.backtrack = removed
+        if not (text or logprobs or reason or receipt):
+            return b""
+        return self._chunk(index, text, logprobs, reason, receipt)
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: CompletionLogprobs | None,
+        reason: str | None,
+        receipt: Receipt | None,
+    ) -> bytes:
+        choice = CompletionChoice(index, text, logprobs, reason, receipt or UNSET)
+        return event(self._answer([choice], self._usage))
+
+    def _answer(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        name = self._model.name
+        return Completion(self._id, "text_completion", self._created, name, choices, usage)

@@ -1,0 +1,178 @@
+"""``POST /v1/completions``: text that continues prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import TokenbusError
+from ... import GeneratedSequence
+from ..aici import completions as aici
+from ..bodies import check_json, decode_body, ignored_header, read_bytes
+from ..context import Gateway, gateway_of
+from ..errors import from_tokenbus
+from ..events import unless_disconnected
+from ..json import json_response
+from ..models import ServedModel
+from .choices import Indexes, check_some_succeeded, finish_reason, receipt_of
+from .completion_bodies import Completion, CompletionChoice, CompletionRequest
+from .completion_chunks import CompletionChunks
+from .fields import new_id
+from .generations import Generations, Prompt, begun
+from .logprobs import Sampled, completion_logprobs, cumulative, reported
+from .usage import Counter
+
+
+@dataclass
+class Echo:
+    """A prompt as the beginning of its completions."""
+
+    text: str = ""
+    sampled: Sampled | None = None
+    """Its tokens with their log-probabilities, where these were asked for."""
+
+
+@dataclass
+class Job:
+    """One request for completions."""
+
+    body: CompletionRequest
+    model: ServedModel
+    echoes: list[Echo]
+    generations: Generations | None
+    """None: only the prompts were asked for."""
+    counter: Counter
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def completions(request: Request) -> Response:
+    """Answers with completions, as one object or as a stream of chunks.
+
+    AICI's earlier form has the same path.
+    """
+    check_json(request)
+    raw = await read_bytes(request)
+    if aici.handles(raw):
+        return await aici.complete(request, raw)
+    body = decode_body(raw, CompletionRequest)
+    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
+    headers = ignored_header(body.ignored())
+    if body.stream:
+        return await begun(request, _events(job), headers)
+    answer = await unless_disconnected(request.receive, _answer(job))
+    return json_response(answer, headers=headers)
+
+
+async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
+    body.check()
+    constraint = body.constraint
+    model = await gateway.models.get(body.model)
+    prompts = body.prompts
+    counter = Counter()
+    echoes = [Echo() for _ in prompts]
+    if body.echo:
+        prompts, echoes = await _echoes(gateway, body, model, prompts)
+    generations = None
+    if body.max_tokens != 0:
+        options = body.options(constraint)
+        generations = Generations(gateway.client, prompts, {}, constraint, counter, **options)
+    else:
+        counter.prompt = sum(len(ids) for ids in prompts)
+    return Job(body, model, echoes, generations, counter)
+
+
+async def _echoes(
+    gateway: Gateway, body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
+) -> tuple[list[Prompt], list[Echo]]:
+    """The prompts as token ids, and as the beginnings of their completions."""
+    texts = [p if isinstance(p, str) else model.decode(p) for p in prompts]
+    ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
+    if body.logprobs is None:
+        return [*ids], [Echo(text) for text in texts]
+    sampled = await asyncio.gather(*(_scored(gateway, body, model, one) for one in ids))
+    return [*ids], [Echo(text, one) for text, one in zip(texts, sampled, strict=True)]
+
+
+async def _scored(
+    gateway: Gateway, body: CompletionRequest, model: ServedModel, ids: list[int]
+) -> Sampled:
+    """A prompt's tokens; all but the first have a log-probability."""
+    logprobs: list[float | None] = [None] * len(ids)
+    if len(ids) > 1:
+        try:
+            scores = await gateway.client.score(ids[:1], ids[1:], model=body.model)
+        except TokenbusError as error:
+            error.path = "$.prompt" if error.path == "$.scored" else error.path
+            raise from_tokenbus(error) from None
+        logprobs[1:] = reported(scores.logprobs)
+    return Sampled(ids, logprobs, [{}] * len(ids), [model.text_of(i) for i in ids])
+
+
+async def _answer(job: Job) -> Completion:
+    body = job.body
+    n = body.n or 1
+    indexes = Indexes(len(job.echoes), n)
+    choices = []
+    if job.generations is None:
+        for place, echo in enumerate(job.echoes):
+            ended = [GeneratedSequence(seq, finish_reason="length") for seq in range(n)]
+            choices += [_choice(job, echo, s, indexes.of(place, s.seq)) for s in ended]
+    else:
+        for place, sequences in enumerate(await job.generations.wait()):
+            if body.best_of is not None:
+                best = sorted(sequences, key=cumulative, reverse=True)[:n]
+                numbered = list(enumerate(best))
+            else:
+                numbered = [(s.seq, s) for s in sequences]
+            choices += [
+                _choice(job, job.echoes[place], s, indexes.of(place, seq)) for seq, s in numbered
+            ]
+            check_some_succeeded(sequences)
+    choices.sort(key=lambda choice: choice.index)
+    usage = job.counter.usage()
+    return Completion(job.id, "text_completion", job.created, job.model.name, choices, usage)
+
+
+def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> CompletionChoice:
+    logprobs = None
+    if job.body.logprobs is not None:
+        sampled = Sampled.of(sequence)
+        sampled = echo.sampled + sampled if echo.sampled is not None else sampled
+        start = 0 if echo.sampled is not None else len(echo.text)
+        logprobs = completion_logprobs(job.model, sampled, job.body.logprobs, start)
+    return CompletionChoice(
+        index,
+        echo.text + sequence.text,
+        logprobs,
+        finish_reason(sequence.finish_reason),
+        receipt_of(job.body.constraint, sequence, None) or UNSET,
+    )
+
+
+async def _events(job: Job) -> AsyncGenerator[bytes, None]:
+    body = job.body
+    chunks = CompletionChunks(job.id, job.created, job.model, body, len(job.echoes))
+    if job.generations is None:
+        yield b"".join(
+            chunks.echo(place, echo.text, echo.sampled, "length")
+            for place, echo in enumerate(job.echoes)
+        )
+    else:
+        head = b""
+        if body.echo:
+            head = b"".join(
+                chunks.echo(place, echo.text, echo.sampled, None)
+                for place, echo in enumerate(job.echoes)
+            )
+        async for place, entries in job.generations.batches():
+            if part := head + chunks.write(place, entries):
+                yield part
+                head = b""
+    yield chunks.end(job.counter)

@@ -1,0 +1,165 @@
+"""The constraint of a request: ``response_format``, ``structured_outputs`` or ``controller``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from ..bodies import Body
+from ..errors import ApiError
+
+Schema = dict[str, Any]
+FormatName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A constraint as a controller of the bus."""
+
+    label: str
+    """What the receipt calls it."""
+    controller: str
+    arg: str | dict[str, Any] | list[Any] | None
+    field: str
+    """The field of the body that asked for it, for errors."""
+
+
+class StructuredOutputs(Body):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    json: str | Schema | None = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    """A grammar in llguidance's form of Lark."""
+    json_object: bool | None = None
+
+    def constraint(self) -> Constraint:
+        """Raises ApiError 400 unless exactly one field is given."""
+        given = {
+            "json": ("json_schema", self.json),
+            "regex": ("regex", self.regex),
+            "choice": ("choice", self.choice),
+            "grammar": ("lark", self.grammar),
+            "json_object": ("json_schema", {"type": "object"} if self.json_object else None),
+        }
+        asked = [
+            Constraint("json_schema" if name == "json" else name, controller, arg, _inside(name))
+            for name, (controller, arg) in given.items()
+            if arg is not None
+        ]
+        if len(asked) != 1:
+            names = ", ".join(given)
+            raise ApiError(
+                400,
+                f"structured_outputs has {len(asked)} constraints; it must have one of {names}",
+                code="invalid_field",
+                param="structured_outputs",
+            )
+        return asked[0]
+
+
+def _inside(name: str) -> str:
+    return f"structured_outputs.{name}"
+
+
+class TextFormat(Body, tag="text", tag_field="type"):
+    """``{"type": "text"}``: no constraint."""
+
+
+class JsonObjectFormat(Body, tag="json_object", tag_field="type"):
+    """``{"type": "json_object"}``: any JSON object."""
+
+
+class JsonSchema(Body):
+    """The schema of ``response_format``."""
+
+    name: FormatName
+    schema: Schema | None = None
+    """Default: any JSON object."""
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is enforced in any case."""
+
+
+class JsonSchemaFormat(Body, tag="json_schema", tag_field="type"):
+    """``{"type": "json_schema", "json_schema": {…}}``."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+def format_constraint(given: ResponseFormat | None, name: str) -> Constraint | None:
+    """The constraint of a ``response_format``; ``name`` is that of the field."""
+    match given:
+        case JsonObjectFormat():
+            return json_object(name)
+        case JsonSchemaFormat(json_schema=asked):
+            return json_schema(asked.schema, f"{name}.json_schema.schema")
+    return None
+
+
+def json_object(name: str) -> Constraint:
+    """Any JSON object."""
+    return Constraint("json_object", "json_schema", {"type": "object"}, name)
+
+
+def json_schema(schema: Schema | None, name: str) -> Constraint:
+    """A value that ``schema`` allows; without a schema, any object."""
+    arg = {"type": "object"} if schema is None else schema
+    return Constraint("json_schema", "json_schema", arg, name)
+
+
+def own_constraint(
+    structured: StructuredOutputs | None,
+    controller: str | None,
+    controller_arg: str | dict[str, Any] | list[Any] | None,
+    format: Constraint | None,
+) -> Constraint | None:
+    """The only constraint of a request; raises ApiError 400 if there are several."""
+    asked = [format] if format is not None else []
+    if structured is not None:
+        asked.append(structured.constraint())
+    if controller is not None:
+        asked.append(Constraint(controller, controller, controller_arg, "controller_arg"))
+    elif controller_arg is not None:
+        raise ApiError(
+            400,
+            "controller_arg is given without a controller; name one in 'controller'",
+            code="invalid_field",
+            param="controller_arg",
+        )
+    if len(asked) > 1:
+        names = " and ".join(one.field.partition(".")[0] for one in asked)
+        raise ApiError(
+            400,
+            f"{names} cannot be combined; a request has one constraint (the constraint "
+            "'combination' joins several)",
+            code="invalid_field",
+            param=asked[-1].field.partition(".")[0],
+        )
+    return asked[0] if asked else None
+
+
+class Receipt(Struct, kw_only=True, omit_defaults=True):
+    """``tokenbus`` of a choice: what was enforced, and what its controller reported."""
+
+    constraint: str | None = None
+    """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the
+    controller that was named."""
+    ended: Literal["complete", "closed", "cut"] | None = None
+    """The text is whole; its shortest completion was appended before the limit; it ends inside."""
+    logs: str = ""
+    """What the controller logged."""
+    storage: list[Any] = field(default_factory=list)
+    """The variables that it wrote, as AICI's storage commands."""
+    error: str = ""
+    """Why this choice failed, where others did not."""
+    code: str = ""
+    backtrack: int = 0
+    """In a chunk: so many characters of the text so far are to be removed first."""

@@ -1,0 +1,70 @@
+"""How the messages of a request become the prompt: the fields for it, and the token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..context import Gateway
+from ..errors import ApiError
+from ..models import ServedModel
+
+
+class TemplateFields(Protocol):
+    """The fields of a body that say how its messages are rendered, by vLLM's names."""
+
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+@dataclass
+class Rendering:
+    """As the model's template renders messages by default."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+async def prompt_ids(
+    gateway: Gateway,
+    model: ServedModel,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    fields: TemplateFields,
+    *,
+    special: bool = False,
+) -> list[int]:
+    """The token ids of a conversation; ``special``: with those that the tokenizer adds.
+
+    The template has written the beginning of the text, so that the tokenizer adds none.
+    """
+    generation = fields.add_generation_prompt
+    generation = True if generation is None else generation
+    if generation and fields.continue_final_message:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other; set "
+            "add_generation_prompt to false",
+            code="invalid_field",
+            param="continue_final_message",
+        )
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.documents is not None:
+        variables["documents"] = fields.documents
+    text = await gateway.templates.render(
+        model,
+        messages,
+        tools=tools,
+        chat_template=fields.chat_template,
+        variables=variables,
+        add_generation_prompt=generation,
+        continue_final_message=bool(fields.continue_final_message),
+    )
+    return await model.tokenize(text, special=special)

@@ -1,0 +1,153 @@
+"""The fields that requests for text have in common, and what they are on the bus."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, Meta, UnsetType
+
+from ....protocol.messages import Name
+from ....protocol.sampling import (
+    MAX_N,
+    MAX_STOP,
+    MAX_TOP_LOGPROBS,
+    Probability,
+    StopString,
+    TokenId,
+)
+from ... import GenerateOptions
+from ..bodies import Body
+from .constraints import Constraint, StructuredOutputs
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=0xFFFF_FFFF)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
+MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
+StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
+
+OPENAI_TEMPERATURE = 1.0
+"""OpenAI's default; the bus's own is 0."""
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+    """A last chunk has the usage of the request; all others have ``usage: null``."""
+    include_obfuscation: bool | UnsetType | None = UNSET
+
+
+class TextRequest(Body):
+    """What completions, chat and responses have in common."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
+        | {"prompt_cache_retention"}
+    )
+
+    model: str = ""
+    """Empty: the only model that is served, or else the embedded one."""
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    """Default: 1."""
+    top_p: TopP | None = None
+
+    # What vLLM adds.
+    top_k: TopK | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    """As in vLLM, lower goes first; on the bus higher does."""
+    structured_outputs: StructuredOutputs | None = None
+
+    # What only Tokenbus has.
+    controller: Name | None = None
+    """A module id, a tag, or the name of a built-in."""
+    controller_arg: str | dict[str, Any] | list[Any] | None = None
+
+    user: str | UnsetType | None = UNSET
+    metadata: dict[str, Any] | UnsetType | None = UNSET
+    store: bool | UnsetType | None = UNSET
+    safety_identifier: str | UnsetType | None = UNSET
+    prompt_cache_key: str | UnsetType | None = UNSET
+    prompt_cache_retention: str | UnsetType | None = UNSET
+    service_tier: str | UnsetType | None = UNSET
+
+    def options(self, constraint: Constraint | None) -> GenerateOptions:
+        """The options of ``generate`` for these fields."""
+        options: GenerateOptions = {
+            "model": self.model,
+            "text": True,
+            "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
+        }
+        if self.top_p is not None:
+            options["top_p"] = self.top_p
+        if self.top_k is not None:
+            options["top_k"] = max(0, self.top_k)
+        if self.min_p is not None:
+            options["min_p"] = self.min_p
+        if self.repetition_penalty is not None:
+            options["repetition_penalty"] = self.repetition_penalty
+        if self.ignore_eos:
+            options["ignore_eos"] = True
+        if self.priority:
+            options["priority"] = -self.priority
+        if self.stop_token_ids:
+            options["stop"] = self.stop_token_ids
+        if constraint is not None:
+            options["controller"] = constraint.controller
+            if constraint.arg is not None:
+                options["controller_arg"] = constraint.arg
+        return options
+
+
+class SampledRequest(TextRequest):
+    """What completions and chat have in common."""
+
+    n: Choices | None = None
+    stop: StopString | Stops | None = None
+    seed: Seed | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def options(self, constraint: Constraint | None) -> GenerateOptions:
+        """The options of ``generate`` for these fields."""
+        options = super().options(constraint)
+        if self.stop is not None:
+            strings = [self.stop] if isinstance(self.stop, str) else self.stop
+            options["stop"] = [*options.get("stop", ()), *strings]
+        if self.logit_bias:
+            options["logit_bias"] = self.logit_bias
+        if self.presence_penalty:
+            options["presence_penalty"] = self.presence_penalty
+        if self.frequency_penalty:
+            options["frequency_penalty"] = self.frequency_penalty
+        if self.seed is not None:
+            options["seed"] = self.seed & 0x7FFF_FFFF_FFFF_FFFF
+        return options
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer or a part of it: ``cmpl-…``."""
+    return f"{prefix}{secrets.token_hex(12)}"

@@ -1,0 +1,135 @@
+"""The streams of one request at the bus: one for each of its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Unpack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import Code, TokenbusError
+from ....protocol.messages import Token
+from ... import AsyncClient, AsyncStream, GeneratedSequence, GenerateOptions
+from ..errors import ApiError, from_tokenbus
+from ..events import EventStream, event, unless_disconnected
+from .constraints import Constraint
+from .usage import Counter
+
+Prompt = str | list[int]
+Batch = tuple[int, list[Token]]
+"""Which prompt, and the next entries of its stream."""
+
+
+class Generations:
+    """Begins a stream for each prompt, and reads all of them.
+
+    ``fields`` are the names that the fields of the bus have in this request's body, for errors.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        prompts: Sequence[Prompt],
+        fields: Mapping[str, str],
+        constraint: Constraint | None,
+        counter: Counter,
+        **options: Unpack[GenerateOptions],
+    ) -> None:
+        self._fields = dict(fields)
+        if constraint is not None:
+            self._fields |= {"controller": "controller", "controller_arg": constraint.field}
+        self._constraint = constraint
+        self.counter = counter
+        self.streams: list[AsyncStream] = []
+        for prompt in prompts:
+            try:
+                self.streams.append(client.generate(prompt, **options))
+            except TokenbusError as error:
+                self.close()
+                raise self._named(error) from None
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        for stream in self.streams:
+            stream.close()
+
+    async def wait(self) -> list[list[GeneratedSequence]]:
+        """Reads all streams to their ends; the sequences of each prompt. Raises ApiError."""
+        async for _ in self.batches():
+            pass
+        return [stream.sequences for stream in self.streams]
+
+    async def batches(self) -> AsyncGenerator[Batch, None]:
+        """Entries as they arrive, all that are there at once. Raises ApiError.
+
+        Left before its end, by an error or a cancellation too, it cancels what still runs.
+        """
+        try:
+            if len(self.streams) == 1:
+                [stream] = self.streams
+                while entries := await stream.arrived():
+                    self.counter.add(entries)
+                    yield 0, entries
+            else:
+                async with aclosing(self._of_several()) as batches:
+                    async for place, entries in batches:
+                        self.counter.add(entries)
+                        yield place, entries
+        except TokenbusError as error:
+            raise self._named(error) from None
+        finally:
+            self.close()
+
+    async def _of_several(self) -> AsyncGenerator[Batch, None]:
+        reading = {
+            asyncio.ensure_future(stream.arrived()): place
+            for place, stream in enumerate(self.streams)
+        }
+        try:
+            while reading:
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    place = reading.pop(task)
+                    if entries := task.result():
+                        again = asyncio.ensure_future(self.streams[place].arrived())
+                        reading[again] = place
+                        yield place, entries
+        finally:
+            for task in reading:
+                task.cancel()
+
+    def _named(self, error: TokenbusError) -> ApiError:
+        """An error of the bus, with the field's name in the body of this request."""
+        named = from_tokenbus(error)
+        if named.param is None and error.code == Code.INVALID_FIELD and self._constraint:
+            # The arguments of constraints are checked where they run.
+            named.param = self._constraint.field
+        elif named.param is not None:
+            named.param = self._fields.get(named.param, named.param)
+        return named
+
+
+async def begun(
+    request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+) -> Response:
+    """``events`` as an answer that begins with the first of them.
+
+    An error before that is raised and gets a status of its own; a later one is the last event.
+    """
+    first = await unless_disconnected(request.receive, anext(events))
+    return EventStream(_until_error(first, events), headers)
+
+
+async def _until_error(
+    first: bytes, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        try:
+            yield first
+            async for part in events:
+                yield part
+        except ApiError as error:
+            yield event(error.body())

@@ -1,0 +1,134 @@
+"""``logprobs``: the two forms in which OpenAI reports log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from msgspec import UNSET, Struct
+
+from ....protocol.messages import Token
+from ... import GeneratedSequence
+from ..models import ServedModel
+
+UNLIKELY = -9999.0
+"""What OpenAI reports where there is no log-probability: a token that was not sampled."""
+
+
+@dataclass
+class Sampled:
+    """Tokens with what is known of each."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    """None: the token was appended or given, not sampled."""
+    tops: list[dict[int, float]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sequence: GeneratedSequence) -> Self:
+        """All tokens of a sequence."""
+        logprobs = [None if math.isnan(value) else value for value in sequence.logprobs]
+        return cls(sequence.tokens, logprobs, sequence.top_logprobs, sequence.texts)
+
+    def __add__(self, other: Sampled) -> Sampled:
+        """These tokens, and then others."""
+        return Sampled(
+            [*self.tokens, *other.tokens],
+            [*self.logprobs, *other.logprobs],
+            [*self.tops, *other.tops],
+            [*self.texts, *other.texts],
+        )
+
+    def add(self, entry: Token, text: str) -> None:
+        """Adds the token of an entry, if it has one."""
+        if entry.token is not None:
+            self.tokens.append(entry.token)
+            self.logprobs.append(entry.logprob)
+            self.tops.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
+            self.texts.append(text)
+
+    def likeliest(self, place: int, count: int) -> list[tuple[int, float]]:
+        """The ``count`` most likely tokens at a place, the likeliest first."""
+        return sorted(self.tops[place].items(), key=lambda item: -item[1])[:count]
+
+
+class CompletionLogprobs(Struct):
+    """``logprobs`` of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Where each token begins in the text, in characters."""
+
+
+def completion_logprobs(
+    model: ServedModel, sampled: Sampled, count: int, offset: int = 0
+) -> CompletionLogprobs:
+    """The form of completions; ``count`` alternatives each, ``offset`` of the first token."""
+    tops: list[dict[str, float] | None] = []
+    offsets = []
+    for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
+        found = dict(sampled.likeliest(place, count))
+        if logprob is not None:
+            found.setdefault(token, logprob)
+        # Several tokens may read alike, parts of characters do: the likeliest of them counts.
+        tops.append({model.text_of(t): p for t, p in reversed(found.items())} or None)
+        offsets.append(offset)
+        offset += len(sampled.texts[place])
+    texts = [model.text_of(token) for token in sampled.tokens]
+    return CompletionLogprobs(texts, sampled.logprobs, tops, offsets)
+
+
+class TopLogprob(Struct):
+    """An alternative to a token of a chat's answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    """A token of a chat's answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """``logprobs`` of a choice of a chat."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+def token_logprobs(model: ServedModel, sampled: Sampled, count: int) -> list[TokenLogprob]:
+    """The form of chat and responses, with the bytes of each token."""
+    return [
+        TokenLogprob(
+            model.text_of(token),
+            UNLIKELY if logprob is None else logprob,
+            list(model.bytes_of(token)),
+            [_top(model, *top) for top in sampled.likeliest(place, count)],
+        )
+        for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
+    ]
+
+
+def _top(model: ServedModel, token: int, logprob: float) -> TopLogprob:
+    return TopLogprob(model.text_of(token), logprob, list(model.bytes_of(token)))
+
+
+def cumulative(sequence: GeneratedSequence) -> float:
+    """The log-probability of all tokens that were sampled, by which ``best_of`` chooses."""
+    return sum(value for value in sequence.logprobs if not math.isnan(value))
+
+
+def reported(values: Sequence[float]) -> list[float | None]:
+    """Log-probabilities of a SCORE, as JSON can carry them."""
+    return [None if math.isnan(value) else value for value in values]

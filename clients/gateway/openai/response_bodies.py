@@ -1,0 +1,281 @@
+"""``/v1/responses``: its request and its answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ... import GenerateOptions
+from ..bodies import Body
+from ..errors import ApiError
+from .constraints import (
+    Constraint,
+    FormatName,
+    JsonObjectFormat,
+    Receipt,
+    Schema,
+    TextFormat,
+    json_object,
+    json_schema,
+    own_constraint,
+)
+from .fields import MaxTokens, TextRequest, TopLogprobs
+from .logprobs import TokenLogprob
+from .messages import FunctionName
+from .response_input import InputItems, read_items
+from .tools import Calling, FunctionTool, calling
+
+LOGPROBS = "message.output_text.logprobs"
+REASONING = "reasoning.encrypted_content"
+
+
+class SchemaFormat(Body, tag="json_schema", tag_field="type"):
+    """The format of a text that a JSON schema describes."""
+
+    name: FormatName
+    schema: Schema
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is enforced in any case."""
+
+
+class TextSettings(Body):
+    """``text``: the format of the answer's text."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: str | UnsetType | None = UNSET
+
+
+class ResponseTool(Body, tag="function", tag_field="type"):
+    """A function that the model may call."""
+
+    name: FunctionName
+    parameters: Schema | None = None
+    """The JSON schema of its arguments; null: it has none."""
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is enforced in any case."""
+
+
+class NamedFunction(Body, tag="function", tag_field="type"):
+    """A ``tool_choice`` that names a function."""
+
+    name: str
+
+
+class ResponsesRequest(TextRequest, kw_only=True):
+    """The body of ``POST /v1/responses``. Nothing is kept: each request has the whole input."""
+
+    IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {
+        "reasoning",
+        "max_tool_calls",
+        "stream_options",
+    }
+
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    """A text, or items: messages, function calls and their outputs."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: MaxTokens | None = None
+    """Default: what the context has room for."""
+    text: TextSettings | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    """Alternatives to report with each token; needs ``message.output_text.logprobs`` in
+    ``include``."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: str | None = None
+    """Refused, if it is not null: responses are not kept."""
+    conversation: str | dict[str, Any] | None = None
+    """Refused likewise."""
+
+    reasoning: dict[str, Any] | UnsetType | None = UNSET
+    max_tool_calls: int | UnsetType | None = UNSET
+    stream_options: dict[str, Any] | UnsetType | None = UNSET
+
+    def check(self) -> None:
+        """Raises ApiError 400 if fields contradict each other or are not supported."""
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise _refused(
+                    name,
+                    f"{name} is not supported, as responses are not kept; send the whole "
+                    "conversation as 'input'",
+                )
+        if self.top_logprobs and not self.with_logprobs:
+            raise _refused(
+                "top_logprobs", f"top_logprobs is given without {LOGPROBS!r} in 'include'"
+            )
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities were asked for."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def items(self) -> InputItems:
+        """The input; raises ApiError 400."""
+        return read_items(self.input)
+
+    def ignored(self) -> list[str]:
+        """The fields without an effect that were given, by name."""
+        more = [f"include: {REASONING}"] if REASONING in (self.include or ()) else []
+        return [*super().ignored(), *more]
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The functions that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [
+            FunctionTool(
+                name=t.name, description=t.description, parameters=t.parameters, strict=t.strict
+            )
+            for t in self.tools or []
+        ]
+
+    @property
+    def _format(self) -> Constraint | None:
+        match self.text.format if self.text is not None else None:
+            case JsonObjectFormat():
+                return json_object("text.format")
+            case SchemaFormat(schema=schema):
+                return json_schema(schema, "text.format.schema")
+        return None
+
+    def calling(self, template: str) -> Calling | None:
+        """How the answer calls functions; None if it cannot. Raises ApiError 400."""
+        choice = self.tool_choice
+        named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
+        parallel = self.parallel_tool_calls is not False
+        found = calling(self.functions, named or "auto", parallel, self._format, template)
+        for name in ("structured_outputs", "controller"):
+            if found is not None and getattr(self, name) is not None:
+                raise _refused(
+                    name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
+                )
+        return found
+
+    @property
+    def own_constraint(self) -> Constraint | None:
+        """What constrains the text of an answer that cannot call functions."""
+        return own_constraint(
+            self.structured_outputs, self.controller, self.controller_arg, self._format
+        )
+
+    def options(self, constraint: Constraint | None) -> GenerateOptions:
+        """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""
+        options = super().options(constraint)
+        if self.max_output_tokens is not None:
+            options["max_tokens"] = self.max_output_tokens
+        if self.top_logprobs:
+            options["top_logprobs"] = self.top_logprobs
+        return options
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_field", param=param)
+
+
+class AnsweredText(Struct):
+    """The text of an output message."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    annotations: list[Any]
+    type: Literal["output_text"] = "output_text"
+
+
+class OutputMessage(Struct, tag="message", tag_field="type"):
+    """A message of the answer."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[AnsweredText]
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputCall(Struct, tag="function_call", tag_field="type"):
+    """A call of the answer."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class InputDetails(Struct):
+    """``input_tokens_details``."""
+
+    cached_tokens: int
+    """Tokens of the prompt that were in the worker's cache."""
+
+
+class OutputDetails(Struct):
+    """``output_tokens_details``."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """``usage`` of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Struct):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Failure(Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseAnswer(Struct, kw_only=True):
+    """The answer of ``POST /v1/responses``."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Seconds since 1970."""
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: Failure | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, Any] = {}
+    tokenbus: Receipt | UnsetType = UNSET

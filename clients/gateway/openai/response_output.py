@@ -1,0 +1,173 @@
+"""The output of a response while it grows: its items, and the events that describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from ....protocol.messages import Token
+from ..events import event
+from ..models import ServedModel
+from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
+from .choices import GrowingChoices
+from .constraints import Receipt
+from .fields import new_id
+from .logprobs import Sampled, TokenLogprob, token_logprobs
+from .response_bodies import AnsweredText, OutputCall, OutputItem, OutputMessage
+
+Status = Literal["completed", "incomplete"]
+
+
+class Output:
+    """The items of one response. Each method returns the events of what it has changed."""
+
+    def __init__(
+        self, model: ServedModel, form: CallForm | None, logprobs: int | None, plain: bool
+    ) -> None:
+        """``logprobs``: alternatives to report with each token; None: nothing is reported.
+        ``plain``: all that an entry has is its text, until the last one."""
+        self.items: list[OutputItem] = []
+        self._model = model
+        self._reader = CallReader(form) if form is not None else None
+        self._logprobs = logprobs
+        self._plain = plain
+        self._choices = GrowingChoices()
+        self._number = 0
+        self.growing = False
+        """The last item is not finished."""
+        self.receipt = Receipt()
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """An event with the next number."""
+        fields = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event(fields, kind)
+
+    def feed(self, entries: Sequence[Token]) -> bytes:
+        """Adds entries of the stream, of which the first sequence is the answer."""
+        parts = []
+        text = ""
+        for entry in entries:
+            if entry.seq != 0:
+                continue
+            if self._plain and entry.finish_reason is None:
+                text += entry.text or ""
+                continue
+            removed, more, choice = self._choices.take(entry)
+            if removed:
+                parts += [*self._text_parts(text), self._take_back(removed)]
+                text = ""
+            text += more
+            if self._logprobs is not None and entry.token is not None:
+                sampled = Sampled()
+                sampled.add(entry, more)
+                parts += self._text_parts(
+                    text, token_logprobs(self._model, sampled, self._logprobs)
+                )
+                text = ""
+            self.receipt.logs, self.receipt.storage = choice.logs, choice.storage
+        return b"".join([*parts, *self._text_parts(text)])
+
+    def end(self, status: Status) -> bytes:
+        """Finishes the last item; an answer without any has an empty message."""
+        parts = []
+        if self._reader is not None:
+            parts += [part for one in self._reader.end() for part in self._part(one)]
+        if not self.items:
+            parts += self._begin_message()
+        return b"".join([*parts, *self._finish(status)])
+
+    def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:
+        if self._reader is not None:
+            return [event for part in self._reader.feed(text) for event in self._part(part)]
+        return list(self._message(text, logprobs)) if text or logprobs else []
+
+    def _part(self, part: Part) -> Iterator[bytes]:
+        match part:
+            case Text(text):
+                yield from self._message(text, None)
+            case CallBegin(_, name):
+                yield from self._finish("completed")
+                call = OutputCall(new_id("fc_"), new_id("call_"), name, "", "in_progress")
+                yield self._begin(call)
+            case Arguments(_, text):
+                call = self._call
+                call.arguments += text
+                yield self.event(
+                    "response.function_call_arguments.delta",
+                    item_id=call.id,
+                    output_index=len(self.items) - 1,
+                    delta=text,
+                )
+
+    def _message(self, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[bytes]:
+        if not self.growing or not isinstance(self.items[-1], OutputMessage):
+            yield from self._begin_message()
+        part = self._content
+        part.text += text
+        part.logprobs += logprobs or []
+        yield self.event(
+            "response.output_text.delta", **self._place, delta=text, logprobs=logprobs or []
+        )
+
+    def _take_back(self, removed: int) -> bytes:
+        part = self._content
+        part.text = part.text[: len(part.text) - removed]
+        return self.event(
+            "response.output_text.delta",
+            **self._place,
+            delta="",
+            logprobs=[],
+            tokenbus={"backtrack": removed},
+        )
+
+    def _begin_message(self) -> Iterator[bytes]:
+        yield from self._finish("completed")
+        message = OutputMessage(new_id("msg_"), "in_progress", [])
+        yield self._begin(message)
+        message.content.append(AnsweredText("", [], []))
+        yield self.event("response.content_part.added", **self._place, part=message.content[0])
+
+    def _begin(self, item: OutputItem) -> bytes:
+        self.items.append(item)
+        self.growing = True
+        return self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _finish(self, status: Status) -> Iterator[bytes]:
+        if not self.growing:
+            return
+        self.growing = False
+        item = self.items[-1]
+        item.status = status
+        if isinstance(item, OutputCall):
+            yield self.event(
+                "response.function_call_arguments.done",
+                item_id=item.id,
+                output_index=len(self.items) - 1,
+                name=item.name,
+                arguments=item.arguments,
+            )
+        else:
+            [part] = item.content
+            yield self.event(
+                "response.output_text.done", **self._place, text=part.text, logprobs=part.logprobs
+            )
+            yield self.event("response.content_part.done", **self._place, part=part)
+        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    @property
+    def _call(self) -> OutputCall:
+        call = self.items[-1]
+        assert isinstance(call, OutputCall)
+        return call
+
+    @property
+    def _content(self) -> AnsweredText:
+        message = self.items[-1]
+        assert isinstance(message, OutputMessage)
+        return message.content[0]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        item = self.items[-1]
+        return {"item_id": item.id, "output_index": len(self.items) - 1, "content_index": 0}

@@ -1,0 +1,174 @@
+"""``POST /v1/responses``: the answer to a whole conversation; nothing is kept of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.messages import Token
+from ..bodies import ignored_header, read_body
+from ..context import Gateway, gateway_of
+from ..errors import ApiError
+from ..events import unless_disconnected
+from ..json import json_response
+from ..models import ServedModel
+from ..templates import template_of
+from .chat import chat_generations
+from .constraints import Constraint, Receipt
+from .conversations import Rendering, prompt_ids
+from .fields import OPENAI_TEMPERATURE, new_id
+from .generations import Generations, begun
+from .messages import for_template
+from .response_bodies import (
+    Incomplete,
+    InputDetails,
+    OutputDetails,
+    ResponseAnswer,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from .response_input import InputItems, to_messages
+from .response_output import Output
+from .tools import for_template as tools_for_template
+from .usage import Counter
+
+
+@dataclass
+class ResponseJob:
+    """One request for a response."""
+
+    body: ResponsesRequest
+    model: ServedModel
+    constraint: Constraint | None
+    generations: Generations
+    counter: Counter
+    output: Output
+    last: Token | None = None
+    """The last entry of the answer."""
+    id: str = field(default_factory=lambda: new_id("resp_"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def responses(request: Request) -> Response:
+    """Answers with a response, as one object or as a stream of events."""
+    body = await read_body(request, ResponsesRequest)
+    body.check()
+    items = body.items
+    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, items))
+    headers = ignored_header([*body.ignored(), *items.ignored()])
+    if body.stream:
+        return await begun(request, _events(job), headers)
+    answer = await unless_disconnected(request.receive, _whole(job))
+    return json_response(answer, headers=headers)
+
+
+async def _begin(gateway: Gateway, body: ResponsesRequest, items: InputItems) -> ResponseJob:
+    model = await gateway.models.get(body.model)
+    calling = body.calling(template_of(model))
+    constraint = body.own_constraint if calling is None else calling.constraint
+    options = body.options(constraint)
+    messages = for_template(to_messages(items.input, body.instructions))
+    tools = tools_for_template(body.functions)
+    ids = await prompt_ids(gateway, model, messages, tools, Rendering())
+    counter = Counter()
+    fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
+    generations = chat_generations(gateway, model, ids, options, constraint, counter, fields)
+    logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
+    output = Output(
+        model,
+        calling.form if calling is not None else None,
+        logprobs,
+        plain=constraint is None and logprobs is None,
+    )
+    return ResponseJob(body, model, constraint, generations, counter, output)
+
+
+async def _whole(job: ResponseJob) -> ResponseAnswer:
+    async for _ in _events(job):
+        pass
+    return _answer(job, _status(job))
+
+
+async def _events(job: ResponseJob) -> AsyncGenerator[bytes, None]:
+    output = job.output
+    begun = _answer(job, "in_progress")
+    head = output.event("response.created", response=begun)
+    head += output.event("response.in_progress", response=begun)
+    async for _, entries in job.generations.batches():
+        if part := head + output.feed(entries):
+            yield part
+        head = b""
+        ends = [e for e in entries if e.seq == 0 and e.finish_reason is not None]
+        if ends:
+            job.last = ends[0]
+            _check(job.last)
+    status = _status(job)
+    parts = output.end(status)
+    yield parts + output.event(f"response.{status}", response=_answer(job, status))
+
+
+def _check(last: Token) -> None:
+    """Raises ApiError if the answer failed, although others of its stream did not."""
+    if last.finish_reason == "error":
+        raise ApiError(
+            400, last.error or "the sequence failed", code=last.code or "controller_failed"
+        )
+
+
+def _status(job: ResponseJob) -> Literal["completed", "incomplete"]:
+    cut = job.last is not None and job.last.finish_reason == "length"
+    return "incomplete" if cut else "completed"
+
+
+def _answer(
+    job: ResponseJob, status: Literal["in_progress", "completed", "incomplete"]
+) -> ResponseAnswer:
+    body = job.body
+    choice = body.tool_choice
+    return ResponseAnswer(
+        id=job.id,
+        created_at=job.created,
+        status=status,
+        incomplete_details=Incomplete("max_output_tokens") if status == "incomplete" else None,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=job.model.name,
+        output=list(job.output.items),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        temperature=OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
+        text={"format": _plain(body.text.format if body.text else None) or {"type": "text"}},
+        tool_choice="auto" if choice is None else _plain(choice),
+        tools=[_plain(tool) for tool in body.tools or ()],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        usage=None if status == "in_progress" else _usage(job.counter),
+        tokenbus=UNSET if status == "in_progress" else _receipt(job),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return msgspec.to_builtins(value)
+
+
+def _usage(counter: Counter) -> ResponseUsage:
+    return ResponseUsage(
+        counter.prompt,
+        InputDetails(counter.cached),
+        counter.completion,
+        OutputDetails(),
+        counter.prompt + counter.completion,
+    )
+
+
+def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
+    receipt = job.output.receipt
+    if job.constraint is not None and job.last is not None and job.last.constraint is not None:
+        receipt.constraint = job.constraint.label
+        receipt.ended = job.last.constraint
+    return receipt if receipt != Receipt() else UNSET

@@ -1,0 +1,118 @@
+"""``POST /tokenize`` and ``/detokenize``, in vLLM's forms."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.sampling import TokenId
+from ..bodies import Body, read_body
+from ..context import gateway_of
+from ..errors import ApiError
+from ..json import json_response
+from .conversations import TemplateFields, prompt_ids
+from .messages import Message, for_template
+from .tools import Tool
+from .tools import for_template as tools_for_template
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """The body of ``POST /tokenize``: a text, or the messages of a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    """Those that the tokenizer adds itself; default: true for a text, false for messages."""
+    return_token_strs: bool | None = None
+
+    chat_template: str | None = None
+    """A Jinja template instead of the model's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names that the template may use."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that know them."""
+    add_generation_prompt: bool | None = None
+    """The prompt ends where an assistant's message begins; default: true."""
+    continue_final_message: bool | None = None
+    """The prompt ends inside the last message, which the answer continues. Needs
+    ``add_generation_prompt: false``."""
+
+
+class Tokenized(Struct):
+    """The answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """The body of ``POST /detokenize``."""
+
+    model: str = ""
+    tokens: list[TokenId]
+
+
+class Detokenized(Struct):
+    """The answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or of a conversation."""
+    body = await read_body(request, TokenizeRequest)
+    gateway = gateway_of(request)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(
+            400,
+            "the body must have 'prompt' or 'messages', and not both",
+            code="invalid_field",
+            param="prompt",
+        )
+    if body.prompt is not None:
+        _check_text_only(body)
+    model = await gateway.models.get(body.model)
+    if body.prompt is not None:
+        ids = await model.tokenize(body.prompt, special=body.add_special_tokens is not False)
+    else:
+        messages = for_template(body.messages or [])
+        tools = tools_for_template([tool.function for tool in body.tools or []])
+        special = bool(body.add_special_tokens)
+        ids = await prompt_ids(gateway, model, messages, tools, body, special=special)
+    pieces = [model.text_of(token) for token in ids] if body.return_token_strs else None
+    return json_response(Tokenized(len(ids), model.info.context_length, ids, pieces))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    body = await read_body(request, DetokenizeRequest)
+    model = await gateway_of(request).models.get(body.model)
+    size = model.info.vocab_size
+    wrong = next((i for i, token in enumerate(body.tokens) if token >= size), None)
+    if wrong is not None:
+        raise ApiError(
+            400,
+            f"the token id {body.tokens[wrong]} is not in the vocabulary; ids are below {size}",
+            code="token_out_of_range",
+            param=f"tokens[{wrong}]",
+        )
+    return json_response(Detokenized(model.decode(body.tokens)))
+
+
+def _check_text_only(body: TokenizeRequest) -> None:
+    """Raises ApiError 400 if a field for conversations is given with a text."""
+    for name in ("tools", *TemplateFields.__annotations__):
+        if getattr(body, name) is not None:
+            raise ApiError(
+                400,
+                f"{name} has no effect on a prompt; it belongs to messages",
+                code="invalid_field",
+                param=name,
+            )

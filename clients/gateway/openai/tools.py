@@ -1,0 +1,137 @@
+"""Tools and ``tool_choice``: which functions an answer may call, and the constraint for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from ..bodies import Body
+from ..errors import ApiError
+from ..tool_calls import CallForm, Function, form_of, tool_grammar
+from .constraints import Constraint, Schema
+from .messages import FunctionName
+
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function that declares no parameters."""
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    """The JSON schema of its arguments; null: it has none."""
+    strict: bool | None = None
+    """The schema is enforced in any case."""
+
+
+class Tool(Body, tag="function", tag_field="type"):
+    """A tool; only functions are supported."""
+
+    function: FunctionTool
+
+
+class FunctionChoice(Body):
+    """The function that a ``tool_choice`` names."""
+
+    name: str
+
+
+class NamedTool(Body, tag="function", tag_field="type"):
+    """A ``tool_choice`` that names a function."""
+
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How an answer calls functions."""
+
+    form: CallForm
+    constraint: Constraint
+
+
+def calling(
+    functions: Sequence[FunctionTool],
+    choice: str,
+    parallel: bool,
+    format: Constraint | None,
+    template: str,
+) -> Calling | None:
+    """The constraint under which an answer calls ``functions``; None if it cannot call any.
+
+    ``choice`` is ``none``, ``auto``, ``required`` or, after a colon, the name of a function.
+    ``format`` is the constraint of an answer without a call, a JSON schema. ``template`` is the
+    model's chat template, which teaches the form of a call. Raises ApiError 400.
+    """
+    _check(functions, choice)
+    if choice == "none" or not functions:
+        return None
+    named = choice.removeprefix(":")
+    chosen = [f for f in functions if f.name == named] if choice.startswith(":") else functions
+    form = form_of(template)
+    answer = format.arg if format is not None and choice == "auto" else None
+    if isinstance(answer, str):
+        answer = msgspec.json.decode(answer)
+    grammar = tool_grammar(
+        form,
+        [Function(f.name, _object_schema(f)) for f in chosen],
+        text=choice == "auto",
+        parallel=parallel and not choice.startswith(":"),
+        answer=answer if isinstance(answer, dict) else None,
+    )
+    return Calling(form, Constraint("tools", "lark", grammar, "tools"))
+
+
+def _check(functions: Sequence[FunctionTool], choice: str) -> None:
+    names = [f.name for f in functions]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise _refused("tools", f"tools has two functions with the name {twice!r}")
+    if choice == "required" and not names:
+        raise _refused("tool_choice", "tool_choice is 'required' without tools; give some")
+    if choice.startswith(":") and choice[1:] not in names:
+        raise _refused(
+            "tool_choice",
+            f"tool_choice names the function {choice[1:]!r}, which is not one of tools: "
+            f"{', '.join(names) or 'none'}",
+        )
+
+
+def _object_schema(function: FunctionTool) -> Schema:
+    if function.parameters is None:
+        return NO_ARGUMENTS
+    kind = function.parameters.get("type", "object")
+    if kind != "object":
+        raise _refused(
+            "tools",
+            f"the parameters of the function {function.name!r} are of the type {kind!r}; they must "
+            "be an object",
+        )
+    return {"type": "object", **function.parameters}
+
+
+def for_template(functions: Sequence[FunctionTool]) -> list[dict[str, Any]]:
+    """The functions as chat templates take them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f.name,
+                "description": f.description or "",
+                "parameters": f.parameters or NO_ARGUMENTS,
+            },
+        }
+        for f in functions
+    ]
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_field", param=param)

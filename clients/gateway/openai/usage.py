@@ -1,0 +1,45 @@
+"""``usage``: what a request has cost, in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from ....protocol.messages import Token
+
+
+class PromptDetails(Struct):
+    """``prompt_tokens_details``."""
+
+    cached_tokens: int
+    """Tokens of the prompt that were in the worker's cache."""
+
+
+class Usage(Struct):
+    """``usage`` of completions and chat."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Counter:
+    """Counts the entries of all streams of a request."""
+
+    def __init__(self) -> None:
+        self.prompt = self.cached = self.completion = 0
+
+    def add(self, entries: Iterable[Token]) -> None:
+        """Counts some entries; tokens that were taken back do not count."""
+        for entry in entries:
+            if entry.prompt_tokens:
+                self.prompt += entry.prompt_tokens
+                self.cached += entry.cached_tokens
+            self.completion += (entry.token is not None) - entry.backtrack
+
+    def usage(self) -> Usage:
+        """What was counted."""
+        total = self.prompt + self.completion
+        return Usage(self.prompt, self.completion, total, PromptDetails(self.cached))
