@@ -54,10 +54,13 @@ class SequenceGroup:
         max_tokens: int,
         ignore_eos: bool,
         perform: Callable[[Variable], VariableAnswer],
+        inspect: bool = False,
     ) -> None:
-        """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable."""
+        """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable;
+        ``inspect``: results have the times of their rounds."""
         self.request = request
         self.gpu = gpu
+        self.inspect = inspect
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens

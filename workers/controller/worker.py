@@ -236,6 +236,7 @@ class ControllerWorker:
             start.max_tokens,
             start.ignore_eos,
             lambda operation: self._variable_calls.perform(operation, lambda: group.closed),
+            start.inspect,
         )
         self._end(header.request)
         self._groups[header.request] = group
@@ -267,10 +268,13 @@ class ControllerWorker:
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
+            began = time.perf_counter()
             program = self._programs.get(tenant, start.controller)
             group.meter = self._meters.of(start.controller)
             with group.meter.measured():
                 results = group.begin(program, vocabulary, start.prompt, start.n)
+            if group.inspect:
+                _note_time(results, time.perf_counter() - began)
         except TokenbusError as failed:
             results = [_error_result(group.request, failed.message, failed.code)]
         except BaseException as failed:  # Panics of native libraries too.
@@ -455,7 +459,15 @@ def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], fl
     results = round_()
     duration_s = time.perf_counter() - began
     meter.end(cpu_began, duration_s)
+    if group.inspect:
+        _note_time(results, duration_s)
     return results, duration_s
+
+
+def _note_time(results: list[StepResult], seconds: float) -> None:
+    """The time of a round, in the last result of each of its sequences."""
+    for result in {result.seq: result for result in results}.values():
+        result.round_us = round(1e6 * seconds)
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

@@ -166,7 +166,14 @@ class Arrivals:
                 # Its controller decides what an end-of-sequence token is, and is forked with it.
                 sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
             stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
-            stream.usage = engine.add(stream.request, prompt, sampling, text=message.text, **common)
+            stream.usage = engine.add(
+                stream.request,
+                prompt,
+                sampling,
+                text=message.text,
+                inspect=message.inspect,
+                **common,
+            )
             if message.controller is not None:
                 self._steering.start(stream.request, engine, _start(message, stream, engine))
         self._streams.add(stream)

@@ -105,16 +105,23 @@ class Engine:
         priority: int = 0,
         client: int = 0,
         text: bool = False,
+        inspect: bool = False,
     ) -> PromptUsage:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
         ``client`` identifies the client: requests of clients with the fewest running sequences go
-        first. ``text``: outputs carry text. Raises RequestError where the request cannot be run,
-        and then nothing has changed. Returns the usage of its prompt, which is complete with the
-        first output.
+        first. ``text``: outputs carry text. ``inspect``: they say what the masks did. Raises
+        RequestError where the request cannot be run, and then nothing has changed. Returns the
+        usage of its prompt, which is complete with the first output.
         """
         sequence = self._intake.generation(
-            request, prompt, sampling, priority=priority, client=client, text=text
+            request,
+            prompt,
+            sampling,
+            priority=priority,
+            client=client,
+            text=text,
+            inspect=inspect,
         )
         self._live.begin(sequence)
         return sequence.prompt_usage

@@ -37,6 +37,7 @@ class Intake:
         priority: int,
         client: int,
         text: bool,
+        inspect: bool,
     ) -> Sequence:
         """The sequence of a generation; the others of ``sampling.n`` are forked from it later.
 
@@ -68,6 +69,7 @@ class Intake:
             arrival=next(self._arrivals),
             stop_ids=ids,
             with_text=text,
+            inspect=inspect,
             prompt_usage=PromptUsage(len(prompt)),
             pending_forks=sampling.n - 1,
         )

@@ -166,7 +166,7 @@ def _messages(new: list[tuple[Stream, list[Token]]]) -> list[Frames]:
 
 
 def _entry(output: TokenOutput, stream: Stream) -> Token:
-    return Token(
+    entry = Token(
         token=output.token,
         stream_id=stream.stream_id,
         logprob=output.logprob,
@@ -185,3 +185,8 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         stop=output.stop,
         live=stream.live if output.finish_reason is not None else 0,
     )
+    inspected = output.inspected
+    if inspected is not None:
+        entry.allowed = UNSET if inspected.allowed is None else inspected.allowed
+        entry.cut, entry.round_us = list(inspected.cut), inspected.round_us
+    return entry

@@ -17,6 +17,8 @@ import torch
 from ...protocol.sampling import Sampling
 
 NAN = "the model's logits contain NaN"
+INSPECTED = 5
+"""The most likely tokens that are looked at with ``inspect``, where the request wants none."""
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
 
 
@@ -33,6 +35,8 @@ class Row:
     """Read only where the request has penalties."""
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
+    inspect: bool = False
+    """Report the likeliest tokens that the mask forbids."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class Sampled:
     top: list[dict[int, float]]
     errors: dict[int, str] = field(default_factory=dict)
     """Rows from which no token could be chosen."""
+    cut: dict[int, list[int]] = field(default_factory=dict)
+    """Of rows with ``inspect``: those of their most likely tokens that the mask forbids."""
 
 
 @torch.inference_mode()
@@ -139,12 +145,15 @@ def _changed_rows(rows: Sequence[Row], best: torch.Tensor) -> list[int]:
     for i, row in enumerate(rows):
         if row.mask is not None and not row.sampling.temperature and not _bends(row):
             tokens = best.tolist() if tokens is None else tokens
-            token = tokens[i]
-            if not row.mask[token >> 5] >> (token & 31) & 1:
+            if not _allows(row.mask, tokens[i]):
                 found.append(i)
         elif row.mask is not None or _bends(row):
             found.append(i)
     return found
+
+
+def _allows(mask: np.ndarray | None, token: int) -> bool:
+    return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
 
 
 def _bend(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -271,13 +280,20 @@ def _top(
 ) -> list[dict[int, float]]:
     """For each row its most likely tokens and the chosen one, with their log-probabilities."""
     chosen = [{t: p} for t, p in zip(result.tokens, result.logprobs, strict=True)]
+    inspected = [i for i, row in enumerate(rows) if row.inspect and row.mask is not None]
     most = max(row.sampling.top_logprobs for row in rows)
+    if inspected:
+        most = max(most, INSPECTED)
     if not most:
         return chosen
     values, ids = own.topk(min(most, own.shape[-1]), -1)
     logprobs = (values - log_total.unsqueeze(-1)).tolist()
+    likely = ids.tolist()
+    for i in inspected:
+        n = rows[i].sampling.top_logprobs or INSPECTED
+        result.cut[i] = [t for t in likely[i][:n] if not _allows(rows[i].mask, t)]
     found = []
-    for i, (row, tokens) in enumerate(zip(rows, ids.tolist(), strict=True)):
+    for i, (row, tokens) in enumerate(zip(rows, likely, strict=True)):
         n = row.sampling.top_logprobs
         found.append(dict(zip(tokens[:n], logprobs[i][:n], strict=True)) | chosen[i])
     return found

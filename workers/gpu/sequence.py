@@ -16,6 +16,17 @@ from .block_manager import BlockTable
 from .text import TextStream
 
 
+class Inspected(NamedTuple):
+    """What a request with ``inspect`` is told about a token."""
+
+    allowed: int | None = None
+    """How many tokens its mask allowed; None without a mask."""
+    cut: Tokens[int] = ()
+    """The likeliest tokens that it forbade, in that order."""
+    round_us: int = 0
+    """The time of the controller's round before it, in microseconds."""
+
+
 class TokenOutput(NamedTuple):
     """What a step produced for one sequence: a token, its end, or both."""
 
@@ -48,6 +59,7 @@ class TokenOutput(NamedTuple):
     between appended tokens."""
     stop: str | int | None = None
     """In the last output: which of the request's stops ended the sequence."""
+    inspected: Inspected | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +95,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     with_text: bool = False
+    inspect: bool = False
+    """Its outputs say what its masks did."""
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0

@@ -12,7 +12,7 @@ from .block_manager import BlockManager, BlockTable
 from .intake import Intake
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import PendingStep, Sequence, TokenOutput
+from .sequence import Inspected, PendingStep, Sequence, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ class LiveSequences:
             stop_ids=parent.stop_ids,
             text=parent.text.fork() if parent.text is not None else None,
             with_text=parent.with_text,
+            inspect=parent.inspect,
             prompt_usage=parent.prompt_usage,
             block_table=self._blocks.fork(parent.block_table, parent.num_computed_tokens),
             num_computed_tokens=parent.num_computed_tokens,
@@ -206,6 +207,7 @@ class LiveSequences:
         logprob: float | None = None,
         top: dict[int, float] | None = None,
         backtrack: int = 0,
+        inspected: Inspected | None = None,
     ) -> bool:
         """Appends a token to its sequence, and ends the sequence where a stop or its length is
         reached; whether it is still alive."""
@@ -241,7 +243,9 @@ class LiveSequences:
         output = TokenOutput(
             request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack, stop=stop
         )
-        self.outputs.append(output._replace(shortened=True) if shortened else output)
+        if shortened or inspected is not None:
+            output = output._replace(shortened=shortened, inspected=inspected)
+        self.outputs.append(output)
         return reason is None
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:

@@ -26,6 +26,9 @@ class Steered:
     """By sequence: ends that are sent once the controller's last round is over."""
     stopped: set[int] = field(default_factory=set)
     """Sequences whose controller has stopped or failed, so that it is not notified of their end."""
+    inspect: bool = False
+    round_us: dict[int, int] = field(default_factory=dict)
+    """With ``inspect``, by sequence: the time of its rounds since its last sampled token."""
     constrained: bool = False
     """Whether its controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
@@ -41,6 +44,9 @@ class Steered:
 
     def noted(self, output: TokenOutput) -> TokenOutput:
         """An output with what was kept for it."""
+        if self.inspect and output.inspected is not None:
+            round_us = self.round_us.pop(output.seq, 0)
+            output = output._replace(inspected=output.inspected._replace(round_us=round_us))
         if self.text_ends and output.finish_reason is not None:
             end = self.text_ends.pop(output.seq, None)
             if end is not None and output.error is None:

@@ -106,7 +106,7 @@ class Steering:
                 path="$.controller_arg",
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
-        self._requests[request] = Steered(engine, eos)
+        self._requests[request] = Steered(engine, eos, inspect=start.inspect)
         self._await((request, 0))
         self._post([b"START", encode_header(request), body])
 
@@ -254,6 +254,8 @@ class Steering:
     ) -> list[TokenOutput]:
         if one.then in ("stop", "error"):
             steered.stopped.add(one.seq)
+        if steered.inspect:
+            steered.round_us[one.seq] = steered.round_us.get(one.seq, 0) + one.round_us
         if one.constraint is not None:
             steered.constrained = True
             if one.then == "stop":

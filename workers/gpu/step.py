@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from ...protocol.logs import about
@@ -19,7 +20,7 @@ from .block_manager import BlockManager
 from .runner import Runner
 from .sampler import NAN, Row, sample, scores
 from .scheduler import Batch, Chunk, Scheduler
-from .sequence import PendingStep, Sequence, TokenOutput
+from .sequence import Inspected, PendingStep, Sequence, TokenOutput
 from .sequences import LiveSequences
 
 log = logging.getLogger(__name__)
@@ -105,11 +106,16 @@ class Stepper:
             return
         self.sampled_tokens += len(rows)
         for i, sequence in enumerate(rows):
+            inspected = None
+            if sequence.inspect:
+                allowed = _allowed(sequence.mask, logits.shape[-1])
+                inspected = Inspected(allowed, sampled.cut.get(i, ()))
             sequence.mask = sequence.row = None
             if i in sampled.errors:
                 live.fail(sequence, sampled.errors[i])
             else:
-                live.append(sequence, sampled.tokens[i], sampled.logprobs[i], sampled.top[i])
+                token, logprob, top = sampled.tokens[i], sampled.logprobs[i], sampled.top[i]
+                live.append(sequence, token, logprob, top, inspected=inspected)
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk], logits: torch.Tensor) -> None:
         """Records what was computed: scores, rows to sample from, and the forks that waited for
@@ -159,6 +165,14 @@ class Stepper:
         self._live.outputs += outputs
 
 
+def _allowed(mask: np.ndarray | None, vocab: int) -> int | None:
+    """How many of ``vocab`` tokens a mask allows; None where there is none."""
+    if mask is None:
+        return None
+    bits = int.from_bytes(mask.tobytes(), "little")
+    return (bits & ((1 << vocab) - 1)).bit_count()
+
+
 def _row(sequence: Sequence) -> Row:
     """How the sampler chooses the next token of a sequence."""
     sampling = sequence.sampling
@@ -173,4 +187,5 @@ def _row(sequence: Sequence) -> Row:
         prompt=sequence.tokens[: sequence.num_prompt] if looks_back else (),
         generated=sequence.generated if looks_back else (),
         mask=sequence.mask,
+        inspect=sequence.inspect,
     )
