@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "clients" / "typescript" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"]
 
 

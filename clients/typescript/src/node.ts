@@ -26,7 +26,7 @@ export class Client extends BaseClient {
     const headers = key === undefined ? {} : { authorization: `Bearer ${key}` };
     super(
       /^wss?:/.test(address)
-        ? webSocket(address, (url) => new WebSocket(url, { headers }))
+        ? webSocket(address, (url) => new WebSocket(url, { headers, perMessageDeflate: false }))
         : zeroMq(address),
       options,
     );

@@ -166,7 +166,10 @@ function checkedPrompt(prompt: Prompt, path: string): string | readonly number[]
 }
 
 function checkedCall(request: Request, timing: Timing): Call {
-  for (const [name, value] of Object.entries(request.body)) checkJson(value, `$.${name}`);
+  for (const [name, value] of Object.entries(request.body)) {
+    const checked = Array.isArray(value) && ["prompt", "scored", "tokens"].includes(name);
+    if (!checked) checkJson(value, `$.${name}`);
+  }
   return new Call(request, timing);
 }
 
@@ -187,10 +190,9 @@ function checkJson(value: unknown, path: string): void {
       { path },
     );
   }
-  // Token ids were checked already.
-  if (Array.isArray(value) && typeof value[0] !== "number") {
+  if (Array.isArray(value)) {
     value.forEach((item, index) => checkJson(item, `${path}[${index}]`));
-  } else if (typeof value === "object" && value !== null && !Array.isArray(value)) {
+  } else if (typeof value === "object" && value !== null) {
     for (const [name, item] of Object.entries(value)) {
       checkJson(name, path);
       checkJson(item, `${path}.${name}`);
