@@ -447,6 +447,11 @@ export interface Token {
   readonly code: string | null;
   /** In an entry with a finish_reason: running sequences of the stream; 0: it has ended. */
   readonly live: number;
+  /**
+   * In an entry with a finish_reason: which of the request's `stop` ended the sequence; null where
+   * an end-of-sequence token did.
+   */
+  readonly stop: string | number | null;
   /** In the first entry of a stream: the tokens of its prompt, those of buffers included. */
   readonly prompt_tokens: number;
   /** In the first entry of a stream: how many of them were in the cache already. */
@@ -473,6 +478,7 @@ const TOKEN_DEFAULTS = {
   error: null,
   code: null,
   live: 0,
+  stop: null,
   prompt_tokens: 0,
   cached_tokens: 0,
   constraint: null,
