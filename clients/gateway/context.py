@@ -10,6 +10,7 @@ from ...protocol.settings import Settings
 from .. import AsyncClient
 from .models import ModelTable
 from .templates import Templates
+from .tunnels import Tunnels
 
 
 class Gateway:
@@ -21,6 +22,8 @@ class Gateway:
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
         self.templates = Templates()
+        self.tunnels = Tunnels(settings)
+        """The WebSockets of LMTP, each with a connection of its own."""
         self.draining = False
         """The process was asked to end: running requests are finished."""
         self.probed = False
@@ -31,6 +34,7 @@ class Gateway:
     async def close(self) -> None:
         """Ends the session at the broker, and with it what still runs."""
         await self.templates.close()
+        await self.tunnels.close()
         await self.client.close()
 
 

@@ -1,0 +1,62 @@
+"""Virtual environments for peers whose packages must not be ours, made once and kept."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "build" / "environments"
+LMQL = "lmql==0.7.3"
+LMQL_CLIENT_NEEDS = ("aiohttp<4", "numpy", "termcolor")
+"""What LMQL's client imports. The package itself also wants those of OpenAI and tiktoken."""
+
+
+def environment(
+    name: str, packages: Sequence[str], alone: Sequence[str] = (), borrow: bool = False
+) -> Path:
+    """The Python of a virtual environment with these packages, made unless it is there.
+
+    ``alone`` are installed without what they depend on. ``borrow``: what is not installed in it is
+    taken from the environment of this process, as torch, which would take a gigabyte again. Raises
+    CalledProcessError where pip fails.
+    """
+    folder = FOLDER / name
+    python = folder / "bin" / "python"
+    made = folder / "made"
+    wanted = repr((sorted(packages), sorted(alone), borrow))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if made.exists() and made.read_text() == wanted:
+            return python
+        venv.create(folder, clear=True, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        for arguments in (["--no-deps", *alone], list(packages)):
+            if arguments != ["--no-deps"]:
+                subprocess.run([*pip, *arguments], check=True, stdout=sys.stderr)
+        if borrow:
+            _borrow(python)
+        made.write_text(wanted)
+    return python
+
+
+def lmql_client() -> Path:
+    """LMQL's client and what it imports."""
+    return environment("lmql-client", LMQL_CLIENT_NEEDS, alone=[LMQL])
+
+
+def _borrow(python: Path) -> None:
+    """Appends our own packages to the path of another environment, behind its own."""
+    found = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    Path(found.stdout.strip(), "borrowed.pth").write_text("\n".join(sorted(ours)) + "\n")

@@ -1,0 +1,91 @@
+"""Notices that the broker was restarted or does not answer, for connections that do not themselves.
+
+ZeroMQ connects again by itself, so that a client which sends no PING would wait for ever for the
+rest of streams that no broker knows any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.frames import Frames
+from ...protocol.messages import Hello, Ping, Pong, Welcome
+from ...transport.async_dealer import AsyncDealer
+from ...transport.dealer import Context
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+"""How often to send a PING before the broker has said how often it wants one, in seconds."""
+
+
+class BrokerWatch:
+    """A session with the broker at ``front``. Calls ``lost``, with what has happened, each time
+    that it ends: the broker is another one, or was silent for as long as a session lasts; or none
+    has answered within ``patience_s`` seconds."""
+
+    def __init__(
+        self, context: Context, front: str, patience_s: float, lost: Callable[[str], None]
+    ) -> None:
+        self._context = context
+        self._front = front
+        self._patience_s = patience_s
+        self._lost = lost
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins, unless it has begun."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends it."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                dealer = AsyncDealer(self._context, self._front)
+                try:
+                    what = await self._session(dealer)
+                finally:
+                    dealer.close()
+                self._lost(what)
+            except Exception:
+                log.exception("the broker cannot be watched; trying again")
+                await asyncio.sleep(PING_S)
+
+    async def _session(self, dealer: AsyncDealer) -> str:
+        """One session; returns how it ended."""
+        hello = Hello(client="tokenbus gateway", capabilities=["ping"])
+        await dealer.send([b"HELLO", encode_body(hello, "json")])
+        ping_s, expiry_s = PING_S, self._patience_s
+        now = asyncio.get_running_loop().time
+        heard = now()
+        while now() - heard <= expiry_s:
+            for frames in await _within(ping_s, dealer):
+                heard = now()
+                if frames[0] == b"WELCOME":
+                    welcome: Welcome = decode_as(Welcome, frames[1])
+                    ping_s, expiry_s = welcome.ping_s, welcome.expiry_s
+                elif frames[0] == b"PONG" and not decode_as(Pong, frames[1]).session:
+                    return f"the broker at {self._front} was restarted"
+            await dealer.send([b"PING", encode_body(Ping(), "json")])
+        return f"no broker answers at {self._front}"
+
+
+async def _within(seconds: float, dealer: AsyncDealer) -> list[Frames]:
+    """What arrives within so many seconds, once they are over."""
+    frames: list[Frames] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                frames += await dealer.receive()
+    return frames

@@ -1,0 +1,21 @@
+"""LMTP over WebSocket, at ``/``: each text message is one line, ``<TYPE> <JSON>``."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from .context import gateway_of
+from .security import SUBPROTOCOL
+
+
+def routes() -> list[BaseRoute]:
+    """The one path, LMQL's."""
+    return [WebSocketRoute("/", lmtp)]
+
+
+async def lmtp(websocket: WebSocket) -> None:
+    """One WebSocket, from its opening handshake to its end."""
+    chosen = SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None
+    await websocket.accept(chosen)
+    await gateway_of(websocket).tunnels.serve(websocket)

@@ -1,0 +1,161 @@
+"""Tunnels from WebSockets to the broker: LMTP passes through, undecoded.
+
+A WebSocket has a connection to the broker of its own, from its first message on. So all of LMTP
+works as it does on ZeroMQ, and the session is the client's own. Without ``HELLO`` a client gets
+what LMQL's client understands (``plain_lmtp.py``).
+
+Flow control: while a client does not read, its tunnel takes nothing from the broker, and the
+broker's bound for slow clients applies. While the broker does not read, the tunnel takes nothing
+from the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import zmq
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ...protocol.errors import Code, ConnectionLostError, RequestError
+from ...protocol.lines import error_line, frames_line, line_frames
+from ...protocol.settings import Settings
+from ...transport.async_dealer import AsyncDealer
+from ...transport.dealer import Context
+from .broker_watch import BrokerWatch
+from .plain_lmtp import PlainLmtp
+
+log = logging.getLogger(__name__)
+
+MAX_SOCKETS = 16_384
+"""Most tunnels of one gateway process. A broker allows 10,000 sessions by default."""
+LAST_MESSAGE_S = 5.0
+"""How long the notice of a closed WebSocket may take on its way to the broker, in seconds."""
+
+INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1011, 1012, 1013
+"""Why the gateway closes a WebSocket (IANA's registry of WebSocket close codes)."""
+
+
+class Tunnels:
+    """The WebSockets of one gateway process. Made inside the event loop that serves it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._front = settings.front
+        self._context: Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._open: set[Tunnel] = set()
+        self._watch = BrokerWatch(
+            self._context, settings.front, settings.session_timeout_s, self._lost
+        )
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Carries an accepted WebSocket to its end."""
+        tunnel: Tunnel | None = None
+        try:
+            while (message := await websocket.receive())["type"] == "websocket.receive":
+                line = message.get("text")
+                if line is None:
+                    await websocket.send_text(_refuse_binary())
+                    continue
+                if tunnel is None:
+                    tunnel = self._connect(websocket)
+                await tunnel.send(line)
+        except zmq.ZMQError as error:
+            log.warning("a WebSocket cannot be carried to the broker: %s", error)
+            await close(websocket, TRY_AGAIN_LATER, "the gateway has no connection left")
+        except WebSocketDisconnect:
+            pass
+        finally:
+            if tunnel is not None:
+                self._open.discard(tunnel)
+                await tunnel.close()
+
+    async def close(self) -> None:
+        """Frees what the tunnels share. After the last one has ended."""
+        await self._watch.close()
+        await asyncio.to_thread(self._context.destroy, linger=0)
+
+    def _connect(self, websocket: WebSocket) -> Tunnel:
+        self._watch.start()
+        tunnel = Tunnel(websocket, AsyncDealer(self._context, self._front))
+        self._open.add(tunnel)
+        return tunnel
+
+    def _lost(self, what: str) -> None:
+        """The broker does not know the tunnels' connections any more: ends them all."""
+        log.warning("%s; %d WebSockets are closed", what, len(self._open))
+        for tunnel in self._open:
+            task = asyncio.create_task(tunnel.lost(what))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+
+class Tunnel:
+    """One WebSocket's connection to the broker."""
+
+    def __init__(self, websocket: WebSocket, dealer: AsyncDealer) -> None:
+        self._websocket = websocket
+        self._dealer = dealer
+        self._plain: PlainLmtp | None = PlainLmtp()
+        """None once the broker has answered a HELLO."""
+        self._delivery = asyncio.create_task(self._deliver())
+
+    async def send(self, line: str) -> None:
+        """Passes a client's message on, or answers what is wrong with it."""
+        try:
+            frames = line_frames(line)
+        except RequestError as error:
+            await self._websocket.send_text(error_line(error, line))
+            return
+        if self._plain is not None:
+            self._plain.sent(frames)
+        await self._dealer.send(frames)
+
+    async def lost(self, what: str) -> None:
+        """Ends a WebSocket whose streams the broker has lost."""
+        error = ConnectionLostError(Code.CONNECTION_LOST, what)
+        with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+            await self._websocket.send_text(error_line(error, ""))
+        await close(self._websocket, SERVICE_RESTART, what)
+
+    async def close(self) -> None:
+        """The WebSocket is gone. An anonymous session ends now, and its streams with it; one that
+        began with HELLO waits to be taken over."""
+        self._delivery.cancel()
+        try:
+            async with asyncio.timeout(LAST_MESSAGE_S):
+                await self._dealer.send([b"BYE", b'{"keep":true}'])
+        except TimeoutError:
+            log.warning("the broker did not take the notice of a closed WebSocket")
+        finally:
+            self._dealer.close(linger_ms=int(1000 * LAST_MESSAGE_S))
+
+    async def _deliver(self) -> None:
+        """Passes on what the broker sends, at the pace of the client."""
+        try:
+            while True:
+                for frames in await self._dealer.receive():
+                    if frames[0] == b"WELCOME":
+                        self._plain = None
+                    plain = self._plain
+                    line = frames_line(frames) if plain is None else plain.line(frames)
+                    if line is not None:
+                        await self._websocket.send_text(line)
+        except WebSocketDisconnect:
+            pass
+        except Exception:
+            log.exception("a WebSocket was closed, as a message for it failed")
+            await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
+
+
+async def close(websocket: WebSocket, code: int, reason: str) -> None:
+    """Closes a WebSocket, unless it is closed already."""
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        await websocket.close(code, reason[:120])
+
+
+def _refuse_binary() -> str:
+    what = "the message is binary; LMTP over WebSocket is text, '<TYPE> <JSON>'"
+    return error_line(RequestError(Code.BAD_MESSAGE, what), "")

@@ -1,0 +1,212 @@
+"""LMTP over WebSocket: what is not the same on every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenbus.clients import Client
+from websockets.asyncio.client import connect as connect_async
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from benchmarks._environments import lmql_client
+
+from ...processes import Bus, Gateway, until
+
+WAIT_S = 120.0
+LONG: dict[str, Any] = {"prompt": [263, 305], "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+def socket(gateway: Gateway) -> Iterator[ClientConnection]:
+    """A WebSocket whose client has not sent HELLO."""
+    with connect(gateway.ws_url, max_size=None) as socket:
+        yield socket
+
+
+def send(socket: ClientConnection, kind: str, **body: Any) -> None:
+    socket.send(f"{kind} {json.dumps(body)}")
+
+
+def receive(socket: ClientConnection) -> tuple[str, Any]:
+    message = socket.recv(WAIT_S)
+    assert isinstance(message, str)
+    kind, _, body = message.partition(" ")
+    return kind, json.loads(body)
+
+
+def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> None:
+    done = subprocess.run(
+        [lmql_client(), Path(__file__).with_name("lmql_calls.py"), gateway.ws_url],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    received = json.loads(done.stdout)
+    assert received["info"]["model_info"]["name"] == "embedded"
+    with steered.client() as client:
+        for number, entries in enumerate(received["generated"]):
+            expected = client.generate([263, 305 + number], max_tokens=6, temperature=0.0)
+            assert [entry["token"] for entry in entries] == expected.tokens
+            assert all(len(entry["top_logprobs"]) >= 2 for entry in entries)
+        for number, entries in enumerate(received["scored"]):
+            scores = client.score([263, 305 + number], [7, number])
+            assert [entry["token"] for entry in entries] == [7, number]
+            assert [entry["logprob"] for entry in entries] == pytest.approx(scores.logprobs)
+    assert "max_tokens" in received["invalid"]
+    assert "'unknown'" in received["unknown"]
+    assert "'unknown'" in received["refused"]["error"]
+
+
+def test_without_hello_answers_are_lists_and_errors_are_entries(socket: ClientConnection) -> None:
+    send(socket, "MODEL_INFO", stream_id=1)
+    kind, [answer] = receive(socket)
+    assert (kind, answer["stream_id"], answer["model_info"]["name"]) == ("MSG", 1, "embedded")
+    send(socket, "MODEL_INFO", stream_id=2, model="unknown")
+    kind, [answer] = receive(socket)
+    assert (kind, answer["stream_id"], answer["code"]) == ("MSG", 2, "unknown_model")
+    send(socket, "GENERATE", stream_id=3, prompt=[1], max_tokens=0)
+    kind, [entry] = receive(socket)
+    assert (kind, entry["stream_id"], entry["finish_reason"]) == ("TOKEN", 3, "error")
+    assert (entry["code"], entry["token"]) == ("invalid_field", None)
+    socket.send("GENERATE {")
+    kind, error = receive(socket)
+    assert (kind, error["code"], error["type"]) == ("ERROR", "bad_message", "GENERATE")
+
+
+def test_after_hello_messages_are_the_protocol_s_own(socket: ClientConnection) -> None:
+    send(socket, "HELLO", encodings=["msgpack", "json"], client="test")
+    kind, welcome = receive(socket)
+    assert (kind, welcome["encoding"]) == ("WELCOME", "json")
+    send(socket, "MODEL_INFO", stream_id=1)
+    assert receive(socket)[1]["stream_id"] == 1
+    send(socket, "GENERATE", stream_id=3, prompt=[1], max_tokens=0)
+    kind, error = receive(socket)
+    assert (kind, error["path"]) == ("ERROR", "$.max_tokens")
+
+
+def test_a_binary_message_is_refused_and_the_next_one_is_served(socket: ClientConnection) -> None:
+    socket.send(b"GENERATE {}")
+    kind, error = receive(socket)
+    assert (kind, error["code"]) == ("ERROR", "bad_message")
+    send(socket, "MODEL_INFO", stream_id=1)
+    assert receive(socket)[0] == "MSG"
+
+
+def test_a_message_that_is_too_large_is_answered_or_ends_the_connection(
+    socket: ClientConnection,
+) -> None:
+    send(socket, "GENERATE", stream_id=1, prompt="x" * (17 * 1024 * 1024))
+    kind, error = receive(socket)
+    assert (kind, error["code"]) == ("ERROR", "too_large")
+    with contextlib.suppress(ConnectionClosed):
+        socket.send("GENERATE " + "x" * (25 * 1024 * 1024))
+    with pytest.raises(ConnectionClosed) as closed:
+        socket.recv(WAIT_S)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
+
+
+def test_a_websocket_that_closes_cancels_its_streams(gateway: Gateway, steered: Bus) -> None:
+    with steered.client() as client:
+        before = client.status().counters["token_bodies"]
+        with connect(gateway.ws_url) as socket:
+            # So many sequences that generating them all would take long.
+            send(socket, "GENERATE", stream_id=1, **LONG, n=64, temperature=1.0)
+            receive(socket)
+        until(lambda: not working(client), WAIT_S, "the end of what the WebSocket had begun")
+        assert client.status().counters["token_bodies"] - before < LONG["max_tokens"]
+
+
+def working(client: Client) -> bool:
+    """Whether a broker has streams, or a GPU worker has requests."""
+    status = client.status()
+    return bool(status.streams or any(w.requests for w in status.workers if w.role == "gpu"))
+
+
+def test_many_websockets_that_open_and_vanish_leave_nothing_behind(
+    gateway: Gateway, steered: Bus
+) -> None:
+    with steered.client() as client, connect(gateway.ws_url) as first:
+        # With it, what the gateway keeps for its first WebSocket is there.
+        send(first, "MODEL_INFO", stream_id=1)
+        receive(first)
+        sessions, descriptors = client.status().sessions, open_files(gateway)
+        asyncio.run(_open_and_vanish(gateway.ws_url, 500))
+
+        def as_before() -> bool:
+            return (
+                # The gateway's own session may have begun since.
+                client.status().sessions <= sessions + 1
+                and open_files(gateway) <= descriptors
+                and not working(client)
+            )
+
+        until(as_before, WAIT_S, "an end of all that the WebSockets had begun")
+        send(first, "MODEL_INFO", stream_id=2)
+        assert receive(first)[0] == "MSG"
+        assert "Traceback" not in gateway.process.log
+
+
+async def _open_and_vanish(url: str, number: int) -> None:
+    at_once = asyncio.Semaphore(50)
+
+    async def one(index: int) -> None:
+        async with at_once:
+            socket = await connect_async(url)
+            if index % 4 == 1:
+                await socket.send(f"GENERATE {json.dumps({'stream_id': 1, **LONG})}")
+            elif index % 4 == 2:
+                await socket.send('HELLO {"client": "vanishes"}')
+            elif index % 4 == 3:
+                await socket.send('MODEL_INFO {"stream_id": 1}')
+                await socket.recv()
+            socket.transport.abort()
+
+    await asyncio.gather(*(one(index) for index in range(number)))
+
+
+def open_files(gateway: Gateway) -> int:
+    return len(os.listdir(f"/proc/{gateway.process.pid}/fd"))
+
+
+def test_a_slow_reader_neither_grows_the_gateway_nor_slows_others(
+    gateway: Gateway, steered: Bus, socket: ClientConnection
+) -> None:
+    send(socket, "HELLO", client="fast")
+    receive(socket)
+    with connect(gateway.ws_url, max_queue=1, max_size=None) as slow:
+        memory = resident_bytes(gateway)
+        with steered.client() as client:
+            for number in range(12_000):
+                send(slow, "STATUS", stream_id=number)
+                if number % 3000 == 0:
+                    send(socket, "GENERATE", stream_id=number, prompt=[263], max_tokens=2)
+                    while receive(socket)[1][-1]["finish_reason"] is None:
+                        pass
+            assert client.status().workers
+        # The answers have 15 MB: what is not read waits at the broker, up to its bound.
+        assert resident_bytes(gateway) - memory < 8 * 1024 * 1024
+        send(slow, "PING", n=7)
+        while True:
+            kind, body = receive(slow)
+            if kind == "PONG":
+                break
+        assert body["n"] == 7
+
+
+def resident_bytes(gateway: Gateway) -> int:
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return 1024 * int(line.split()[1])
