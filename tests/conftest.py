@@ -16,13 +16,18 @@ import pytest
 from tokenbus.clients import Client
 
 from . import counts as counts  # chooses how much property tests try
-from . import starts
+from . import forks, starts
 from .processes import Bus, Gateway
 
 
 def pytest_configure() -> None:
     """Watches for processes that start."""
     starts.watch()
+
+
+def pytest_unconfigure() -> None:
+    """Ends the servers that fork processes of tests."""
+    forks.close()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ from typing import Self
 import httpx
 import pytest
 from tokenbus.clients import Client, TokenbusError
+
+from . import forks
 
 LASTING: dict[str, object] = {
     "log_level": "debug",
@@ -60,21 +61,13 @@ def free_port() -> int:
 
 
 class Process:
-    """``python -m MODULE`` with its log in a file."""
+    """``python -m MODULE``, or a fork that is the same, with its log in a file."""
 
     def __init__(
         self, module: str, log: Path, environment: dict[str, str], python: str = sys.executable
     ) -> None:
         self._log = log
-        with log.open("a") as output:
-            self._process = subprocess.Popen(
-                [python, "-m", module],
-                cwd=log.parent,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = forks.start(module, log.parent, log, environment, python)
         self.pid = self._process.pid
 
     @property

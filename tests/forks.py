@@ -1,0 +1,166 @@
+"""Workers that are forked from a process that has imported what they import.
+
+A GPU worker takes four seconds of CPU to import torch and transformers, and nearly none after that;
+the tests start dozens. A fork of a server that has done nothing but import is the same process from
+there on: it has its own environment, folder, log, sockets and threads, it runs the same ``main``,
+and it is killed by its id. Each process of tests has a server of its own for each kind of worker.
+
+What a fork would not be the same for is started as ever: other interpreters, an environment that
+differs in more than Tokenbus's settings (libraries read theirs when they are imported), more than
+one thread for torch, and machines with CUDA, which does not outlive a fork. And the workers that
+supervisord starts, in the tests of ``tokenbus up`` and ``supervisord.conf``, the ranks of tensor
+parallelism and the tests of start-up errors go through ``python -m`` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from . import starts
+
+IMPORTS = {
+    "tokenbus.workers.gpu": (
+        "tokenbus.workers.gpu.worker",
+        "transformers.models.llama.modeling_llama",
+        "transformers.tokenization_utils_tokenizers",
+    ),
+    "tokenbus.workers.controller": (
+        "tokenbus.workers.controller.worker",
+        "tokenbus.workers.controller.python",
+    ),
+}
+"""What the server of a module imports: what the module itself would."""
+
+OWN = ("TOKENBUS_", "PYTEST_")
+"""Beginnings of the environment's names that no library reads when it is imported."""
+
+_servers: dict[str, ForkServer] = {}
+
+
+class Forked:
+    """A process that a server has forked; as ``subprocess.Popen``, as far as tests use it."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pipe = pipe
+
+    def poll(self) -> int | None:
+        """Its return code; None while it runs."""
+        if self.returncode is None and self._ended(0.0):
+            # Without a code, the server was killed, and it with the server.
+            self.returncode = int(os.read(self._pipe, 16) or -signal.SIGKILL)
+            os.close(self._pipe)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its return code when it has ended. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and not self._ended(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> bool:
+        return bool(select.select([self._pipe], [], [], timeout)[0])
+
+
+class ForkServer:
+    """A process that forks workers of one module."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._one_order = threading.Lock()
+        self._environment = _of_libraries(dict(os.environ))
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("fork_server.py")),
+                    str(theirs.fileno()),
+                    *IMPORTS[module],
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def close(self) -> None:
+        """Ends the server, and what it has started."""
+        self._orders.close()
+        self._process.wait()
+
+    def suits(self, environment: dict[str, str]) -> bool:
+        """Whether a fork is what a process with this environment would be."""
+        return _of_libraries(environment) == self._environment
+
+    def start(self, folder: Path, log: Path, environment: dict[str, str]) -> Forked:
+        """Starts a process in a folder, with its output in ``log``."""
+        starts.check(("fork", self._module))
+        order = {
+            "module": self._module,
+            "environment": environment,
+            "folder": str(folder),
+            "log": str(log),
+        }
+        pipe, theirs = os.pipe()
+        with self._one_order:
+            try:
+                socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs])
+            finally:
+                os.close(theirs)
+            return Forked(int(self._orders.recv(16)), pipe)
+
+
+def start(
+    module: str, folder: Path, log: Path, environment: dict[str, str], python: str
+) -> Forked | subprocess.Popen[bytes]:
+    """``python -m MODULE`` in a folder, forked where that makes no difference."""
+    if module in IMPORTS and python == sys.executable and _forks_are_safe(environment):
+        server = _servers.get(module) or _servers.setdefault(module, ForkServer(module))
+        if server.suits(environment):
+            return server.start(folder, log, environment)
+    with log.open("a") as output:
+        return subprocess.Popen(
+            [python, "-m", module],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def close() -> None:
+    """Ends the servers."""
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def _forks_are_safe(environment: dict[str, str]) -> bool:
+    one_thread = environment.get("OMP_NUM_THREADS") == "1"
+    asked = environment.get("TOKENBUS_THREADS", "0")
+    return one_thread and asked in ("0", "1") and not Path("/dev/nvidiactl").exists()
+
+
+def _of_libraries(environment: dict[str, str]) -> dict[str, str]:
+    """The part of an environment that is not Tokenbus's or pytest's."""
+    return {k: v for k, v in environment.items() if not k.startswith(OWN)}
