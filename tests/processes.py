@@ -22,13 +22,18 @@ from tokenbus.clients import Client, TokenbusError
 
 from . import forks
 
+KV_CACHE_BYTES = 256 * 2**20
+"""Of a GPU worker that says nothing else: enough for 80,000 tokens of the embedded model. All of it
+is written when it is made."""
+
 LASTING: dict[str, object] = {
+    "kv_cache_bytes": KV_CACHE_BYTES,
     "log_level": "debug",
     "expiry_s": 60,
     "session_expiry_s": 60,
     "hung_step_s": 600,
 }
-"""Settings of a bus whose processes may have to wait for a busy machine."""
+"""Settings of a bus whose processes may have to wait for a busy machine, and share its memory."""
 
 
 def clean_environment(**settings: object) -> dict[str, str]:

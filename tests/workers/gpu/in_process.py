@@ -10,7 +10,7 @@ from typing import Any
 from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu.worker import GpuWorker
 
-from ...processes import Bus, until
+from ...processes import KV_CACHE_BYTES, Bus, until
 
 JOIN_S = 60.0
 
@@ -20,7 +20,11 @@ class InProcess:
 
     def __init__(self, bus: Bus, **settings: Any) -> None:
         self.bus = bus
-        self.worker = GpuWorker(Settings(back=f"ipc://{bus.folder}/back.sock", **settings))
+        own: dict[str, Any] = {
+            "kv_cache_bytes": KV_CACHE_BYTES,
+            "back": f"ipc://{bus.folder}/back.sock",
+        }
+        self.worker = GpuWorker(Settings(**own | settings))
         self.results: list[int] = []
         self._thread = threading.Thread(
             target=lambda: self.results.append(self.worker.run()), name="gpu-worker", daemon=True
