@@ -16,6 +16,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from typing import TypedDict
 
@@ -118,6 +119,7 @@ def _become(order: Order, server: int) -> None:
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(log, descriptor)
     os.close(log)
+    tempfile.tempdir = None
     # Python's own generator takes a new seed in each fork by itself.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -39,8 +39,9 @@ IMPORTS = {
 }
 """What the server of a module imports: what the module itself would."""
 
-OWN = ("TOKENBUS_", "PYTEST_")
-"""Beginnings of the environment's names that no library reads when it is imported."""
+OWN = ("TOKENBUS_", "PYTEST_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Beginnings of the environment's names that no library reads for good when it is imported. (The
+last two torch sets itself, when it compiles.)"""
 
 _servers: dict[str, ForkServer] = {}
 
