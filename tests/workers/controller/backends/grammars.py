@@ -6,6 +6,7 @@ from collections.abc import Set
 from functools import cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
@@ -51,9 +52,8 @@ def allows(guest: GrammarInstance, place: int, token: int) -> bool:
 
 def members(mask: bytearray) -> frozenset[int]:
     """The bits that are set."""
-    return frozenset(
-        8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
-    )
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return frozenset(bits.nonzero()[0].tolist())
 
 
 # --- brute force --------------------------------------------------------------------------------
@@ -190,33 +190,36 @@ class Bytewise(Protocol):
 
 def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]:
     """The tokens whose bytes can follow, one by one; what tokens have in common is tried once."""
-    allowed: set[int] = set()
+    allowed: list[int] = []
     path = [start]
-    previous = b""
-    for token, numbers in _in_order(vocabulary):
-        shared = 0
-        for one, other in zip(previous, token, strict=False):
-            if one != other:
-                break
-            shared += 1
-        del path[shared + 1 :]
-        previous = token
+    for shared, rest, numbers in _in_order(vocabulary):
         if len(path) <= shared:
             continue
-        for byte in token[shared:]:
+        del path[shared + 1 :]
+        for byte in rest:
             longer = path[-1].copy()
             if not longer.byte(byte):
                 break
             path.append(longer)
         else:
-            allowed.update(numbers)
+            allowed += numbers
     return frozenset(allowed)
 
 
 @cache
-def _in_order(vocabulary: TokenizerVocabulary) -> list[tuple[bytes, list[int]]]:
+def _in_order(vocabulary: TokenizerVocabulary) -> list[tuple[int, bytes, list[int]]]:
+    """The tokens in the order of their bytes: how many bytes each shares with the one before, the
+    others, and its numbers."""
     numbers: dict[bytes, list[int]] = {}
     for number in range(vocabulary.size):
         if token := vocabulary.token(number):
             numbers.setdefault(token, []).append(number)
-    return sorted(numbers.items())
+    found = []
+    previous = b""
+    for token in sorted(numbers):
+        pairs = enumerate(zip(previous, token, strict=False))
+        # Of two that are alike up to the end of one, the shorter comes first.
+        shared = next((at for at, (one, other) in pairs if one != other), len(previous))
+        found.append((shared, token[shared:], numbers[token]))
+        previous = token
+    return found

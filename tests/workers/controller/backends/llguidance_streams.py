@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from tokenbus.workers.controller.host import Host, Vocabulary
 from tokenbus.workers.controller.interface import Action, Answer, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..played import BYTES
-from ..tokens.real_tokenizers import TEKKEN_SIZE, tekken_json
 
 TOKENS = [
     *BYTES,
@@ -38,13 +35,6 @@ PERSON = {
     "required": ["name"],
     "additionalProperties": False,
 }
-
-
-@cache
-def tekken() -> TokenizerVocabulary:
-    return TokenizerVocabulary.from_json(
-        tekken_json(), size=TEKKEN_SIZE, eos=[2], fingerprint="tekken"
-    )
 
 
 def host(arg: object, vocabulary: Vocabulary, seq: int = 0, max_tokens: int = 100_000) -> Host:

@@ -16,7 +16,7 @@ from tokenbus.grammars.yacc import CompiledGrammar, Recognizer, compile_grammar
 from tokenbus.workers.controller.backends.grammar.grammar_instance import ANY, COMPLETE, FORCED
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
-from ..tokens.real_tokenizers import TEKKEN_SIZE, sentencepiece_json, tekken_json
+from ..tokens.real_tokenizers import sentencepiece, tekken
 from .grammars import allows, by_bytes, guest_of, look
 
 SAMPLES = Path(__file__).parents[3] / "grammars" / "samples"
@@ -24,16 +24,9 @@ EOS = 2
 VOCABULARIES = ["Tekken", "SentencePiece"]
 
 
-@cache
 def real(name: str) -> TokenizerVocabulary:
     """A vocabulary, of the JSON that a checkpoint has."""
-    if name == "Tekken":
-        return TokenizerVocabulary.from_json(
-            tekken_json(), size=TEKKEN_SIZE, eos=[EOS], fingerprint=name
-        )
-    return TokenizerVocabulary.from_json(
-        sentencepiece_json(), size=32_768, eos=[EOS], fingerprint=name
-    )
+    return tekken() if name == "Tekken" else sentencepiece()
 
 
 AICI_C = "C as AICI's grammars are written"

@@ -21,10 +21,10 @@ from tokenbus.workers.controller.interface import COMPLETE, STOP, Action
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ..played import EOS, Run, vocabulary
-from ..tokens.real_tokenizers import sentencepiece_json
+from ..tokens.real_tokenizers import sentencepiece, sentencepiece_json, tekken
 from ..tokens.small_tokenizers import byte_level, unigram
 from ..tokens.small_tokenizers import vocabulary as tokenizer_vocabulary
-from .llguidance_streams import PERSON, SPECIAL, TOKENS, Stream, tekken
+from .llguidance_streams import PERSON, SPECIAL, TOKENS, Stream
 
 pytestmark = pytest.mark.process
 
@@ -187,7 +187,7 @@ def test_an_empty_text_that_is_all_there_is_stops_at_once(matchers: Matchers) ->
 def test_forced_text_has_the_tokenizers_own_tokens(matchers: Matchers, name: str) -> None:
     make: dict[str, Callable[[], TokenizerVocabulary]] = {
         "tekken": tekken,
-        "sentencepiece": lambda: tokenizer_vocabulary(sentencepiece_json(), eos=[2]),
+        "sentencepiece": sentencepiece,
         "unigram": lambda: tokenizer_vocabulary(unigram(), eos=[2]),
         "byte level": lambda: tokenizer_vocabulary(byte_level(), eos=[0]),
     }

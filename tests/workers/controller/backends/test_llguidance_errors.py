@@ -16,7 +16,8 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ..played import vocabulary
-from .llguidance_streams import PERSON, TOKENS, Stream, host, tekken
+from ..tokens.real_tokenizers import tekken
+from .llguidance_streams import PERSON, TOKENS, Stream, host
 
 pytestmark = pytest.mark.process
 

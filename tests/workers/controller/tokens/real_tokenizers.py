@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mistral_common
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 DATA = Path(mistral_common.__file__).parent / "data"
@@ -61,6 +62,14 @@ def tekken_json() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     return tokenizer.to_str()
+
+
+@cache
+def tekken() -> TokenizerVocabulary:
+    """The vocabulary of that JSON."""
+    return TokenizerVocabulary.from_json(
+        tekken_json(), size=TEKKEN_SIZE, eos=[2], fingerprint="tekken"
+    )
 
 
 def _byte_characters() -> dict[int, str]:
@@ -120,3 +129,11 @@ def sentencepiece_json() -> str:
     ]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     return tokenizer.to_str()
+
+
+@cache
+def sentencepiece() -> TokenizerVocabulary:
+    """The vocabulary of that JSON."""
+    return TokenizerVocabulary.from_json(
+        sentencepiece_json(), size=32_768, eos=[2], fingerprint="sentencepiece"
+    )

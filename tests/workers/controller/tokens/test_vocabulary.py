@@ -22,8 +22,10 @@ from tokenizers import Tokenizer, normalizers, processors
 from .real_tokenizers import (
     TEKKEN,
     TEKKEN_SIZE,
+    sentencepiece,
     sentencepiece_json,
     sentencepiece_model,
+    tekken,
     tekken_json,
     tekken_tokens,
 )
@@ -59,7 +61,9 @@ MADE: dict[str, Callable[[], tuple[str, bool]]] = {
 def kind(request: pytest.FixtureRequest) -> Kind:
     """Every kind, unless a test names some."""
     text, joins = MADE[request.param]()
-    return Kind(Tokenizer.from_str(text), vocabulary(text), joins)
+    shared = {"SentencePiece BPE": sentencepiece, "Tekken": tekken}.get(request.param)
+    known = vocabulary(text) if shared is None else shared()
+    return Kind(Tokenizer.from_str(text), known, joins)
 
 
 def of_kinds(*names: str) -> pytest.MarkDecorator:
@@ -178,9 +182,8 @@ def test_text_that_a_normalizer_leaves_alone_has_the_tokens_that_it_had(
 
 def test_raw_tekken_tokens_and_its_json_are_the_same_vocabulary() -> None:
     raw = TokenizerVocabulary.from_tokens(tekken_tokens(), eos=[2], fingerprint="raw")
-    read = vocabulary(tekken_json(), eos=[2])
-    assert raw.size == read.size == TEKKEN_SIZE
-    assert raw.trie == read.trie
+    assert raw.size == tekken().size == TEKKEN_SIZE
+    assert raw.trie == tekken().trie
 
 
 # --- nothing is added, nothing is special ---------------------------------------------------------
@@ -240,7 +243,7 @@ def test_a_sentencepiece_tokenizer_without_a_decoder_is_known_by_its_other_parts
 ) -> None:
     content = json.loads(sentencepiece_json())
     content["decoder"] = None
-    known = vocabulary(json.dumps(content))
+    known = vocabulary(json.dumps(content), eos=[2])
     assert known.trie == kind.vocabulary.trie
 
 
