@@ -1,94 +1,24 @@
-"""The TypeScript client: generated messages, strict types, and its own tests on a running system.
-
-They run in a copy of its folder under ``build/``, so that nothing is installed into the sources.
-"""
+"""The TypeScript client: generated messages, strict types, its own tests on a running system."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Route, sync_playwright
+from tokenbus.clients.gateway.keys import hash_of, new_key
 from tokenbus.clients.typescript.generate import OUTPUT, typescript
 
-from ..processes import Bus
+from ..processes import Bus, Gateway
 from . import wasm_guests
+from .typescript_package import needs_node, run
 
-SOURCES = OUTPUT.parents[1]
-COPY = SOURCES.parents[1] / "build" / "typescript"
-LIMIT_S = 500.0
-"""Bounds a hang."""
-
-needs_node = pytest.mark.skipif(
-    not (shutil.which("node") and shutil.which("npm")),
-    reason="there is no node with npm: the TypeScript client is not built and not tested",
+KEY = new_key()
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-
-
-def run(*command: str | Path, **environment: str | Path) -> str:
-    """Runs a command in the copy; its output. Fails the test with it if the command fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=COPY,
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    if done.returncode:
-        pytest.fail(f"{' '.join(map(str, command))}\n{done.stdout}", pytrace=False)
-    return done.stdout
-
-
-@pytest.fixture(scope="session")
-def package() -> Path:
-    """The built package. Only the first of all test processes builds it, and only after a change;
-    its dependencies are installed again only where the lock file has changed."""
-    COPY.mkdir(parents=True, exist_ok=True)
-    with (COPY / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        built, sources = COPY / ".built", digest(SOURCES)
-        if not built.exists() or built.read_text() != sources:
-            built.unlink(missing_ok=True)
-            build()
-            built.write_text(sources)
-    return COPY
-
-
-def digest(folder: Path) -> str:
-    """The SHA-256 of the files that make the package."""
-    found = hashlib.sha256()
-    for file in sorted([*folder.glob("*.*"), *folder.glob("src/*"), *folder.glob("test/*")]):
-        if file.is_file():
-            found.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
-    return found.hexdigest()
-
-
-def build() -> None:
-    """Copies the sources, installs what they need, and runs the compiler."""
-    for folder in ("src", "test", "dist"):
-        shutil.rmtree(COPY / folder, ignore_errors=True)
-    for folder in ("src", "test"):
-        shutil.copytree(SOURCES / folder, COPY / folder)
-    for name in ("package.json", "tsconfig.json", "README.md"):
-        shutil.copy(SOURCES / name, COPY)
-    lock, installed = (folder / "package-lock.json" for folder in (SOURCES, COPY))
-    modules = COPY / "node_modules"
-    if not (
-        modules.exists() and installed.exists() and installed.read_bytes() == lock.read_bytes()
-    ):
-        shutil.copy(lock, installed)
-        # A failed installation leaves no such folder, so that the next run tries again.
-        shutil.rmtree(modules, ignore_errors=True)
-        run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline")
-    run("npm", "run", "build")
 
 
 def test_the_committed_messages_are_those_of_the_structs() -> None:
@@ -99,7 +29,6 @@ def test_the_committed_messages_are_those_of_the_structs() -> None:
 
 
 @needs_node
-@pytest.mark.process
 def test_the_public_types_have_no_any(package: Path) -> None:
     declarations = [*(package / "dist" / "src").glob("*.d.ts")]
     assert declarations
@@ -110,7 +39,7 @@ def test_the_public_types_have_no_any(package: Path) -> None:
 
 @needs_node
 def test_its_own_tests_pass_on_a_running_system(
-    package: Path, steered: Bus, tmp_path: Path
+    package: Path, steered: Bus, gateway: Gateway, tmp_path: Path
 ) -> None:
     for name in ("LOGS", "FAILS", "FORKS", "SPLICES"):
         (tmp_path / f"{name.lower()}.wasm").write_bytes(getattr(wasm_guests, name))
@@ -120,6 +49,7 @@ def test_its_own_tests_pass_on_a_running_system(
         "--test",
         *tests,
         TOKENBUS_TEST_FRONT=steered.front,
+        TOKENBUS_TEST_WS=gateway.ws_url,
         TOKENBUS_TEST_WASM=tmp_path,
     )
     assert re.search(r"^. pass [1-9]", output, re.MULTILINE), output
@@ -131,3 +61,70 @@ def test_the_first_minute_of_its_readme_works(package: Path, steered: Bus) -> No
     (package / "dist" / "first.mjs").write_text(example)
     output = run("node", "dist/first.mjs", TOKENBUS_FRONT=steered.front)
     assert re.search(r"^[0-9]{3}-[0-9]{4}$", output, re.MULTILINE), output
+
+
+# --- over a WebSocket with an API key -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(steered: Bus, tmp_path_factory: pytest.TempPathFactory) -> Gateway:
+    """A gateway that needs a key."""
+    file = tmp_path_factory.mktemp("keys") / "api-keys"
+    file.write_text(f"ann {hash_of(KEY)}\n")
+    return steered.start_gateway(api_keys=file)
+
+
+@needs_node
+def test_node_sends_its_api_key_and_sees_that_one_is_refused(
+    package: Path, guarded: Gateway
+) -> None:
+    (package / "dist" / "keys.mjs").write_text(
+        """
+        import { Client } from "tokenbus";
+        for (const api_key of [process.argv[3], "wrong", undefined]) {
+          const client = new Client(process.argv[2], { api_key });
+          await client.status().then(
+            (status) => console.log(status.workers.length),
+            (error) => console.log(error.name, error.code, error.message),
+          );
+          client.close();
+        }
+        """
+    )
+    output = run("node", "dist/keys.mjs", guarded.ws_url, KEY)
+    refused = (
+        "RequestError not_allowed the gateway refused the WebSocket with HTTP status 401; give the "
+        "client a valid api_key"
+    )
+    assert output.splitlines() == ["3", refused, refused]
+
+
+@needs_node
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+def test_a_page_in_a_real_browser_streams_tokens(package: Path, guarded: Gateway) -> None:
+    def source(route: Route) -> None:
+        file = package / "dist" / "src" / route.request.url.rpartition("/")[2]
+        route.fulfill(path=file, content_type="text/javascript")
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.route(f"{guarded.url}/tokenbus/*", source)
+        page.goto(f"{guarded.url}/live")
+        said = page.evaluate(
+            """async (api_key) => {
+              const { Client, RequestError } = await import("/tokenbus/browser.js");
+              const client = new Client(undefined, { api_key });
+              const options = { arg: "[0-9]{3}-[a-f]{2}", max_tokens: 30 };
+              let text = "";
+              for await (const token of client.run("regex", "x = ", options)) text += token.text;
+              const refused = await client.modelInfo("no-such-model").catch((error) => error);
+              client.close();
+              return [text, refused instanceof RequestError, refused.code];
+            }""",
+            KEY,
+        )
+        browser.close()
+    text, is_request_error, code = said
+    assert re.fullmatch(r"[0-9]{3}-[a-f]{2}", text)
+    assert (is_request_error, code) == (True, "unknown_model")
