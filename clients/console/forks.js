@@ -7,13 +7,15 @@ const LANE = 26; // Pixels between two sequences.
 const LEFT = 10;
 const RIGHT = 40; // For the number of a sequence.
 
-/** Draws the tree into `host`, if there is more than one sequence, a splice or a write. */
-export function drawForks(host, generation, chosen, select) {
+/**
+ * Draws the tree into `host`, `width` pixels wide, if there is more than one sequence, a splice or a
+ * write.
+ */
+export function drawForks(host, width, generation, chosen, select) {
   const sequences = generation.inOrder;
   const worth = sequences.length > 1 || sequences.some((s) => s.splices.length || s.writes.length);
   host.hidden = !worth;
   if (!worth) return;
-  const width = Math.max(240, host.clientWidth);
   const longest = Math.max(12, ...sequences.map(reach));
   const x = (pos) => LEFT + ((width - LEFT - RIGHT) * pos) / longest;
   const y = new Map(sequences.map((s, i) => [s, 18 + i * LANE]));

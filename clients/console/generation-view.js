@@ -5,10 +5,13 @@ import { drawForks } from "./forks.js";
 import { count, counted, micros } from "./format.js";
 import { Generation } from "./generation.js";
 import { Notes } from "./notes.js";
-import { SequenceList } from "./sequences.js";
+import { SequenceList, surprise } from "./sequences.js";
 import { showStep } from "./step.js";
 import { Steps } from "./steps.js";
 import { Vocabulary } from "./vocabulary.js";
+
+const MIN_WIDTH = 240; // Pixels, of the tree of forks.
+const DRAW_SHARE = 3; // At most one part of this many and one of the time goes into drawing.
 
 /** Events: `running` (detail: whether one runs), `fault` (detail: the error of a request). */
 export class GenerationView extends EventTarget {
@@ -21,7 +24,9 @@ export class GenerationView extends EventTarget {
   #chosen = null;
   #index = 0;
   #follows = true;
-  #frame = 0;
+  #timer = 0;
+  #drawMs = 0;
+  #width = MIN_WIDTH;
   #list = new SequenceList(byId("sequences"), (sequence, index) => this.#choose(sequence, index));
   #steps = new Steps();
   #notes = new Notes();
@@ -29,8 +34,11 @@ export class GenerationView extends EventTarget {
   constructor(connection) {
     super();
     this.#connection = connection;
-    this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail, true));
-    new ResizeObserver(() => this.#update()).observe(byId("forks").parentElement);
+    this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail));
+    new ResizeObserver(([{ contentRect }]) => {
+      this.#width = Math.max(MIN_WIDTH, Math.floor(contentRect.width));
+      this.#update();
+    }).observe(byId("result"));
   }
 
   /** Starts a generation with the fields of a GENERATE; one that still runs is cancelled. */
@@ -100,8 +108,9 @@ export class GenerationView extends EventTarget {
       this.#chosen ??= sequence;
     }
     if (this.#generation.tokens) this.#say("running");
-    this.#update();
-    if (!this.#generation.running) this.#ended();
+    if (this.#generation.running) return this.#update();
+    this.#draw();
+    this.#ended();
   }
 
   #ended() {
@@ -139,37 +148,51 @@ export class GenerationView extends EventTarget {
     byId("progress").dataset.running = Boolean(this.#generation?.running);
   }
 
-  #choose(sequence, index, scroll = false) {
+  #choose(sequence, index) {
     if (!sequence?.items.length) return;
     this.#chosen = sequence;
     this.#index = Math.max(0, Math.min(index, sequence.items.length - 1));
     // At the last step of a generation that runs, the choice follows it.
     this.#follows = this.#generation.running && this.#index === sequence.items.length - 1;
-    this.#draw(scroll);
+    this.#draw();
   }
 
+  /** Draws soon; what takes long to draw is drawn less often, so that the page can be used. */
   #update() {
-    this.#frame ||= requestAnimationFrame(() => {
-      this.#frame = 0;
-      this.#draw();
-    });
+    this.#timer ||= setTimeout(() => {
+      requestAnimationFrame((began) => {
+        this.#timer = 0;
+        this.#draw();
+        this.#drawMs = performance.now() - began;
+      });
+    }, DRAW_SHARE * this.#drawMs);
   }
 
-  #draw(scroll = false) {
+  #draw() {
     const generation = this.#generation;
     if (!generation?.sequences.size) return;
     this.#list.update(generation);
     this.#notes.update(generation);
     showFigures(generation);
-    drawForks(byId("forks"), generation, this.#chosen, (s) => this.#choose(s, s.items.length - 1));
+    drawForks(byId("forks"), this.#width, generation, this.#chosen, (s) => this.#choose(s, s.items.length - 1));
     if (!this.#chosen?.items.length) {
       this.#chosen = generation.inOrder.find((s) => s.items.length) ?? this.#chosen;
     }
-    if (this.#follows) this.#index = this.#chosen.items.length - 1;
+    if (this.#follows) {
+      const { items } = this.#chosen;
+      this.#index = generation.running ? items.length - 1 : mostTelling(items);
+      this.#follows = generation.running;
+    }
     this.#steps.show(this.#chosen, this.#index, this.#vocabSize);
     showStep(this.#chosen, this.#index, this.#vocabSize, this.#vocabulary);
-    this.#list.select(this.#chosen, this.#index, scroll);
+    this.#list.select(this.#chosen, this.#index);
   }
+}
+
+/** The step to begin with: where the mask cut off most, or else the most surprising one. */
+function mostTelling(items) {
+  const weight = (item) => (item.cut.size ? 1 + item.cutOff : item.appended ? -1 : surprise(item));
+  return items.reduce((best, item, i) => (weight(item) > weight(items[best]) ? i : best), 0);
 }
 
 /** Brings the generation into view where it is below the form, as on a phone. */

@@ -4,6 +4,7 @@ import { el, setText } from "./dom.js";
 import { counted } from "./format.js";
 
 const SURPRISING = 6; // A log-probability of -6, 0.25 %, has the full tint.
+const MARGIN = 24; // Pixels above and below a token that is scrolled to.
 const INHERITED_SHOWN = 60; // Characters before a fork that are shown again.
 
 const ENDS = {
@@ -25,6 +26,7 @@ export class SequenceList {
   #list;
   #views = new Map();
   #vocabSize = 0;
+  #selected = null;
 
   /** `select(sequence, index)` is called when a token is clicked. */
   constructor(list, select) {
@@ -56,14 +58,23 @@ export class SequenceList {
     });
   }
 
-  /** Marks the selected token, and scrolls to it if `scroll`. */
-  select(sequence, index, scroll = false) {
+  /** Marks the selected token, and brings it into view within the list when it is another one. */
+  select(sequence, index) {
     for (const old of this.#list.querySelectorAll(".chosen")) old.classList.remove("chosen");
     const view = this.#views.get(sequence.seq);
     view?.element.classList.add("chosen");
     const token = view?.token(index);
     token?.classList.add("chosen");
-    if (scroll) token?.scrollIntoView({ block: "nearest" });
+    if (token && token !== this.#selected) this.#show(token);
+    this.#selected = token;
+  }
+
+  /** Scrolls the list and nothing else: the page stays where it is. */
+  #show(token) {
+    const list = this.#list.getBoundingClientRect();
+    const box = token.getBoundingClientRect();
+    if (box.bottom > list.bottom - MARGIN) this.#list.scrollTop += box.bottom - list.bottom + MARGIN;
+    else if (box.top < list.top + MARGIN) this.#list.scrollTop += box.top - list.top - MARGIN;
   }
 }
 

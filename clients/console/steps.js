@@ -9,10 +9,13 @@ const GAP = 6; // Between the three rows:
 const CUTS = 16; // the probability that masks cut off,
 const TIMES = 16; // below it the shares that they allowed, and the times of rounds.
 
+const COLOURS = ["allowed", "free", "cut", "surprise", "time"];
+
 /** The chart. Event: `choose`, with the index of the step as its `detail`. */
 export class Steps extends EventTarget {
   #canvas = byId("chart");
   #scrub = byId("scrub");
+  #box = { width: 0, height: 0 };
   #items = [];
   #vocabSize = 0;
   #masked = false;
@@ -22,7 +25,10 @@ export class Steps extends EventTarget {
     this.#scrub.addEventListener("input", () => {
       this.dispatchEvent(new CustomEvent("choose", { detail: Number(this.#scrub.value) }));
     });
-    new ResizeObserver(() => this.#draw()).observe(this.#canvas.parentElement);
+    new ResizeObserver(([{ contentRect }]) => {
+      this.#box = contentRect;
+      this.#draw();
+    }).observe(this.#canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
@@ -56,7 +62,7 @@ export class Steps extends EventTarget {
 
   #draw() {
     const canvas = this.#canvas;
-    const box = canvas.parentElement.getBoundingClientRect();
+    const box = this.#box;
     if (!box.width) return;
     const scale = devicePixelRatio;
     canvas.width = Math.round(box.width * scale);
@@ -68,13 +74,13 @@ export class Steps extends EventTarget {
     const paint = canvas.getContext("2d");
     paint.scale(scale, scale);
     const style = getComputedStyle(canvas);
-    const colour = (name) => style.getPropertyValue(name);
+    const colours = Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue(`--chart-${name}`)]));
     const top = this.#masked ? CUTS + GAP : 0;
     const bottom = box.height - TIMES - GAP;
     const gap = step > 4 ? 1 : 0;
     const slowest = Math.max(1, ...this.#items.map((item) => item.roundUs));
     const bar = (i, name, y, height) => {
-      paint.fillStyle = colour(name);
+      paint.fillStyle = colours[name];
       paint.fillRect(i * step, y, step - gap, height);
     };
     this.#items.forEach((item, i) => {
@@ -82,22 +88,22 @@ export class Steps extends EventTarget {
       const height = Math.max(2, share * (bottom - top));
       paint.globalAlpha = item.taken ? 0.35 : 1;
       bar(i, name, bottom - height, height);
-      if (item.cut.size) bar(i, "--chart-cut", 0, Math.max(1, item.cutOff * CUTS));
-      if (item.roundUs) bar(i, "--chart-time", bottom + GAP, Math.max(1, (item.roundUs / slowest) * TIMES));
+      if (item.cut.size) bar(i, "cut", 0, Math.max(1, item.cutOff * CUTS));
+      if (item.roundUs) bar(i, "time", bottom + GAP, Math.max(1, (item.roundUs / slowest) * TIMES));
     });
   }
 }
 
 /** Height and colour of a step under masks: nothing was left to choose where it was appended. */
 function maskBar(item, vocabSize) {
-  if (item.appended) return [0, "--chart-free"];
-  if (item.allowed === null) return [1, "--chart-free"];
-  return [allowedShare(item.allowed, vocabSize), "--chart-allowed"];
+  if (item.appended) return [0, "free"];
+  if (item.allowed === null) return [1, "free"];
+  return [allowedShare(item.allowed, vocabSize), "allowed"];
 }
 
 /** And without any mask. */
 function surpriseBar(item) {
-  return item.appended ? [0, "--chart-free"] : [surprise(item), "--chart-surprise"];
+  return item.appended ? [0, "free"] : [surprise(item), "surprise"];
 }
 
 /** A step as a screen reader says it. */
