@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
-from . import aici, console, health, lmtp, openai
+from . import aici, anthropic, console, health, lmtp, openai
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def routes() -> list[BaseRoute]:
     """The routes of all doors."""
-    doors = (lmtp, aici, openai, console, health)
+    doors = (lmtp, aici, anthropic, openai, console, health)
     return [route for door in doors for route in door.routes()]
 
 
