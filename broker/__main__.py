@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..protocol import logs
+from ..protocol import logs, tracing
 from ..protocol.settings import SettingError, load
 from .server import BrokerServer
 from .settings import BrokerSettings
@@ -16,6 +16,7 @@ def main() -> int:
     try:
         settings = load()
         logs.set_up(settings, "broker")
+        tracing.start("broker")
         server = BrokerServer(settings.front, settings.back_endpoint, BrokerSettings.of(settings))
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
+from .spans import record_span
 from .tables import RETRY_AFTER_S, CancelReason, Request, Worker, WorkerState
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Dispatcher:
         if not request.open:
             return
         if error is not None:
+            request.error = error.message
             self._out.error(request, error)
         request.open = False
         if request.session.streams.get(request.stream_id) is request:
@@ -104,6 +106,8 @@ class Dispatcher:
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
         self.deadlines.remove(request)
+        if request.trace:
+            record_span(request)
         logs.end(request.id)
         if request.controller:
             self.controllers.end(request)
@@ -144,6 +148,7 @@ class Dispatcher:
         for request in list(worker.requests.values()):
             worker.requests.pop(request.id, None)
             if request.open:
+                request.error = error.message
                 self._out.error(request, error)
             self.forget(request)
         self.rebalance()
@@ -269,6 +274,7 @@ class Dispatcher:
         frames = [request.type, header, *request.frames]
         request.frames = []
         request.worker = worker
+        request.dispatched = self.now
         worker.requests[request.id] = request
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
         if log.isEnabledFor(logging.DEBUG):

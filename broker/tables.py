@@ -159,6 +159,10 @@ class Request:
     arrived: float
     trace: str = ""
     request_id: str = ""
+    dispatched: float | None = None
+    """When it went to its worker."""
+    error: str | None = None
+    """Why the broker has ended it, if it has."""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""

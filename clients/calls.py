@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..protocol.errors import TokenbusError
 from ..protocol.messages import (
@@ -22,6 +22,9 @@ from ..protocol.messages import (
     Token,
     Upload,
 )
+
+if TYPE_CHECKING:
+    from .tracing import ClientSpan
 
 Request = (
     Generate
@@ -63,6 +66,8 @@ class Call:
     """Send the request again if nothing has arrived for this long."""
     retry_s: float = 0.0
     """How long to send the request again after its first retryable failure."""
+    span: ClientSpan | None = None
+    """Its span, where the program traces."""
     take: Callable[[list[Event]], None] = _discard
     """Takes the events. Must hold no reference to the stream, which cancels when it is dropped."""
 

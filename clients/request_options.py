@@ -28,6 +28,7 @@ from ..protocol.messages import (
     module_too_large,
 )
 from .calls import Call
+from .tracing import identify
 
 Prompt = str | Sequence[int]
 """Text, which the worker tokenizes, or token ids."""
@@ -116,7 +117,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
             given[name] = _as_list(given[name], name)
     body, attachments = _prompt(prompt)
     message = Generate(stream_id=0, prompt=body, timeout_s=timing["timeout_s"], **given)
-    return Call(b"GENERATE", message, attachments, **timing)
+    return Call(b"GENERATE", message, attachments, span=identify(message), **timing)
 
 
 def score_call(prompt: Prompt, scored: Prompt, options: RequestOptions) -> Call:
@@ -129,7 +130,7 @@ def score_call(prompt: Prompt, scored: Prompt, options: RequestOptions) -> Call:
     ids = _checked(scored, "$.scored") if isinstance(scored, str) else _ids(scored, "$.scored")
     given.setdefault("text", isinstance(scored, str))
     message = Score(stream_id=0, prompt=body, scored=ids, timeout_s=timing["timeout_s"], **given)
-    return Call(b"SCORE", message, attachments, **timing)
+    return Call(b"SCORE", message, attachments, span=identify(message), **timing)
 
 
 def model_info_call(model: str, timeout_s: float) -> Call:

@@ -47,10 +47,12 @@ class _Reader:
         if not self._over:
             self._over = self._closed = True
             self._connection.cancel(self._call)
+            self._end_span(None)
 
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
             self._connection.cancel(self._call)
+            self._end_span(None)
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -71,7 +73,12 @@ class _Reader:
                 case Ended(error):
                     self._over = True
                     self._error = error
+                    self._end_span(error)
         return None
+
+    def _end_span(self, error: TokenbusError | None) -> None:
+        if self._call.span is not None:
+            self._call.span.end(self.sequences, error)
 
     def _raise_failure(self) -> None:
         """After the last entry: raises why the stream failed, or that it was closed, if so."""

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import traceback
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -17,6 +18,9 @@ import msgspec
 from .settings import Settings
 
 _HUMAN = "%(asctime)s %(levelname)s %(message)s"
+
+task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
+"""Request id and trace id of what the current task does, for a process that has it from outside."""
 
 _ids: dict[int, tuple[str, str]] = {}
 """Of the live requests of this process that came with one: request id and trace id."""
@@ -31,7 +35,18 @@ def set_up(settings: Settings, process: str) -> None:
     handler.setFormatter(
         JsonFormatter(process) if settings.log_format == "json" else HumanFormatter()
     )
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def take_over(*packages: str) -> None:
+    """Lets what imported packages log take the way of all records, where they have set up their
+    own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in packages:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def about(request: int) -> dict[str, int]:
@@ -54,7 +69,7 @@ def end(request: int) -> None:
 def ids_of(record: logging.LogRecord) -> tuple[str, str]:
     """The request id and the trace id of a record, as far as it has them."""
     named = getattr(record, "request_id", ""), getattr(record, "trace_id", "")
-    return named if any(named) else _ids.get(getattr(record, "request", 0), ("", ""))
+    return named if any(named) else _ids.get(getattr(record, "request", 0)) or task_ids.get()
 
 
 class HumanFormatter(logging.Formatter):

@@ -200,7 +200,7 @@ def test_only_what_is_declared_or_in_the_standard_library_is_imported() -> None:
             r'^    "([^"]+)",', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
         )
     }
-    names = {"zmq": "pyzmq", "google": "protobuf"}
+    names = {"zmq": "pyzmq", "google": "protobuf", "opentelemetry": "opentelemetry_sdk"}
     wrong = set()
     for one in IMPORTS:
         top = one.target.split(".")[0]

@@ -6,7 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
-from ...protocol import logs
+from ...protocol import logs, tracing
 from ...protocol.settings import SettingError, load
 
 
@@ -25,6 +25,11 @@ def main() -> int:
     try:
         settings = load()
         logs.set_up(settings, "gateway")
+        exporter = tracing.start("gateway")
+        if exporter is not None:
+            from opentelemetry.trace import set_tracer_provider
+
+            set_tracer_provider(exporter.provider)
         if settings.http == "none":
             raise SettingError("http: it is 'none', so that there is nothing to serve")
         fault = check_tls(settings)

@@ -13,22 +13,32 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
-from . import aici, anthropic, console, health, lmtp, openai
+from . import aici, console, health, lmtp, metrics, openai
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
 from .security import OriginCheck, RequireKey
+from .traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 
 def routes() -> list[BaseRoute]:
     """The routes of all doors."""
-    doors = (lmtp, aici, anthropic, openai, console, health)
+    doors = (lmtp, aici, openai, console, health, metrics)
     return [route for door in doors for route in door.routes()]
+
+
+class Application(Starlette):
+    """Starlette's application within ``Traffic``, which sees its answers to errors too."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Called by Starlette, once."""
+        return Traffic(super().build_middleware_stack())
 
 
 def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
@@ -42,7 +52,9 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
         finally:
             await app.state.gateway.close()
 
-    checks = [Middleware(OriginCheck, allowed=settings.cors, any_host=keys is not None)]
+    checks = [
+        Middleware(OriginCheck, allowed=settings.cors, any_host=keys is not None),
+    ]
     if settings.cors:
         checks.append(
             Middleware(
@@ -55,7 +67,7 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
         )
     if keys is not None:
         checks.append(Middleware(RequireKey, keys=keys))
-    return Starlette(
+    return Application(
         routes=routes(),
         middleware=checks,
         exception_handlers={

@@ -10,6 +10,7 @@ from ...protocol.settings import Settings
 from .. import AsyncClient
 from .models import ModelTable
 from .templates import Templates
+from .traffic import Counts
 from .tunnels import Tunnels
 
 
@@ -21,6 +22,7 @@ class Gateway:
         self.client = AsyncClient(settings.front)
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
+        self.traffic = Counts()
         self.templates = Templates()
         self.tunnels = Tunnels(settings)
         """The WebSockets of LMTP, each with a connection of its own."""

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 
-from ...protocol import logs
+from ...protocol import logs, tracing
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
@@ -27,6 +27,7 @@ def main() -> int:
     try:
         settings = load()
         logs.set_up(settings, "controller")
+        tracing.start("controller")
         programs = dict(map(load_program, sys.argv[1:]))
     except (SettingError, ValueError, TokenbusError) as error:
         return _refuse(error)

@@ -21,6 +21,7 @@ from .limits import Limits
 from .logs import Log
 from .masks import MaskRows
 from .meters import Meter
+from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
 from .variable_calls import SequenceVariables
 
@@ -68,6 +69,8 @@ class SequenceGroup:
         self._perform = perform
         self.meter = Meter()
         """Of its controller."""
+        self.events: RoundEvents | None = None
+        """Its rounds, where the request is traced."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}

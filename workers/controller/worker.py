@@ -52,6 +52,7 @@ from .meters import Meters
 from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
+from .round_events import RoundEvents
 from .rounds import ControlledSequence
 from .sequence_group import Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
@@ -241,6 +242,7 @@ class ControllerWorker:
         self._end(header.request)
         self._groups[header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
+        group.events = RoundEvents.of(header.request, start)
         log.debug(
             "request %d: its controller is %s",
             header.request,
@@ -265,6 +267,7 @@ class ControllerWorker:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> None:
+        began = time.perf_counter()
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
@@ -281,6 +284,8 @@ class ControllerWorker:
             number = logs.about(group.request)
             log.exception("the controller %s cannot be started", start.controller, extra=number)
             results = [_error_result(group.request, f"the controller worker failed: {failed!r}")]
+        if group.events is not None:
+            group.events.add(results, time.perf_counter() - began)
         pending.add(group, results)
 
     def _step(self, gpu: int, step: Step) -> None:
@@ -359,6 +364,8 @@ class ControllerWorker:
         if group is not None:
             group.close()
             self._variable_calls.cancel(request)
+            if group.events is not None:
+                group.events.end()
             logs.end(request)
             self._pool.submit([group.free])
 
@@ -461,6 +468,8 @@ def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], fl
     meter.end(cpu_began, duration_s)
     if group.inspect:
         _note_time(results, duration_s)
+    if group.events is not None:
+        group.events.add(results, duration_s)
     return results, duration_s
 
 

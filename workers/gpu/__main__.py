@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 
-from ...protocol import logs
+from ...protocol import logs, tracing
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
 
@@ -16,12 +17,17 @@ def main() -> int:
     try:
         settings = load()
         logs.set_up(settings, "gpu")
+        tracing.start("gpu")
     except (SettingError, ValueError) as error:
         return _refuse(error)
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # After the settings: a wrong one is reported without the seconds that importing torch takes.
+    importlib.import_module("torch")  # It sets up logs of its own.
+    logs.take_over("torch")
     from .worker import GpuWorker
+
+    logs.take_over("transformers")
 
     try:
         worker = GpuWorker(settings)

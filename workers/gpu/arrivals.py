@@ -92,6 +92,8 @@ class Arrivals:
             request = decode_as(kind, message.body)
             if isinstance(request, Generate | Score):
                 logs.begin(stream.request, request.request_id, request.trace)
+                stream.trace = request.trace
+                stream.operation = "score" if isinstance(request, Score) else stream.operation
             self._take(stream, request, message.attachments)
         except Exception as error:
             self._waiting.pop(stream.request, None)

@@ -201,7 +201,7 @@ class Engine:
             "generation_tokens": sampled + live.appended_tokens,
             "fast_forward_tokens": live.appended_tokens,
             "backtracked_tokens": live.dropped_tokens,
-            "iteration_tokens": self._stepper.step_tokens,
+            "iteration_tokens_total": self._stepper.step_tokens,
             "forks": live.forks,
             "splices": live.splices,
             "deferrals": scheduler.deferrals,

@@ -17,6 +17,7 @@ from ...protocol.logs import about
 from ...protocol.messages import Token
 from .metrics import WorkerMetrics
 from .sequence import TokenOutput
+from .spans import record_span
 from .streams import Frames, Stream, error_frames, saved_buffer_frames, token_frames
 
 log = logging.getLogger(__name__)
@@ -111,8 +112,9 @@ class LiveStreams:
             self._post(frames)
         for stream, _ in new:
             if stream.live == 0:
-                self.metrics.ended(stream, _reason(stream.entries))
-                self._remove(stream)
+                last = stream.entries[-1] if stream.entries else None
+                reason = last.finish_reason if last is not None else None
+                self._end(stream, reason or "cancelled", last.error if last is not None else None)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -124,18 +126,20 @@ class LiveStreams:
             log.error("request %d: %s failed", number, doing, exc_info=error, extra=about(number))
             error = internal_error(error, doing)
         self.metrics.errors.add(error.code)
-        self.metrics.ended(stream, "error")
-        self._remove(stream)
+        self._end(stream, "error", error.message)
         self._post(error_frames(stream, error))
 
     def drop(self, request: int) -> None:
         """Ends a stream for which no client waits; nothing is sent."""
         stream = self._streams.get(request)
         if stream is not None:
-            self.metrics.ended(stream, "cancelled")
-            self._remove(stream)
+            self._end(stream, "cancelled", None)
 
-    def _remove(self, stream: Stream) -> None:
+    def _end(self, stream: Stream, reason: str, error: str | None) -> None:
+        """A stream is over: counts it, and frees what is kept of it."""
+        self.metrics.ended(stream, reason)
+        if stream.trace:
+            record_span(stream, reason, error)
         self._streams.pop(stream.request, None)
         try:
             self._release(stream)
@@ -151,11 +155,6 @@ def internal_error(error: Exception, doing: str) -> ServiceError:
     text = f"the GPU worker failed while {doing}: {type(error).__name__}: {error}"
     # Names of files may hold what is not valid Unicode, and such text cannot be sent.
     return ServiceError(Code.INTERNAL, text.encode(errors="backslashreplace").decode())
-
-
-def _reason(entries: list[Token]) -> str:
-    """How a stream has ended."""
-    return (entries[-1].finish_reason if entries else None) or "cancelled"
 
 
 def _messages(new: list[tuple[Stream, list[Token]]]) -> list[Frames]:

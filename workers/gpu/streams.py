@@ -36,8 +36,13 @@ class Stream:
     """Of its prompt; None while no engine has it."""
     entries: list[Token] = field(default_factory=list)
     """All that was sent, for a client that attaches again."""
+    trace: str = ""
+    operation: str = "text_completion"
+    """``gen_ai.operation.name`` of its span, if it has a trace."""
+    received: float = field(default_factory=time.monotonic)
+    """When this worker received it, in seconds."""
     arrived: float = field(default_factory=time.monotonic)
-    """When the broker received it, by this process's clock, in seconds."""
+    """When the broker did, by the clock of this process."""
     first_at: float = 0.0
     """When its first token was sent; 0 before."""
     sent_at: float = 0.0
@@ -50,7 +55,7 @@ class Stream:
         """The stream of a request's header."""
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         stream = cls(header.request, header.address, stream_id, encoding, model, live)
-        stream.arrived -= header.waited_s
+        stream.arrived = stream.received - header.waited_s
         return stream
 
 

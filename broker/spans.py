@@ -1,0 +1,32 @@
+"""The span of the broker for a request that is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..protocol import tracing
+from ..protocol.tracing import Happened
+from .tables import Request
+
+
+def record_span(request: Request) -> None:
+    """A request with a trace has ended."""
+    exporter = tracing.active()
+    if exporter is None:
+        return
+    attributes: dict[str, Any] = {
+        "tokenbus.worker": request.worker.name if request.worker is not None else "",
+        "tokenbus.priority": request.priority,
+        "tokenbus.client": request.session.client,
+    }
+    if request.model:
+        attributes["gen_ai.request.model"] = request.model
+    if request.request_id:
+        attributes["tokenbus.request_id"] = request.request_id
+    events = []
+    if request.dispatched is not None:
+        events.append(Happened("sent to its worker", request.dispatched, {}))
+    name = f"route {request.type.decode()}"
+    exporter.record(
+        name, request.trace, request.id, request.arrived, attributes, events, request.error
+    )

@@ -1,0 +1,118 @@
+"""The trace and the id that a client's requests carry, and the client's own spans.
+
+A span is made where the program has set up OpenTelemetry: this module never imports it, but finds
+it where the program has. Names are those of its semantic conventions for generative AI.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..protocol.messages import Generate, Score
+from ..protocol.tracing import PROVIDER, TraceContext
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from ..protocol.errors import TokenbusError
+    from .results import GeneratedSequence
+
+
+class Origin(NamedTuple):
+    """What the requests of a task are sent for, as a gateway knows it."""
+
+    request_id: str
+    trace: str
+    """The ``traceparent`` that came with it, or ``""``."""
+
+
+origin: ContextVar[Origin | None] = ContextVar("tokenbus_origin", default=None)
+"""Of the current task; the clients pass it on with each request."""
+
+
+class ClientSpan:
+    """The span of one request of this client, from its call to the end of its stream."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, sequences: list[GeneratedSequence], error: TokenbusError | None) -> None:
+        """The stream has ended, or is not read any further."""
+        span = self._span
+        reasons = [s.finish_reason for s in sequences if s.finish_reason is not None]
+        if reasons:
+            span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        if sequences:
+            span.set_attribute("gen_ai.usage.input_tokens", sequences[0].prompt_tokens)
+            generated = sum(len(s.tokens) for s in sequences)
+            span.set_attribute("gen_ai.usage.output_tokens", generated)
+        if error is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            span.set_attribute("error.type", str(error.code))
+            span.set_status(Status(StatusCode.ERROR, error.message))
+        span.end()
+
+
+def identify(message: Generate | Score) -> ClientSpan | None:
+    """Gives a request the id and the trace of its origin; the span that begins with it, if any."""
+    given = origin.get()
+    if given is not None and not message.request_id:
+        message.request_id = given.request_id
+    if message.trace:
+        return None
+    otel = sys.modules.get("opentelemetry.trace")
+    if otel is not None:
+        span = otel.get_tracer("tokenbus").start_span(
+            _name(message), kind=otel.SpanKind.CLIENT, attributes=request_attributes(message)
+        )
+        context = span.get_span_context()
+        if context.is_valid:
+            sampled = bool(context.trace_flags & 1)
+            message.trace = str(TraceContext(context.trace_id, context.span_id, sampled))
+            return ClientSpan(span) if span.is_recording() else None
+    if given is not None:
+        message.trace = given.trace
+    return None
+
+
+def _name(message: Generate | Score) -> str:
+    operation = "text_completion" if isinstance(message, Generate) else "score"
+    return f"{operation} {message.model}".rstrip()
+
+
+_OPTIONAL = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "seed": None,
+}
+
+
+def request_attributes(message: Generate | Score) -> dict[str, Any]:
+    """What a request asks for."""
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": _name(message).split()[0],
+        "gen_ai.provider.name": PROVIDER,
+    }
+    if message.model:
+        attributes["gen_ai.request.model"] = message.model
+    if isinstance(message, Score):
+        return attributes
+    attributes["gen_ai.request.max_tokens"] = message.max_tokens
+    attributes["gen_ai.request.temperature"] = message.temperature
+    for name, default in _OPTIONAL.items():
+        value = getattr(message, name)
+        if value != default:
+            attributes[f"gen_ai.request.{name}"] = value
+    stops = [stop for stop in message.stop if isinstance(stop, str)]
+    if stops:
+        attributes["gen_ai.request.stop_sequences"] = stops
+    if message.n != 1:
+        attributes["gen_ai.request.choice.count"] = message.n
+    if message.controller:
+        attributes["tokenbus.controller"] = message.controller
+    return attributes

@@ -1,0 +1,190 @@
+"""Traces: W3C trace contexts, and the spans that a process exports where ``OTEL_*`` asks for it.
+
+A request carries one ``traceparent``, its client's, to all processes. Each process makes one span
+of it, when its part has ended. The span's id follows from the request's number, so that the next
+process knows its parent without being sent it. OpenTelemetry (the extra ``otel``) is imported where
+a variable of its names an exporter, and only there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .logs import about
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.util.types import AttributeValue
+
+log = logging.getLogger(__name__)
+
+NAMED_BY = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_TRACES_EXPORTER",
+)
+"""Any of these variables turns traces on, unless the last one is ``none``."""
+PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
+"""Whose span is the parent of each process's; "": the client's."""
+PROVIDER = "tokenbus"
+"""``gen_ai.provider.name`` of all spans."""
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+class TraceContext(NamedTuple):
+    """A ``traceparent``: a trace, the span in it that asks, and whether it is recorded."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+    @classmethod
+    def parse(cls, text: str) -> TraceContext | None:
+        """The context in a header; None where it is not valid."""
+        found = _TRACEPARENT.fullmatch(text)
+        if found is None:
+            return None
+        context = cls(int(found[1], 16), int(found[2], 16), bool(int(found[3], 16) & 1))
+        return context if context.trace_id and context.span_id else None
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.sampled):02x}"
+
+
+class Happened(NamedTuple):
+    """An event within a span, at a time of ``time.monotonic``."""
+
+    name: str
+    at: float
+    attributes: Mapping[str, AttributeValue]
+
+
+class Tracing:
+    """The exporter of one process."""
+
+    def __init__(self, process: str) -> None:
+        """Raises ImportError without the extra ``otel``."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        own: dict[str, AttributeValue] = {
+            "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
+            "tokenbus.process": process,
+        }
+        named = "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        if not named and not os.environ.get("OTEL_SERVICE_NAME"):
+            own["service.name"] = f"tokenbus-{process}"
+        self._resource = Resource.create(own)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        self.provider: TracerProvider = TracerProvider(resource=self._resource)
+        """For spans that are open while something else runs; it also sends the rest at exit."""
+        self.provider.add_span_processor(self._processor)
+        self._process = process
+
+    def record(
+        self,
+        name: str,
+        trace: str,
+        request: int,
+        began: float,
+        attributes: Mapping[str, AttributeValue],
+        events: Sequence[Happened] = (),
+        error: str | None = None,
+    ) -> None:
+        """The span of this process's part of a request, which has just ended.
+
+        ``began`` and the times of events are of ``time.monotonic``. Raises nothing.
+        """
+        context = TraceContext.parse(trace)
+        if context is None or not context.sampled:
+            return
+        try:
+            self._export(name, context, request, began, attributes, events, error)
+        except Exception:
+            log.exception("a span was not exported", extra=about(request))
+
+    def _export(
+        self,
+        name: str,
+        context: TraceContext,
+        request: int,
+        began: float,
+        attributes: Mapping[str, AttributeValue],
+        events: Sequence[Happened],
+        error: str | None,
+    ) -> None:
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        now, clock = time.monotonic(), time.time_ns()
+
+        def wall(at: float) -> int:
+            return clock - int((now - at) * 1e9)
+
+        def span(number: int, remote: bool) -> SpanContext:
+            sampled = TraceFlags(TraceFlags.SAMPLED)
+            return SpanContext(context.trace_id, number, remote, sampled)
+
+        parent = PARENTS[self._process]
+        over = span_id(context, request, parent) if parent else context.span_id
+        self._processor.on_end(
+            ReadableSpan(
+                name,
+                context=span(span_id(context, request, self._process), False),
+                parent=span(over, True),
+                resource=self._resource,
+                attributes={"tokenbus.request": str(request), **attributes},
+                events=[Event(e.name, dict(e.attributes), wall(e.at)) for e in events],
+                kind=SpanKind.SERVER if not parent else SpanKind.INTERNAL,
+                instrumentation_scope=InstrumentationScope("tokenbus"),
+                status=Status(StatusCode.ERROR, error) if error else Status(StatusCode.UNSET),
+                start_time=wall(began),
+                end_time=clock,
+            )
+        )
+
+
+_active: Tracing | None = None
+
+
+def start(process: str) -> Tracing | None:
+    """At the start of a process (``PARENTS``, or ``gateway``): its exporter, if there is to be one;
+    ``active`` returns it from then on."""
+    global _active
+    if not wanted(os.environ):
+        return None
+    try:
+        _active = Tracing(process)
+    except ImportError as error:
+        log.warning("no traces are exported: %s; pip install 'tokenbus[otel]'", error)
+    return _active
+
+
+def active() -> Tracing | None:
+    """The exporter of this process; None where it exports nothing."""
+    return _active
+
+
+def wanted(environ: Mapping[str, str]) -> bool:
+    """Whether these variables ask for traces."""
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+        return False
+    return any(environ.get(name) for name in NAMED_BY)
+
+
+def span_id(context: TraceContext, request: int, process: str) -> int:
+    """The id of a process's span of a request: every process can compute it."""
+    text = f"{context.trace_id:032x} {request} {process}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") or 1

@@ -1,0 +1,70 @@
+"""The span of a controller, with its rounds as events, for a request that is traced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...protocol import tracing
+from ...protocol.tracing import Happened
+from ...protocol.worker_messages import Start, StepResult
+
+MOST_EVENTS = 128
+"""Rounds of a request that become events, the first ones; OpenTelemetry's own default."""
+
+
+class RoundEvents:
+    """Collects the rounds of one request. Thread-safe."""
+
+    def __init__(self, request: int, start: Start) -> None:
+        self._request = request
+        self._controller = start.controller
+        self._model = start.model
+        self._trace = start.trace
+        self._began = time.monotonic()
+        self._rounds = 0
+        self._events: list[Happened] = []
+        self._error: str | None = None
+
+    @classmethod
+    def of(cls, request: int, start: Start) -> RoundEvents | None:
+        """Those of a request; None where it is not traced."""
+        return cls(request, start) if start.trace and tracing.active() is not None else None
+
+    def add(self, results: Sequence[StepResult], duration_s: float) -> None:
+        """A round has ended, with the results of its sequence and of forks that it made."""
+        self._rounds += 1
+        first = results[0]
+        if first.error is not None:
+            self._error = first.error
+        if len(self._events) < MOST_EVENTS:
+            attributes: dict[str, Any] = {
+                "tokenbus.seq": first.seq,
+                "tokenbus.action": first.then,
+                "tokenbus.duration_us": int(duration_s * 1e6),
+                "tokenbus.backtrack": first.backtrack,
+                "tokenbus.appended_tokens": len(first.ff_tokens),
+                "tokenbus.children": len(first.children),
+            }
+            self._events.append(Happened("round", time.monotonic() - duration_s, attributes))
+
+    def end(self) -> None:
+        """The request has ended: exports the span."""
+        exporter = tracing.active()
+        if exporter is not None:
+            attributes: dict[str, Any] = {
+                "gen_ai.request.model": self._model,
+                "tokenbus.controller": self._controller,
+                "tokenbus.rounds": self._rounds,
+            }
+            name = f"controller {self._controller}"
+            exporter.record(
+                name,
+                self._trace,
+                self._request,
+                self._began,
+                attributes,
+                list(self._events),
+                self._error,
+            )
