@@ -13,7 +13,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from ..system import add_commands as add_system_commands
-from . import api_key, controller, generate, grammar, interactive, lmtp, score, status
+from . import api_key, controller, generate, grammar, interactive, lmtp, score, status, top
 from .exits import INTERRUPTED, WRONG_USAGE, report
 
 Command = Callable[[argparse.Namespace, Settings], int]
@@ -27,6 +27,7 @@ first steps:
   tokenbus controller run my.c                generate under a controller
   tokenbus grammar check c my.c               try a grammar on a text
   tokenbus status                             workers and their load
+  tokenbus top                                the same as it changes, with streams and rates
 
 Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
-    for module in (status, interactive, generate, score, lmtp, controller, grammar, api_key):
+    for module in (status, top, interactive, generate, score, lmtp, controller, grammar, api_key):
         module.add_command(commands)
     return parser
 

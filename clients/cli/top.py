@@ -1,0 +1,184 @@
+"""``tokenbus top``: workers, streams and rates of a running system, as they change."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ...protocol.errors import TokenbusError
+from ...protocol.messages import Status, WorkerStatus
+from ...protocol.settings import Settings
+from .. import Client
+from .exits import OK
+from .options import PATIENCE_S, add_connection, client_for
+
+MOST_STREAMS = 20
+"""Streams in a picture; how many more there are is said."""
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``top``."""
+    parser = commands.add_parser(
+        "top", allow_abbrev=False, help="workers, streams and rates, as they change"
+    )
+    add_connection(parser)
+    parser.add_argument("--once", action="store_true", help="print one picture, for scripts")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="between pictures (1)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Shows pictures until Ctrl-C, or one. Without a terminal, one below the other."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    pictures = Pictures(settings.front)
+    with client_for(settings) as client:
+        shown = pictures.of(client.status(streams=True, timeout_s=PATIENCE_S), time.monotonic())
+        if args.once:
+            console.print(shown)
+            return OK
+        if not console.is_terminal:
+            while True:
+                console.print(shown)
+                console.print()
+                sys.stdout.flush()
+                shown = pictures.after(client, args.interval)
+        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(pictures.after(client, args.interval), refresh=True)
+
+
+class Pictures:
+    """Makes a picture of each status; rates are those since the one before."""
+
+    def __init__(self, front: str) -> None:
+        self._front = front
+        self._last: tuple[Status, float] | None = None
+
+    def after(self, client: Client, interval_s: float) -> Group:
+        """The picture in a moment; what is wrong, where the broker does not answer."""
+        time.sleep(interval_s)
+        try:
+            status = client.status(streams=True, timeout_s=PATIENCE_S)
+        except TokenbusError as error:
+            return Group(Text(f"the broker at {self._front} does not answer: {error.message}"))
+        return self.of(status, time.monotonic())
+
+    def of(self, status: Status, now: float) -> Group:
+        """The picture of a status at a time, in seconds."""
+        before, self._last = self._last, (status, now)
+        counters = before[0].counters if before is not None else None
+        requests = rate(status.counters, counters, "requests", before, now)
+        tokens = sum(worker.load.get("tokens_per_s", 0.0) for worker in status.workers)
+        head = Text(
+            f"broker {self._front}   up {duration(status.uptime_s)}   {status.sessions} sessions   "
+            f"{status.streams} streams   {status.queued} queued   {tokens:,.0f} tokens/s   "
+            f"{requests} requests/s"
+        )
+        parts: list[Any] = [head, Text(), self._workers(status, before, now)]
+        if status.live:
+            parts += [Text(), _streams(status)]
+        if len(status.live) > MOST_STREAMS:
+            parts.append(Text(f"and {len(status.live) - MOST_STREAMS} more", style="dim"))
+        return Group(*parts)
+
+    def _workers(self, status: Status, before: tuple[Status, float] | None, now: float) -> Any:
+        if not status.workers:
+            return Text("no workers are registered")
+        table = _table("worker", "role", "state", "models")
+        for name in ("requests", "running", "waiting", "deferred", "cache", "rate", "heartbeat"):
+            table.add_column(name, justify="right", no_wrap=True)
+        earlier = {w.name: w for w in before[0].workers} if before is not None else {}
+        for worker in status.workers:
+            last = earlier.get(worker.name)
+            load = last.load if last is not None else None
+            table.add_row(
+                worker.name,
+                worker.role,
+                worker.state,
+                ", ".join(worker.models),
+                f"{worker.requests}/{worker.capacity}",
+                *_load(worker),
+                _work(worker, rate(worker.load, load, "rounds", before, now)),
+                f"{worker.heartbeat_age_s:.1f} s",
+            )
+        return table
+
+
+def _load(worker: WorkerStatus) -> list[str]:
+    """Running, waiting, deferred, and the part of the cache in use."""
+    load = worker.load
+    cells = [f"{load[name]:.0f}" if name in load else "" for name in ("running", "waiting")]
+    cells.append(f"{load['deferred']:.0f}" if "deferred" in load else "")
+    pages = load.get("kv_pages")
+    return [*cells, f"{load.get('kv_pages_used', 0.0) / pages:.0%}" if pages else ""]
+
+
+def _work(worker: WorkerStatus, rounds: str) -> str:
+    if worker.role == "gpu":
+        return f"{worker.load.get('tokens_per_s', 0.0):,.0f} tokens/s"
+    return f"{rounds} rounds/s" if worker.role == "controller" else ""
+
+
+def _streams(status: Status) -> Table:
+    table = _table("request", "type", "client", "model", "worker", "controller", "state")
+    table.add_column("priority", justify="right")
+    table.add_column("age", justify="right", no_wrap=True)
+    for stream in status.live[:MOST_STREAMS]:
+        # The lower half of a request's number counts; the upper one is the start of the broker.
+        table.add_row(
+            str(stream.request & 0xFFFF_FFFF),
+            stream.type,
+            stream.client or "anonymous",
+            stream.model,
+            stream.worker,
+            stream.controller,
+            stream.state,
+            str(stream.priority),
+            duration(stream.age_s),
+        )
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def rate(
+    counts: dict[str, Any],
+    earlier: dict[str, Any] | None,
+    name: str,
+    before: tuple[Status, float] | None,
+    now: float,
+) -> str:
+    """How much a count has grown each second; "-" where that is not known yet."""
+    if earlier is None or before is None or now <= before[1]:
+        return "-"
+    grown = counts.get(name, 0) - earlier.get(name, 0)
+    return f"{max(0.0, grown / (now - before[1])):,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """``59 s``, ``4 min``, ``2 h``, ``3 d``."""
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, not {text!r}")
+    return value
