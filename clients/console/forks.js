@@ -30,6 +30,7 @@ export function drawForks(host, width, generation, chosen, select) {
   for (const sequence of sequences.toReversed()) {
     const lane = svg("g", {
       class: sequence === chosen ? "lane chosen" : "lane",
+      "data-seq": sequence.seq,
       "data-state": sequence.error ? "error" : sequence.finish ? "ended" : "running",
     });
     const at = y.get(sequence);
