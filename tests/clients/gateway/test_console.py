@@ -1,0 +1,280 @@
+"""The console in a real Chromium, on a real system."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tokenbus.grammars.regex import RegexError, compile_regex
+from tokenbus.grammars.yacc import GrammarError, compile_grammar
+
+from ...processes import Bus, Gateway
+from ..wasm_guests import guest
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
+PATIENCE_MS = 120_000.0
+"""Bounds a hang, on a machine that is busy too."""
+
+FORKS = guest(
+    # Each round writes "round" to the log and "d\n" to a variable of that name. In round 4 two
+    # sequences are made of one; the second drops 2 of its 3 tokens and appends "a" and "b".
+    pre="""(if (i32.eq (global.get $round) (i32.const 4)) (then
+      (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))""",
+    mid="""(call $log (i32.const 512) (i32.const 6))
+    (drop (call $set (i32.const 512) (i32.const 5) (i32.const 516) (i32.const 2) (i32.const -1)
+      (i32.const 0)))
+    (if (i32.and (call $seq) (i32.eq (global.get $round) (i32.const 4))) (then
+      (global.set $round (i32.const 5))
+      (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
+      (i32.store (i32.const 1064) (i32.const 2)) (return (i32.const 4))))""",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Console:
+    """The page, and what it complained about."""
+
+    def __init__(
+        self, browser: Browser, url: str, scheme: Literal["light", "dark"], width: int
+    ) -> None:
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        self.context.set_default_timeout(PATIENCE_MS)
+        self.problems: list[str] = []
+        self.page: Page = self.context.new_page()
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.goto(f"{url}/console")
+        expect(self.page.get_by_text("connected", exact=True)).to_be_visible()
+
+    def _said(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(message.text)
+
+    def choose(self, kind: str, argument: str) -> None:
+        """Chooses what steers the generation."""
+        self.page.get_by_role("radio", name=kind, exact=True).check()
+        self.page.locator("#argument-text").fill(argument)
+
+    def generate(self, **options: object) -> None:
+        """Starts a generation with these options."""
+        if options:
+            self.page.locator("details.options").evaluate("details => (details.open = true)")
+        for name, value in options.items():
+            self.page.locator(f"#{name}").fill(str(value))
+        self.page.get_by_role("button", name="Generate").click()
+
+    def finished(self) -> None:
+        """Waits until the generation has ended."""
+        expect(self.page.locator("#progress")).to_contain_text("finished")
+
+    def sequence(self, seq: int) -> Any:
+        """The sequence of this number."""
+        return self.page.locator(f"#sequences > li[data-seq='{seq}']")
+
+    def check_accessibility(self) -> None:
+        """Fails where axe finds a serious violation."""
+        found = Axe().run(self.page).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], [n["html"] for n in one["nodes"]]) for one in serious] == []
+
+
+@pytest.fixture
+def console(
+    browser: Browser, gateway: Gateway, request: pytest.FixtureRequest
+) -> Iterator[Console]:
+    """The page, on a desktop in light, or as a parameter says: scheme and width."""
+    scheme: Literal["light", "dark"]
+    scheme, width = getattr(request, "param", ("light", 1280))
+    console = Console(browser, gateway.url, scheme, width)
+    yield console
+    console.context.close()
+    assert console.problems == []
+
+
+BOTH = pytest.mark.parametrize("console", [("light", 1280), ("dark", 360)], indirect=True)
+
+
+@BOTH
+def test_a_constrained_generation_shows_what_each_step_allowed_and_cut_off(
+    console: Console,
+) -> None:
+    page = console.page
+    page.locator("#prompt").fill("x = ")
+    console.choose("regex", "(one|two) apples and [0-9]{3}")
+    console.generate(seed=3)
+    expect(page.locator("#sequences .token").first).to_be_visible()
+    console.finished()
+    text = console.sequence(0).locator(".text").text_content()
+    assert re.fullmatch(r"x = (one|two) apples and \d{3}·?", text), text
+    assert page.locator(".token.masked").count() > 1
+    assert page.locator(".token.appended").count() > 1
+
+    slider = page.get_by_role("slider", name="Step")
+    slider.press("Home")
+    expect(slider).to_have_attribute("aria-valuetext", re.compile(r"^1 of \d+: .* tokens allowed"))
+    expect(page.locator("#step")).to_contain_text(re.compile(r"\d+ of 4,096 \(0\.\d+\s%\)"))
+    expect(page.locator("#step tr[data-outcome='chosen']")).to_have_count(1)
+    assert page.locator("#step tr[data-outcome='cut off'] s").count() > 0
+    slider.press("ArrowRight")
+    expect(page.locator("#step h3")).to_have_text("Step 2 of #0")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    console.check_accessibility()
+
+
+@BOTH
+def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) -> None:
+    page = console.page
+    module = tmp_path / "console-forks.wasm"
+    module.write_bytes(FORKS)
+    page.get_by_role("radio", name="controller", exact=True).check()
+    page.locator("#upload").set_input_files(module)
+    expect(page.locator("#uploaded")).to_contain_text("native ABI")
+    expect(page.locator("#controller")).to_have_value("console-forks")
+    page.locator("#prompt").fill("def add(a, b):")
+    console.generate(max_tokens=8, temperature=0)
+    console.finished()
+
+    tree = page.get_by_role("img", name=re.compile("^Tree of 2 sequences"))
+    expect(tree).to_have_attribute("aria-label", re.compile("#1 forked from #0 at token 3"))
+    assert tree.locator(".lane").count() == 2
+    assert tree.locator(".write").count() > 2
+    assert tree.locator(".splice").count() == 1
+
+    expect(console.sequence(1)).to_contain_text("fork of #0 at token 3")
+    assert console.sequence(0).locator("del").count() == 0
+    taken = console.sequence(1).locator("del.token")
+    assert taken.count() == 2
+    struck = "element => getComputedStyle(element).textDecorationLine"
+    assert taken.first.evaluate(struck) == "line-through"
+    appended = console.sequence(1).locator(".token.appended")
+    assert appended.all_text_contents() == ["a", "b"]
+
+    variables = page.get_by_role("region", name="Variables")
+    expect(variables.locator("li").first).to_contain_text('round = "d')
+    expect(variables.locator(".time").first).to_have_text(re.compile(r"\d\s(µs|ms)"))
+    assert page.get_by_role("region", name="Controller log").locator("li").count() > 2
+    tree.locator(".lane[data-seq='1'] .hit").click()
+    expect(page.locator("#step h3")).to_contain_text("of #1")
+    console.check_accessibility()
+
+
+def test_an_error_of_a_grammar_is_shown_where_it_is(console: Console) -> None:
+    page = console.page
+    console.choose("grammar", '%start s\n%%\ns : "a" t ;\n')
+    console.generate()
+    fault = page.get_by_role("alert").filter(has_text="The rule 't' is not defined")
+    expect(fault).to_be_visible()
+    expect(page.locator(".under mark")).to_have_text("t")
+    expect(page.locator("#argument-text")).to_have_attribute("aria-invalid", "true")
+    console.check_accessibility()
+    fault.get_by_role("button", name="Line 3, column 9").click()
+    expect(page.locator("#argument-text")).to_be_focused()
+    selected = "area => area.value.slice(area.selectionStart, area.selectionEnd)"
+    assert page.locator("#argument-text").evaluate(selected) == "t"
+    page.keyboard.type('"b"')
+    expect(page.locator(".under mark")).to_have_count(0)
+    page.keyboard.press("Control+Enter")
+    console.finished()
+
+
+def test_an_error_of_another_field_is_shown_at_that_field(console: Console) -> None:
+    page = console.page
+    page.get_by_role("radio", name="nothing").check()
+    console.generate(max_tokens=0)
+    expect(page.locator("#request-fault")).to_contain_text("max_tokens")
+    expect(page.locator("#max_tokens")).to_have_attribute("aria-invalid", "true")
+    page.get_by_role("radio", name="controller", exact=True).check()
+    page.locator("#controller").fill("no-such-module")
+    console.generate(max_tokens=4)
+    expect(page.locator("#controller-fault")).to_contain_text("no-such-module")
+
+
+def place_of(console: Console, kind: str, message: str, text: str) -> str | None:
+    """The text that the page takes as the place of an error."""
+    found: str | None = console.page.evaluate(
+        """async ([kind, message, text]) => {
+          const { placeOf } = await import("/console/places.js");
+          const place = placeOf(kind, message, text);
+          return place && text.slice(place.start, place.end);
+        }""",
+        [kind, message, text],
+    )
+    return found
+
+
+def test_the_places_of_errors_are_found_in_their_messages(console: Console) -> None:
+    for pattern, marked in (
+        ("ab(?=c)d", "(?=c)"),
+        ("é(?=c)d", "(?=c)"),
+        ("a(b", "("),
+        ("[a-", "["),
+    ):
+        with pytest.raises(RegexError) as regex_error:
+            compile_regex(pattern)
+        assert place_of(console, "regex", str(regex_error.value), pattern) == marked
+    grammar = '%start s\n%%\ns : "é" $ ;\n'
+    with pytest.raises(GrammarError) as grammar_error:
+        compile_grammar(grammar)
+    assert place_of(console, "yacc", str(grammar_error.value), grammar) == "$"
+    schema = '{"type": "object",\n "uniqueItems": true,}'
+    comma = "the argument is not a JSON schema: trailing comma at line 2 column 22"
+    assert place_of(console, "json_schema", comma, schema) == "}"
+    assert place_of(console, "json_schema", 'Unimplemented keys: ["uniqueItems"]', schema) == (
+        '"uniqueItems"'
+    )
+    assert place_of(console, "choice", "the argument of choice is an empty list", "") is None
+
+
+def test_the_system_and_the_streams_of_all_clients_are_shown(
+    console: Console, steered: Bus
+) -> None:
+    page = console.page
+    rail = page.get_by_role("region", name="System").get_by_role("listitem")
+    for role in ("GPU worker", "controller worker", "state worker"):
+        expect(rail.filter(has_text=role).first).to_contain_text("ready")
+    with steered.client() as client:
+        # More than will be generated before the page has asked for the status.
+        stream = client.generate("x", max_tokens=1000, n=32, ignore_eos=True, priority=7)
+        next(stream)
+        row = page.get_by_role("row").filter(has=page.get_by_role("cell", name="7", exact=True))
+        expect(row).to_contain_text("running")
+        expect(row).to_contain_text("gpu-")
+        stream.close()
+        expect(row).to_have_count(0)
+
+
+def test_a_generation_is_stopped(console: Console) -> None:
+    page = console.page
+    console.choose("regex", "[a-z]{2000}")
+    page.evaluate("""() => {
+      const stop = document.querySelector("#stop");
+      const watch = () => document.querySelector(".token") && stop.click();
+      new MutationObserver(watch).observe(document.querySelector("#sequences"), {
+        childList: true, subtree: true,
+      });
+    }""")
+    console.generate(max_tokens=1000, n=16, top_logprobs=0)
+    expect(console.sequence(0)).to_contain_text("cancelled")
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
