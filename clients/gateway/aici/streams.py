@@ -9,12 +9,13 @@ from typing import Any, TypedDict
 from msgspec import UNSET
 from starlette.requests import Request
 
-from ....protocol.errors import Code, TokenbusError, error_for
+from ....protocol.errors import Code, TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncStream, GenerateOptions
 from ...results import GeneratedSequence, Sequences
 from ..context import Gateway
 from ..events import unless_disconnected
+from ..first_entries import first_entries
 from ..models import ServedModel
 
 BACKTRACK = " ↩ "
@@ -101,14 +102,7 @@ class Run:
         """
         with_text: GenerateOptions = {**options, "text": True}
         stream = gateway.client.generate(prompt, **with_text)
-        try:
-            first = await unless_disconnected(request.receive, stream.arrived())
-            if first[0].finish_reason == "error" and first[0].code not in CONTROLLERS_OWN:
-                raise error_for(first[0].code or Code.INTERNAL, first[0].error or "it failed")
-        except BaseException:
-            stream.close()
-            raise
-        return cls(stream, first)
+        return cls(stream, await first_entries(request, stream, CONTROLLERS_OWN))
 
     async def forks(self) -> AsyncGenerator[Fork, None]:
         """What is new, entry by entry; an error of the whole request is one of its sequences."""

@@ -19,6 +19,8 @@ from ...processes import Bus, Gateway, until
 from ...workers.controller.wasm.aici_guests import puppet
 
 PROMPT = "def add("
+EARLIER = {"model": "", "prompt": PROMPT, "n": 1, "stream": True, "temperature": 0.0}
+"""What clients of the earlier form always send."""
 FORM = pytest.mark.parametrize("path", ["controllers", "aici_modules"])
 
 
@@ -88,6 +90,17 @@ class AiciClient:
             for fork in run["forks"]:
                 read.add(fork)
             read.usages.append(run["usage"])
+        return read
+
+    def completion(self, script: Any, **body: Any) -> Read:
+        """The earlier form."""
+        given = {"aici_module": "puppet", "aici_arg": script, "max_tokens": 6, **EARLIER, **body}
+        read = Read()
+        for chunk in self._events("/v1/completions", given):
+            read.head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+            for choice in chunk["choices"]:
+                read.add(choice)
+            read.usages.append(chunk["usage"])
         return read
 
     def _events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,6 +297,77 @@ def _live(client: Client) -> list[str]:
     return [stream.controller for stream in client.status(streams=True).live if stream.controller]
 
 
+# --- the earlier form -----------------------------------------------------------------------------
+
+
+def test_both_forms_are_one_run(aici: AiciClient) -> None:
+    for script in (
+        "mid log hello",
+        'mid storage {"WriteVar":{"name":"a","value":"01","op":"Set"}}',
+        'pre = {"attention_masks":[[],[]]}',
+        "mid log bad luck\nmid stop",
+    ):
+        earlier, later = aici.completion(script, ignore_eos=True), aici.run(script, prompt=PROMPT)
+        for name in ("texts", "logs", "variables", "ends", "errors"):
+            assert getattr(earlier, name) == getattr(later, name)
+        assert earlier.usages == [
+            {
+                "completion_tokens": usage["sampled_tokens"],
+                "prompt_tokens": usage["ff_tokens"],
+                "total_tokens": usage["sampled_tokens"] + usage["ff_tokens"],
+                "fuel_tokens": usage["cost"],
+            }
+            for usage in later.usages
+        ]
+
+
+def test_a_chunk_has_what_completions_have(aici: AiciClient, steered: Bus) -> None:
+    read = aici.completion("")
+    with steered.client() as client:
+        assert read.head["model"] == client.model_info().name
+    assert read.head["object"] == "text_completion"
+    assert read.head["id"].startswith("cmpl-")
+    assert abs(read.head["created"] - time.time()) < 600
+
+
+def test_without_a_module_logs_and_storage_are_there_too(aici: AiciClient) -> None:
+    read = aici.completion(None, aici_module=None)
+    assert read.logs == {0: ""}
+    assert read.texts == aici.completion("").texts
+
+
+@pytest.mark.parametrize("module", ["puppet", None])
+def test_several_sequences_have_choices_of_their_own(aici: AiciClient, module: str | None) -> None:
+    read = aici.completion("", aici_module=module, n=3, temperature=1.5, seed=3)
+    assert sorted(read.ends) == sorted(read.texts) == sorted(read.logs) == [0, 1, 2]
+    assert len(set(read.texts.values())) > 1
+
+
+def test_a_completion_that_is_not_streamed_has_the_same_choices(aici: AiciClient) -> None:
+    script = "mid log hello"
+    body = {**EARLIER, "stream": False, "aici_module": "puppet", "aici_arg": script}
+    for prompt in (PROMPT, [PROMPT]):
+        answer = aici.post("/v1/completions", **{**body, "prompt": prompt, "max_tokens": 6}).json()
+        read = Read()
+        for choice in answer["choices"]:
+            read.add(choice)
+        streamed = aici.completion(script)
+        assert (read.texts, read.logs, read.ends) == (
+            streamed.texts,
+            streamed.logs,
+            streamed.ends,
+        )
+        assert answer["usage"] == streamed.usages[-1]
+
+
+def test_a_failure_of_a_controller_is_a_choice_where_nothing_is_streamed(aici: AiciClient) -> None:
+    body = {**EARLIER, "stream": False, "aici_module": "puppet", "aici_arg": "mid log x\nmid stop"}
+    [choice] = aici.post("/v1/completions", **body).json()["choices"]
+    assert choice["finish_reason"] == "fail"
+    assert choice["logs"] == "x\n"
+    assert choice["error"]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -296,6 +380,9 @@ def _live(client: Client) -> list[str]:
         ("run", {"controller_arg": ""}, 400, "'controller' is missing"),
         ("run", {"controller": "puppet", "max_tokens": 0}, 400, "max_tokens"),
         ("run", {"controller": "puppet", "temperature": -1}, 400, "temperature"),
+        ("completions", {**EARLIER, "aici_module": "nobody"}, 404, "no controller 'nobody'"),
+        ("completions", {**EARLIER, "aici_module": "puppet", "echo": True}, 400, "'echo'"),
+        ("completions", {**EARLIER, "aici_module": "puppet", "prompt": [1, "a"]}, 400, "prompt"),
         ("controllers/tags", {"module_id": "nobody", "tags": ["a"]}, 404, "no module 'nobody'"),
         ("aici_modules/tags", {"module_id": "puppet", "tags": [""]}, 400, "tags[0]"),
         ("controllers/tags", {"module_id": "puppet", "tags": ["regex"]}, 400, "built-in"),

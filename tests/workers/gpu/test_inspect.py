@@ -11,7 +11,6 @@ from tokenbus.clients import Client, Token
 
 from ...processes import Bus
 
-pytestmark = pytest.mark.process
 DIGITS = frozenset("0123456789")
 
 

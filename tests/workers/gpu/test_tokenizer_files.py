@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.bodies import Encoding, decode_as
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Msg
 from tokenbus.workers.gpu.loader import load_model, wrap_model
@@ -23,7 +23,8 @@ def test_the_answer_is_a_msg_in_the_encoding_of_each_client() -> None:
     assert expected.chat_template == TEMPLATE
     assert expected.special_tokens["bos_token"] == loaded.tokenizer.bos_token
     answers = TokenizerAnswers()
-    for number, encoding in enumerate(("json", "msgpack", "json")):
+    encodings: tuple[Encoding, ...] = ("json", "msgpack", "json")
+    for number, encoding in enumerate(encodings):
         stream = Stream(1, 2, number, encoding, "embedded", 1)
         _, _, body = answers.frames(stream, loaded)
         assert decode_as(Msg, body) == Msg(stream_id=number, tokenizer=expected)

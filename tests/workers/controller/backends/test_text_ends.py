@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from ....clients.wasm_guests import guest
 from ....processes import Bus
 
-pytestmark = pytest.mark.process
 PROMPT = "x = "
 
 
@@ -196,7 +195,9 @@ def test_a_request_that_times_out_has_no_whole_value_unless_it_is_known(client: 
 
 def test_a_module_and_an_unconstrained_request_have_none(client: Client) -> None:
     module = client.upload_controller(guest(mid="nop nop nop")).module
-    for controller in (module, None):
-        options = {} if controller is None else {"controller": controller}
-        [sequence] = client.generate(PROMPT, max_tokens=3, **options).wait()
+    for stream in (
+        client.generate(PROMPT, max_tokens=3, controller=module),
+        client.generate(PROMPT, max_tokens=3),
+    ):
+        [sequence] = stream.wait()
         assert sequence.constraint is None

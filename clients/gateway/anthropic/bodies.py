@@ -1,0 +1,197 @@
+"""The bodies of this door's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from ....protocol.sampling import MAX_STOP, StopString
+from ..bodies import Body
+
+Ignored = Any | UnsetType
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+Schema = dict[str, Any]
+
+
+class Block(Body, kw_only=True):
+    """The base of all blocks of a content."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+
+    cache_control: Ignored = UNSET
+    """Prefixes of prompts are cached in any case."""
+    citations: Ignored = UNSET
+
+
+class TextBlock(Block, kw_only=True, tag="text", tag_field="type"):
+    """A text."""
+
+    text: str
+
+
+class ToolUseBlock(Block, kw_only=True, tag="tool_use", tag_field="type"):
+    """A call of a tool, which the assistant made."""
+
+    IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"caller", "toolset_name"}
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Ignored = UNSET
+    toolset_name: Ignored = UNSET
+
+
+class ThinkingBlock(Block, kw_only=True, tag="thinking", tag_field="type"):
+    """What the assistant thought; templates that have a place for it show it."""
+
+    IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"signature"}
+
+    thinking: str
+    signature: Ignored = UNSET
+
+
+class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
+    """What a call returned."""
+
+    IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"toolset_name"}
+
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+    """The model sees ``Error: `` before the content."""
+    toolset_name: Ignored = UNSET
+
+
+class UserMessage(Body, tag="user", tag_field="role"):
+    """What the user said, and what the tools returned."""
+
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantMessage(Body, tag="assistant", tag_field="role"):
+    """What the assistant said; the last message: how the answer begins."""
+
+    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
+
+
+Message = UserMessage | AssistantMessage
+
+
+class Tool(Body):
+    """A tool of the client; those that run at Anthropic's are refused by their type."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
+        | {"input_examples", "strict"}
+    )
+
+    name: ToolName
+    input_schema: Schema
+    description: str = ""
+    type: Literal["custom"] | None = None
+    allowed_callers: Ignored = UNSET
+    cache_control: Ignored = UNSET
+    defer_loading: Ignored = UNSET
+    eager_input_streaming: Ignored = UNSET
+    input_examples: Ignored = UNSET
+    strict: Ignored = UNSET
+    """The schema is enforced in any case."""
+
+
+class ToolChoice(Body):
+    """Which tools the answer may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """With ``tool``: its name."""
+    disable_parallel_tool_use: bool = False
+    """At most one call."""
+
+
+class JsonFormat(Body):
+    """The schema of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: Schema
+
+
+class OutputConfig(Body):
+    """What the answer's text must be."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"effort"})
+
+    format: JsonFormat | None = None
+    effort: Ignored = UNSET
+
+
+class Thinking(Body):
+    """Models here think if their templates make them; it cannot be asked for."""
+
+    type: Literal["disabled"]
+
+
+class Conversation(Body):
+    """What both requests have: the conversation that is to be continued."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "speed", "user_profile_id", "workspace_id"}
+    )
+
+    model: str
+    """Empty: the default model."""
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[TextBlock] = ""
+    tools: list[Tool] = []
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    cache_control: Ignored = UNSET
+    speed: Ignored = UNSET
+    user_profile_id: Ignored = UNSET
+    workspace_id: Ignored = UNSET
+
+    def ignored(self) -> list[str]:
+        """All fields without an effect that were given, those of blocks and tools included."""
+        return sorted(set(_ignored(self, "")))
+
+
+class CountTokens(Conversation):
+    """The body of ``/v1/messages/count_tokens``."""
+
+
+class CreateMessage(Conversation, kw_only=True):
+    """The body of ``/v1/messages``."""
+
+    IGNORED: ClassVar[frozenset[str]] = Conversation.IGNORED | {
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+    }
+
+    max_tokens: Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+    stream: bool = False
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP)] = []
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)] | None = None
+    diagnostics: Ignored = UNSET
+    inference_geo: Ignored = UNSET
+    metadata: Ignored = UNSET
+    service_tier: Ignored = UNSET
+
+
+def _ignored(value: Any, path: str) -> Iterator[str]:
+    """The fields without an effect in ``value``; ``[]`` stands for any element of a list."""
+    if isinstance(value, list):
+        for element in value:
+            yield from _ignored(element, f"{path}[]")
+    elif isinstance(value, Body):
+        for name in value.__struct_fields__:
+            inner = f"{path}.{name}" if path else name
+            if name not in value.IGNORED:
+                yield from _ignored(getattr(value, name), inner)
+            elif getattr(value, name) is not UNSET:
+                yield inner

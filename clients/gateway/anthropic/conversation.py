@@ -1,0 +1,183 @@
+"""From a conversation to the prompt, and to how its answer is constrained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..context import Gateway
+from ..errors import ApiError
+from ..models import ServedModel
+from ..templates import template_of
+from ..tool_calls import CallForm, Function, form_of, tool_grammar
+from .bodies import (
+    AssistantMessage,
+    Conversation,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How the answer is constrained."""
+
+    form: CallForm | None = None
+    """How it calls tools; None: it cannot."""
+    constraint: str | None = None
+    """What the receipt calls the constraint; None: there is none."""
+    controller: str = ""
+    controller_arg: str | dict[str, Any] = ""
+
+
+async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -> list[int]:
+    """The token ids of the prompt; raises ApiError 400 where the template refuses the messages."""
+    continues = isinstance(body.messages[-1], AssistantMessage)
+    if continues and any(isinstance(b, ToolUseBlock) for b in body.messages[-1].content):
+        raise _refused(
+            f"messages[{len(body.messages) - 1}].content",
+            "the last message calls a tool; a message of the user with its tool_result must follow",
+        )
+    text = await gateway.templates.render(
+        model,
+        list(_messages(body)),
+        tools=[_for_template(tool) for tool in _offered(body)],
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
+    # The template has written the beginning of the text.
+    return await model.tokenize(text, special=False)
+
+
+def answering(model: ServedModel, body: Conversation) -> Answering:
+    """How the answer to a conversation is constrained; raises ApiError 400."""
+    schema = None
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = body.output_config.format.schema
+    tools = _offered(body)
+    choice = body.tool_choice
+    kind = choice.type if choice is not None else "auto"
+    if kind in ("any", "tool") and not tools:
+        raise _refused("tool_choice", f"tool_choice is {kind!r} without tools; give some")
+    if not tools:
+        if schema is None:
+            return Answering()
+        return Answering(None, "json_schema", "json_schema", schema)
+    if kind == "tool":
+        tools = [tool for tool in tools if choice is not None and tool.name == choice.name]
+        if not tools:
+            names = ", ".join(tool.name for tool in body.tools)
+            raise _refused(
+                "tool_choice.name",
+                f"tool_choice names {choice and choice.name!r}, which is not one of the tools: "
+                f"{names}",
+            )
+    form = form_of(template_of(model))
+    grammar = tool_grammar(
+        form,
+        [Function(tool.name, _object_schema(tool)) for tool in tools],
+        text=kind == "auto",
+        parallel=choice is None or not choice.disable_parallel_tool_use,
+        answer=schema if kind == "auto" else None,
+    )
+    return Answering(form, "tools", "lark", grammar)
+
+
+def _offered(body: Conversation) -> list[Tool]:
+    """The tools that the answer may call; raises ApiError 400 if two have one name."""
+    names = [tool.name for tool in body.tools]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise _refused(f"tools[{place}].name", f"two tools have the name {name!r}")
+    if body.tool_choice is not None and body.tool_choice.type == "none":
+        return []
+    return body.tools
+
+
+def _object_schema(tool: Tool) -> dict[str, Any]:
+    kind = tool.input_schema.get("type", "object")
+    if kind != "object":
+        raise _refused(
+            "tools",
+            f"the input_schema of {tool.name!r} has the type {kind!r}; it must be an object",
+        )
+    return {"type": "object", **tool.input_schema}
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": _object_schema(tool),
+    }
+    return {"type": "function", "function": function}
+
+
+def _messages(body: Conversation) -> Iterator[dict[str, Any]]:
+    """The messages as templates take them."""
+    system = _text(body.system)
+    if system:
+        yield {"role": "system", "content": system}
+    called: dict[str, str] = {}
+    for message in body.messages:
+        if isinstance(message, AssistantMessage):
+            yield _assistant(message, called)
+        else:
+            yield from _user(message, called)
+
+
+def _assistant(message: AssistantMessage, called: dict[str, str]) -> dict[str, Any]:
+    """An assistant's message; ``called`` gets the names of its calls, by their ids."""
+    found: dict[str, Any] = {"role": "assistant", "content": _text(message.content)}
+    if isinstance(message.content, str):
+        return found
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    if thoughts:
+        found["reasoning_content"] = "\n".join(thoughts)
+    calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
+    if calls:
+        called |= {call.id: call.name for call in calls}
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.input},
+            }
+            for call in calls
+        ]
+    return found
+
+
+def _user(message: UserMessage, called: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """A user's message: one of the role ``tool`` for each result, and one for all texts."""
+    if isinstance(message.content, str):
+        yield {"role": "user", "content": message.content}
+        return
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "name": called.get(block.tool_use_id, ""),
+                "content": f"Error: {text}" if block.is_error else text,
+            }
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    if texts or not message.content:
+        yield {"role": "user", "content": _text(texts)}
+
+
+def _text(content: str | Sequence[Any]) -> str:
+    """The text of a content; its text blocks are joined by line ends."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", code="invalid_field", param=param)

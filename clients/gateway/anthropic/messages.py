@@ -1,0 +1,172 @@
+"""``/v1/messages``: the assistant's next message, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import TokenbusError
+from ....protocol.messages import Token
+from ... import AsyncStream, GenerateOptions
+from ..bodies import ignored_header, read_body
+from ..context import gateway_of
+from ..errors import from_tokenbus
+from ..events import EventStream, event, unless_disconnected
+from ..first_entries import first_entries
+from ..json import json_response
+from .answers import Answer, AnswerBlock, CallAnswer, new_id, prompt_usage
+from .bodies import CountTokens, CreateMessage
+from .conversation import Answering, answering, prompt_ids
+
+PING_S = 10.0
+"""An answer that has nothing new for so long sends a ``ping``, so that no proxy closes it."""
+
+
+async def create(request: Request) -> Response:
+    """Answers with a message, as one object or as a stream of events."""
+    body = await read_body(request, CreateMessage)
+    gateway = gateway_of(request)
+    model = await gateway.models.get(body.model)
+    how = answering(model, body)
+    ids = await unless_disconnected(request.receive, prompt_ids(gateway, model, body))
+    stream = gateway.client.generate(ids, **_options(body, how, model.name))
+    first = await first_entries(request, stream)
+    answer = Answer(how.form, how.constraint, body.max_tokens)
+    headers = ignored_header(body.ignored())
+    if body.stream:
+        return EventStream(_events(answer, model.name, stream, first), headers)
+    await unless_disconnected(request.receive, _read(answer, stream, first))
+    return json_response(_message(answer, model.name, answer.usage), headers=headers)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has as a prompt."""
+    body = await read_body(request, CountTokens)
+    gateway = gateway_of(request)
+    model = await gateway.models.get(body.model)
+    answering(model, body)
+    ids = await unless_disconnected(request.receive, prompt_ids(gateway, model, body))
+    return json_response({"input_tokens": len(ids)}, headers=ignored_header(body.ignored()))
+
+
+def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions:
+    options: GenerateOptions = {
+        "model": model,
+        "text": True,
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "stop": body.stop_sequences,
+    }
+    if body.top_p is not None:
+        options["top_p"] = body.top_p
+    if body.top_k is not None:
+        options["top_k"] = body.top_k
+    if how.constraint is not None:
+        options["controller"] = how.controller
+        options["controller_arg"] = how.controller_arg
+    return options
+
+
+async def _read(answer: Answer, stream: AsyncStream, entries: list[Token]) -> None:
+    """Reads the answer to its end; raises TokenbusError."""
+    try:
+        while entries:
+            answer.add(entries)
+            entries = await stream.arrived()
+    finally:
+        stream.close()
+
+
+def _message(answer: Answer, model: str, usage: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": answer.content,
+        **answer.ended,
+        "usage": usage,
+        **answer.receipt,
+    }
+
+
+async def _events(
+    answer: Answer, model: str, stream: AsyncStream, first: list[Token]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        start = _message(answer, model, prompt_usage(first[0]))
+        yield _event({"type": "message_start", "message": start}) + PING
+        blocks = _Blocks(answer)
+        entries: list[Token] | None = first
+        while entries:
+            if part := blocks.events(entries):
+                yield part
+            while (entries := await _arrived(stream)) is None:
+                yield PING
+        delta = {"type": "message_delta", "delta": answer.ended, "usage": answer.usage}
+        end = _event(delta | answer.receipt) + _event({"type": "message_stop"})
+        yield blocks.end() + end
+    except TokenbusError as error:
+        yield _event(from_tokenbus(error).body("/v1/messages"))
+    finally:
+        stream.close()
+
+
+async def _arrived(stream: AsyncStream) -> list[Token] | None:
+    """The next entries; None if there are none for a while."""
+    try:
+        async with asyncio.timeout(PING_S):
+            return await stream.arrived()
+    except TimeoutError:
+        return None
+
+
+class _Blocks:
+    """The events of an answer's blocks, of which one is open at a time."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._open = -1
+
+    def events(self, entries: list[Token]) -> bytes:
+        """Those of some entries; empty if they complete nothing."""
+        parts = []
+        for number, text in self._answer.add(entries):
+            block = self._answer.blocks[number]
+            if number != self._open:
+                parts += [self.end(), _start(number, block)]
+                self._open = number
+            if text:
+                parts.append(_delta(number, block, text))
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        """The end of the open block, if there is one."""
+        if self._open < 0:
+            return b""
+        return _event({"type": "content_block_stop", "index": self._open})
+
+
+def _start(number: int, block: AnswerBlock) -> bytes:
+    empty: dict[str, Any] = {"type": "text", "text": ""}
+    if isinstance(block, CallAnswer):
+        empty = {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+    return _event({"type": "content_block_start", "index": number, "content_block": empty})
+
+
+def _delta(number: int, block: AnswerBlock, text: str) -> bytes:
+    delta = {"type": "text_delta", "text": text}
+    if isinstance(block, CallAnswer):
+        delta = {"type": "input_json_delta", "partial_json": text}
+    return _event({"type": "content_block_delta", "index": number, "delta": delta})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return event(value, value["type"])
+
+
+PING = _event({"type": "ping"})
