@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
-import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,5 +57,5 @@ def _borrow(python: Path) -> None:
         capture_output=True,
         text=True,
     )
-    ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    Path(found.stdout.strip(), "borrowed.pth").write_text("\n".join(sorted(ours)) + "\n")
+    ours = [path for path in sys.path if Path(path).name == "site-packages"]
+    Path(found.stdout.strip(), "borrowed.pth").write_text("\n".join(ours) + "\n")

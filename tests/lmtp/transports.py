@@ -1,0 +1,230 @@
+"""A client's connection on each of the four transports: lines of LMTP in both directions.
+
+None of them is a client library of ours: each does what its transport asks of any program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from tokenbus.inprocess import InProcess
+from websockets.sync.client import connect
+
+from ..processes import Bus, Gateway, clean_environment
+
+WAIT_S = 120.0
+"""How long a test waits for a message before it fails."""
+
+
+class Lmtp(ABC):
+    """One connection. ``receive_line`` and ``send_line`` are what a transport has to do."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    @abstractmethod
+    def send_line(self, line: str) -> None:
+        """Sends a message."""
+
+    @abstractmethod
+    def receive_line(self) -> str:
+        """The next message; fails the test if none comes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the connection without a BYE."""
+
+    def send(self, kind: str, **body: Any) -> None:
+        """Sends a message with this body."""
+        self.send_line(f"{kind} {json.dumps(body)}")
+
+    def receive(self) -> tuple[str, Any]:
+        """The type and the body of the next message."""
+        kind, _, body = self.receive_line().partition(" ")
+        return kind, json.loads(body)
+
+    def hello(self, **body: Any) -> Any:
+        """Begins a session; the body of WELCOME."""
+        self.send("HELLO", client="tests", **body)
+        kind, welcome = self.receive()
+        assert kind == "WELCOME", welcome
+        return welcome
+
+    def begin(self, kind: str, **body: Any) -> int:
+        """Sends a request with a stream id of its own, which is returned."""
+        stream_id = next(self._numbers)
+        self.send(kind, stream_id=stream_id, **body)
+        return stream_id
+
+    def ask(self, kind: str, **body: Any) -> tuple[str, Any]:
+        """A request that is answered by one message: MSG or ERROR."""
+        stream_id = self.begin(kind, **body)
+        word, answer = self.receive()
+        assert answer["stream_id"] == stream_id
+        return word, answer
+
+    def stream(self, kind: str, **body: Any) -> list[Any]:
+        """The entries of a stream, to its end."""
+        return self.rest_of(self.begin(kind, **body))
+
+    def rest_of(self, stream_id: int) -> list[Any]:
+        """The entries that are still to come of the one stream that runs."""
+        entries: list[Any] = []
+        while not entries or entries[-1]["finish_reason"] is None or entries[-1].get("live", 0):
+            kind, body = self.receive()
+            assert kind == "TOKEN", body
+            entries += body
+        assert {entry["stream_id"] for entry in entries} == {stream_id}
+        return entries
+
+
+class ZeroMQ(Lmtp):
+    """A DEALER socket; frames in place of the space between type and body."""
+
+    def __init__(self, front: str) -> None:
+        super().__init__()
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(front)
+
+    def send_line(self, line: str) -> None:
+        """Sends a message."""
+        self._socket.send_multipart([part.encode() for part in line.split(" ", 1)])
+
+    def receive_line(self) -> str:
+        """The next message."""
+        assert self._socket.poll(int(WAIT_S * 1000)), "no message came"
+        return b" ".join(self._socket.recv_multipart()).decode()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()
+
+
+class WebSocket(Lmtp):
+    """A text message for each line."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._socket = connect(url, max_size=None).__enter__()
+
+    def send_line(self, line: str) -> None:
+        """Sends a message."""
+        self._socket.send(line)
+
+    def receive_line(self) -> str:
+        """The next message."""
+        message = self._socket.recv(WAIT_S)
+        assert isinstance(message, str)
+        return message
+
+    def close(self) -> None:
+        """Ends the connection, without a closing handshake."""
+        self._socket.close_socket()
+
+
+class Stdio(Lmtp):
+    """``tokenbus lmtp --stdio`` as a process."""
+
+    def __init__(self, front: str) -> None:
+        super().__init__()
+        self._process = subprocess.Popen(
+            [Path(sys.executable).parent / "tokenbus", "lmtp", "--stdio", "--front", front],
+            env=clean_environment(),
+            cwd="/tmp",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send_line(self, line: str) -> None:
+        """Sends a message."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def receive_line(self) -> str:
+        """The next message."""
+        return self._lines.get(timeout=WAIT_S)
+
+    def close(self) -> None:
+        """Kills the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.decode())
+
+
+class Memory(Lmtp):
+    """A connection of a system within this process."""
+
+    def __init__(self, system: InProcess) -> None:
+        super().__init__()
+        self._connection = system.connect()
+
+    def send_line(self, line: str) -> None:
+        """Sends a message."""
+        self._connection.send(line)
+
+    def receive_line(self) -> str:
+        """The next message."""
+        line = self._connection.receive(WAIT_S)
+        assert line is not None
+        return line
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+
+class Transport:
+    """One of the four, and the system behind it."""
+
+    def __init__(
+        self, name: str, bus: Bus | None, gateway: Gateway | None, system: InProcess | None
+    ) -> None:
+        self.name = name
+        self._bus = bus
+        self._gateway = gateway
+        self._system = system
+        self._open: list[Lmtp] = []
+
+    @property
+    def address(self) -> str:
+        """Where ``Client`` connects to the same system."""
+        if self._system is not None:
+            return self._system.address
+        assert self._bus is not None
+        return self._bus.front
+
+    def connect(self) -> Lmtp:
+        """A new connection, which is closed after the last test."""
+        connection: Lmtp
+        if self._system is not None:
+            connection = Memory(self._system)
+        elif self._gateway is not None:
+            connection = WebSocket(self._gateway.ws_url)
+        elif self.name == "stdio":
+            connection = Stdio(self.address)
+        else:
+            connection = ZeroMQ(self.address)
+        self._open.append(connection)
+        return connection
+
+    def close(self) -> None:
+        """Closes what is open."""
+        for connection in self._open:
+            connection.close()
