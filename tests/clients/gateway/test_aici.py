@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -295,6 +297,14 @@ def test_a_client_that_leaves_ends_its_run(
 
 def _live(client: Client) -> list[str]:
     return [stream.controller for stream in client.status(streams=True).live if stream.controller]
+
+
+def test_the_first_minute_of_the_guide(aici: AiciClient) -> None:
+    guide = Path(__file__).parents[3] / "docs" / "aici.md"
+    [body] = re.findall(r"/v1/run .*\\\n  -d '(.*\"regex\".*)'", guide.read_text())
+    read = aici.run(**{"script": "", **json.loads(body)})
+    assert re.fullmatch("[0-9]{3}", read.texts[0])
+    assert read.ends == {0: "eos"}
 
 
 # --- the earlier form -----------------------------------------------------------------------------

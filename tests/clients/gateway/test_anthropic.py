@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -276,6 +278,15 @@ def test_white_space_stays_where_no_call_follows(form: Any) -> None:
         answer.add([entry(text)])
     answer.add([entry("", finish_reason="stop")])
     assert answer.content == [{"type": "text", "text": "\n a b \n"}]
+
+
+def test_the_first_minute_of_the_guide(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = Path(__file__).parents[3] / "docs" / "anthropic.md"
+    [code] = re.findall(r"(?s)```python\n(.*?)```", guide.read_text())
+    exec(code.replace("http://127.0.0.1:8080", gateway.url), {})
+    assert re.fullmatch(r"get_weather \{'city': '(Rome|Paris)'.*\}\n", capsys.readouterr().out)
 
 
 # --- refusals -------------------------------------------------------------------------------------

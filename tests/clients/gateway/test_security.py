@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from ...processes import Bus, Gateway, Process, clean_environment, until
+from ..wasm_guests import guest
 
 KEY = new_key()
 
@@ -57,6 +58,15 @@ def test_each_door_refuses_in_its_own_form(guarded: Gateway) -> None:
     assert aici.status_code == 401
     assert "API key" in aici.json()["message"]
     assert "error" not in aici.json()
+
+
+def test_a_tag_names_the_holder_of_the_key_that_assigned_it(guarded: Gateway) -> None:
+    with httpx.Client(base_url=guarded.url, headers={"api-key": KEY}, timeout=60.0) as client:
+        wasm = guest()
+        module = client.post("/v1/controllers", content=wasm).json()["module_id"]
+        body = {"module_id": module, "tags": "of-ann"}
+        [tag] = client.post("/v1/controllers/tags", json=body).json()["tags"]
+    assert (tag["tag"], tag["updated_by"]) == ("of-ann", "ann")
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready"])
