@@ -77,3 +77,11 @@ def test_a_stream_that_begins_with_a_fork_or_a_failure_has_usage(
         assert (entries[0].parent is not None) == (first == "fork")
         assert (entries[0].error is not None) == (first == "failure")
         assert usage(entries) == (40, 0)
+
+
+def test_a_second_score_after_the_same_prompt_finds_it_in_the_cache(client: Client) -> None:
+    prompt = unseen(150)
+    assert client.score(prompt, [5, 6, 7]).cached_tokens == 0
+    again = client.score(prompt, [8, 9])
+    assert 75 < again.cached_tokens <= 150
+    assert again.logprobs == pytest.approx(client.score(prompt, [8, 9]).logprobs, abs=1e-5)

@@ -124,16 +124,14 @@ class Stepper:
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
             sequence.num_computed_tokens = chunk.end
+            # Before its scores are taken, which may end it and free its blocks.
+            self._blocks.commit(sequence.block_table, sequence.tokens, chunk.end)
             if sequence.scored and rows:
                 assert step.logits is not None
                 self._take_scores(chunk, step.logits[row : row + rows])
             elif rows:
                 for ready in (sequence, *self._live.fork_pending(sequence)):
                     step.rows[ready] = row
-            if sequence.request in self._live.requests:
-                self._blocks.commit(
-                    sequence.block_table, sequence.tokens, sequence.num_computed_tokens
-                )
             row += rows
 
     def _take_scores(self, chunk: Chunk, logits: torch.Tensor) -> None:
