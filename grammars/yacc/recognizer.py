@@ -43,7 +43,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """The state of lexer and parser, which decides how a text can continue."""
 
     stack: Stack
@@ -59,20 +59,21 @@ class Recognizer:
     def __init__(self, grammar: CompiledGrammar, parser: Parser | None = None) -> None:
         self.grammar = grammar
         self._parser = parser or Parser(grammar)
-        self._place = _Place(self._parser.start, grammar.lexer_first)
+        self.place = Place(self._parser.start, grammar.lexer_first)
+        """Where its text is; texts at equal places can go on alike."""
 
     def copy(self) -> Recognizer:
         """Another recognizer at the same place."""
         other = Recognizer(self.grammar, self._parser)
-        other._place = self._place
+        other.place = self.place
         return other
 
     def byte(self, byte: int) -> bool:
         """Adds a byte (0 to 255); False if it cannot follow."""
-        place = self._after(self._place, self.grammar.classes[byte])
+        place = self._after(self.place, self.grammar.classes[byte])
         if place is None:
             return False
-        self._place = place
+        self.place = place
         return True
 
     def read(self, text: bytes) -> int:
@@ -86,7 +87,7 @@ class Recognizer:
         """The bytes that can follow, in order."""
         classes = self.grammar.classes
         fits = [
-            self._after(self._place, number) is not None
+            self._after(self.place, number) is not None
             for number in range(self.grammar.num_classes)
         ]
         return bytes(byte for byte in range(256) if fits[classes[byte]])
@@ -94,13 +95,13 @@ class Recognizer:
     @property
     def complete(self) -> bool:
         """Whether the text so far is a whole sentence; SKIP may stand at its end."""
-        stack = self._ended(self._place)
+        stack = self._ended(self.place)
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
         """The names of the expected lexemes: those that the unfinished one can still become, and
         those that can follow it if it ends here; SKIP only if it is unfinished."""
-        place = self._place
+        place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:
             wanted = self.grammar.reachable[place.lexer] & self._open(place.stack)
@@ -115,14 +116,14 @@ class Recognizer:
         return tuple(names) or (f"more of {self._unfinished()}",)
 
     def _unfinished(self) -> str:
-        place = self._place
+        place = self.place
         open_ones = self.grammar.reachable[place.lexer] & self._open(place.stack)
         return " or ".join(self.grammar.terminals[terminal] for terminal in set_bits(open_ones))
 
     def _open(self, stack: Stack) -> int:
         return self._parser.viable(stack) | 1 << SKIP
 
-    def _ended(self, place: _Place) -> Stack | None:
+    def _ended(self, place: Place) -> Stack | None:
         """The stack if the lexeme ends here; None if it is unfinished or the parser cannot accept
         it."""
         if place.lexer == self.grammar.lexer_start:
@@ -132,20 +133,20 @@ class Recognizer:
             return None
         return place.stack if terminal == SKIP else self._parser.push(place.stack, terminal)
 
-    def _after(self, place: _Place, byte_class: int) -> _Place | None:
+    def _after(self, place: Place, byte_class: int) -> Place | None:
         """The place after a byte of a class; None if it cannot follow."""
         grammar = self.grammar
         lexer = grammar.transitions[place.lexer * grammar.num_classes + byte_class]
         if lexer:
             if grammar.reachable[lexer] & self._open(place.stack):
-                return _Place(place.stack, lexer)
+                return Place(place.stack, lexer)
             return None
         if place.lexer == grammar.lexer_start:
             return None
         stack = self._ended(place)
         if stack is None:
             return None
-        return self._after(_Place(stack, grammar.lexer_start), byte_class)
+        return self._after(Place(stack, grammar.lexer_start), byte_class)
 
 
 def check_text(grammar: CompiledGrammar, text: bytes) -> Refusal | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -187,20 +187,46 @@ class Bytewise(Protocol):
     def copy(self) -> Bytewise:
         """Another one at the same place."""
 
+    @property
+    def place(self) -> Hashable:
+        """What decides how the text can go on."""
+
+
+class Node:
+    """All texts that are at one place, and the nodes that bytes lead to; None where one cannot
+    follow."""
+
+    def __init__(self, text: Bytewise) -> None:
+        self.text = text
+        self.after: dict[int, Node | None] = {}
+
 
 def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]:
-    """The tokens whose bytes can follow, one by one; what tokens have in common is tried once."""
+    """The tokens whose bytes can follow, one by one. What tokens have in common is tried once, and
+    each byte once at each place."""
+    nodes = {start.place: Node(start)}
+
+    def step(node: Node, byte: int) -> Node | None:
+        longer = node.text.copy()
+        after = None
+        if longer.byte(byte):
+            after = nodes.setdefault(longer.place, Node(longer))
+        node.after[byte] = after
+        return after
+
     allowed: list[int] = []
-    path = [start]
+    path = [nodes[start.place]]
     for shared, rest, numbers in _in_order(vocabulary):
         if len(path) <= shared:
             continue
         del path[shared + 1 :]
+        node = path[-1]
         for byte in rest:
-            longer = path[-1].copy()
-            if not longer.byte(byte):
+            after = node.after[byte] if byte in node.after else step(node, byte)
+            if after is None:
                 break
-            path.append(longer)
+            path.append(after)
+            node = after
         else:
             allowed += numbers
     return frozenset(allowed)

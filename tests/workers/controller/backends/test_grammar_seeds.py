@@ -278,16 +278,16 @@ class _Run:
 
     def __init__(self, automaton: Dfa, state: int) -> None:
         self._automaton = automaton
-        self._state = state
+        self.place = state
 
     def byte(self, byte: int) -> bool:
-        after = self._automaton.step(self._state, byte)
+        after = self._automaton.step(self.place, byte)
         if after:
-            self._state = after
+            self.place = after
         return bool(after)
 
     def copy(self) -> _Run:
-        return _Run(self._automaton, self._state)
+        return _Run(self._automaton, self.place)
 
 
 # --- the lexer rules of AICI ----------------------------------------------------------------------
