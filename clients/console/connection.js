@@ -40,12 +40,19 @@ export class Connection extends EventTarget {
     return this.#state === "open";
   }
 
-  /** Connects now, with another key if one is given. */
-  connect(key = this.#key) {
+  /** Connects with another key. */
+  useKey(key) {
     this.#key = key;
+    this.#become("connecting");
+    this.connect();
+  }
+
+  /** Connects now. */
+  connect() {
     clearTimeout(this.#timer);
     this.#socket?.close();
     if (this.#state !== "refused") this.#become("connecting");
+    const key = this.#key;
     const protocols = key ? [SUBPROTOCOL, `key.${key}`] : [SUBPROTOCOL];
     let socket;
     try {

@@ -61,15 +61,14 @@ addEventListener("pagehide", () => connection.leave());
 
 function askForKey() {
   const dialog = byId("key-dialog");
-  if (dialog.open) return;
-  dialog.showModal();
-  dialog.onclose = () => {
-    const key = byId("key").value.trim();
-    if (!key) return;
-    sessionStorage.setItem(KEY, key);
-    connection.connect(key);
-  };
+  if (!dialog.open) dialog.showModal();
 }
+
+byId("key-dialog").addEventListener("submit", () => {
+  const key = byId("key").value.trim();
+  sessionStorage.setItem(KEY, key);
+  connection.useKey(key);
+});
 
 const theme = byId("theme");
 theme.value = localStorage.getItem("tokenbus-theme") ?? "";

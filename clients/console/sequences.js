@@ -26,6 +26,7 @@ export class SequenceList {
   #list;
   #views = new Map();
   #vocabSize = 0;
+  #chosen = null;
   #selected = null;
 
   /** `select(sequence, index)` is called when a token is clicked. */
@@ -41,6 +42,7 @@ export class SequenceList {
   clear(vocabSize) {
     this.#list.replaceChildren();
     this.#views.clear();
+    this.#chosen = this.#selected = null;
     this.#vocabSize = vocabSize;
   }
 
@@ -60,10 +62,11 @@ export class SequenceList {
 
   /** Marks the selected token, and brings it into view within the list when it is another one. */
   select(sequence, index) {
-    for (const old of this.#list.querySelectorAll(".chosen")) old.classList.remove("chosen");
-    const view = this.#views.get(sequence.seq);
-    view?.element.classList.add("chosen");
-    const token = view?.token(index);
+    if (this.#chosen) this.#chosen.chosen = false;
+    this.#selected?.classList.remove("chosen");
+    this.#chosen = this.#views.get(sequence.seq);
+    this.#chosen.chosen = true;
+    const token = this.#chosen.token(index);
     token?.classList.add("chosen");
     if (token && token !== this.#selected) this.#show(token);
     this.#selected = token;
@@ -80,6 +83,7 @@ export class SequenceList {
 
 class SequenceView {
   #text = el("p.text");
+  #pick = el("button.pick", { type: "button", "aria-pressed": "false" });
   #state = el("span.state");
   #notes = el("p.fault", { hidden: true });
   #spans = [];
@@ -90,11 +94,12 @@ class SequenceView {
     this.sequence = sequence;
     this.#vocabSize = vocabSize;
     const { seq, parent, from } = sequence;
+    this.#pick.textContent = `#${seq}`;
     const origin = parent ? `fork of #${parent.seq} at token ${from}` : "";
     this.element = el(
       "li.sequence",
       { "data-seq": seq, "data-depth": Math.min(6, depth(sequence)) },
-      el("p.about", {}, el("b", {}, `#${seq}`), el("span", {}, origin), this.#state),
+      el("p.about", {}, this.#pick, el("span", {}, origin), this.#state),
       this.#text,
       this.#notes,
     );
@@ -103,6 +108,11 @@ class SequenceView {
 
   token(index) {
     return this.#spans[index];
+  }
+
+  set chosen(chosen) {
+    this.element.classList.toggle("chosen", chosen);
+    this.#pick.setAttribute("aria-pressed", chosen);
   }
 
   update() {

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tokenbus.clients.gateway.keys import hash_of, new_key
 from tokenbus.grammars.regex import RegexError, compile_regex
 from tokenbus.grammars.yacc import GrammarError, compile_grammar
 
@@ -177,6 +178,8 @@ def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) ->
     assert page.get_by_role("region", name="Controller log").locator("li").count() > 2
     tree.locator(".lane[data-seq='1'] .hit").click()
     expect(page.locator("#step h3")).to_contain_text("of #1")
+    console.sequence(0).get_by_role("button", name="#0").press("Enter")
+    expect(page.locator("#step h3")).to_contain_text("of #0")
     console.check_accessibility()
 
 
@@ -278,3 +281,29 @@ def test_a_generation_is_stopped(console: Console) -> None:
     console.generate(max_tokens=1000, n=16, top_logprobs=0)
     expect(console.sequence(0)).to_contain_text("cancelled")
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+
+
+def test_a_page_whose_websocket_is_refused_asks_for_an_api_key(
+    browser: Browser, steered: Bus, tmp_path: Path
+) -> None:
+    key = new_key()
+    file = tmp_path / "api-keys"
+    file.write_text(f"ann {hash_of(key)}\n")
+    gateway = steered.start_gateway(api_keys=file)
+    context = browser.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    # As with a browser that sends what it was asked for with the page, and not with the WebSocket.
+    with_key = {"authorization": f"Bearer {key}"}
+    page.route("**/console**", lambda route: route.continue_(headers=with_key))
+    page.goto(f"{gateway.url}/console")
+    dialog = page.get_by_role("dialog", name="API key")
+    for given in ("tb-wrong", key):
+        expect(dialog).to_be_visible()
+        dialog.get_by_label("Key", exact=True).fill(given)
+        dialog.get_by_role("button", name="Connect").click()
+    expect(page.get_by_text("connected", exact=True)).to_be_visible()
+    expect(dialog).to_be_hidden()
+    page.reload()
+    expect(page.get_by_text("connected", exact=True)).to_be_visible()
+    context.close()
+    gateway.process.kill()
