@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from ...protocol.errors import TokenbusError
 from .context import Gateway, gateway_of
 from .json import json_response
+from .openapi import Operation
 
 ASK_S = 2.0
 """How long the broker may take to answer, in seconds."""
@@ -24,6 +25,18 @@ def routes() -> list[BaseRoute]:
         Route("/live", live, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/health", ready, methods=["GET"]),
+    ]
+
+
+def operations() -> list[Operation]:
+    """These paths, as the OpenAPI document describes them."""
+    return [
+        Operation("get", path, summary, "health")
+        for path, summary in (
+            ("/live", "200 while the process lives"),
+            ("/ready", "200 if requests are served"),
+            ("/health", "As /ready"),
+        )
     ]
 
 

@@ -28,6 +28,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status
 from ...protocol.metrics import Series
 from .context import gateway_of
+from .openapi import Operation
 
 PREFIX = "tokenbus:"
 ASK_S = 5.0
@@ -117,6 +118,11 @@ FAMILIES = {
 def routes() -> list[BaseRoute]:
     """The one path."""
     return [Route("/metrics", metrics, methods=["GET"])]
+
+
+def operations() -> list[Operation]:
+    """This path, as the OpenAPI document describes it."""
+    return [Operation("get", "/metrics", "Metrics for Prometheus", "metrics", answer=str)]
 
 
 async def metrics(request: Request) -> Response:

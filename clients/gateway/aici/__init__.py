@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute, Route
 
-from .modules import get_tags, set_tags, upload
-from .runs import run
+from ..openapi import Operation
+from .modules import SetTags, get_tags, set_tags, upload
+from .runs import RunRequest, run
 
 
 def routes() -> list[BaseRoute]:
@@ -21,5 +22,17 @@ def routes() -> list[BaseRoute]:
             Route(modules, upload, methods=["POST"]),
             Route(f"{modules}/tags", set_tags, methods=["POST"]),
             Route(f"{modules}/tags", get_tags, methods=["GET"]),
+        ]
+    return found
+
+
+def operations() -> list[Operation]:
+    """These paths, as the OpenAPI document describes them."""
+    found = [Operation("post", "/v1/run", "Runs a controller", "AICI", RunRequest, stream=True)]
+    for modules in ("/v1/controllers", "/v1/aici_modules"):
+        found += [
+            Operation("post", modules, "Uploads a controller", "AICI", bytes),
+            Operation("post", f"{modules}/tags", "Tags a controller", "AICI", SetTags),
+            Operation("get", f"{modules}/tags", "The tags of controllers", "AICI"),
         ]
     return found

@@ -5,13 +5,26 @@ What vLLM adds to OpenAI's interface has vLLM's names here too.
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.routing import BaseRoute, Route
 
+from ..openapi import Operation
 from .chat import chat_completions
+from .chat_bodies import ChatCompletion, ChatRequest
+from .completion_bodies import Completion, CompletionRequest
 from .completions import completions
+from .response_bodies import ResponseAnswer, ResponsesRequest
 from .responses import responses
-from .served_models import model, models
-from .tokenize import detokenize, tokenize
+from .served_models import Model, ModelList, model, models
+from .tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 
 
 def routes() -> list[BaseRoute]:
@@ -24,4 +37,27 @@ def routes() -> list[BaseRoute]:
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+
+
+def operations() -> list[Operation]:
+    """These paths, as the OpenAPI document describes them."""
+
+    def post(path: str, summary: str, body: Any, answer: Any, stream: bool = False) -> Operation:
+        return Operation("post", path, summary, "OpenAI", body, answer, stream)
+
+    return [
+        Operation("get", "/v1/models", "The models that are served", "OpenAI", None, ModelList),
+        Operation("get", "/v1/models/{model}", "One of them", "OpenAI", None, Model),
+        post("/v1/completions", "Continues prompts", CompletionRequest, Completion, True),
+        post(
+            "/v1/chat/completions",
+            "The assistant's next message",
+            ChatRequest,
+            ChatCompletion,
+            True,
+        ),
+        post("/v1/responses", "Answers a conversation", ResponsesRequest, ResponseAnswer, True),
+        post("/tokenize", "The token ids of a text or of messages", TokenizeRequest, Tokenized),
+        post("/detokenize", "The text of token ids", DetokenizeRequest, Detokenized),
     ]

@@ -1,0 +1,155 @@
+"""``GET /openapi.json``: the gateway's paths, bodies and answers, as the structs define them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from .json import encode
+
+REFUSALS = {
+    400: "The request is not valid, or the model cannot serve it.",
+    401: "An API key is needed.",
+    404: "There is no such model or controller.",
+    413: "The body is too large.",
+    415: "The body is not of the right type.",
+    429: "The queue is full; Retry-After says when to try again.",
+    503: "No worker is available; Retry-After says when to try again.",
+    504: "The request took too long.",
+}
+"""What any operation may answer. A 500 would be a fault of the gateway."""
+
+
+class ErrorDetails(Struct):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorAnswer(Struct):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetails
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A path with a method, as the document describes it."""
+
+    method: Literal["get", "post", "delete"]
+    path: str
+    summary: str
+    tag: str
+    """The door that it belongs to."""
+    body: Any = None
+    """The type of its JSON body; ``bytes``: raw data; None: it has none."""
+    answer: Any = None
+    """The type of its JSON answer; ``str``: plain text; None: any JSON."""
+    stream: bool = False
+    """It can answer with server-sent events too."""
+    error: Any = ErrorAnswer
+    """The type of its errors; None: they have no form of their own."""
+    statuses: dict[int, str] = field(default_factory=dict)
+    """Further statuses with their meanings."""
+    query: dict[str, Any] = field(default_factory=dict)
+    """The types of optional parameters in the query."""
+
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The OpenAPI document of these operations."""
+    types: list[Any] = []
+    for one in operations:
+        types += [kind for kind in (one.body, one.answer, one.error) if _has_schema(kind)]
+        types += one.query.values()
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    found = iter(schemas)
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        body, answer, error = (
+            next(found) if _has_schema(kind) else _raw(kind)
+            for kind in (one.body, one.answer, one.error)
+        )
+        query = {name: next(found) for name in one.query}
+        paths.setdefault(one.path, {})[one.method] = _operation(one, body, answer, error, query)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tokenbus",
+            "version": version("tokenbus"),
+            "description": "The HTTP interface of a Tokenbus gateway; docs/http.md describes it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def routes(operations: Sequence[Operation]) -> list[BaseRoute]:
+    """The path of the document, which is made once, when it is first asked for."""
+    made: list[bytes] = []
+
+    async def openapi(request: Request) -> Response:
+        if not made:
+            made.append(encode(document(operations)))
+        return Response(made[0], media_type="application/json")
+
+    return [Route("/openapi.json", openapi, methods=["GET"])]
+
+
+def _has_schema(kind: Any) -> bool:
+    return kind is not None and kind is not bytes
+
+
+def _raw(kind: Any) -> dict[str, Any] | None:
+    return {"type": "string", "format": "binary"} if kind is bytes else None
+
+
+def _operation(
+    one: Operation,
+    body: dict[str, Any] | None,
+    answer: dict[str, Any] | None,
+    error: dict[str, Any] | None,
+    query: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    kind = "text/plain" if one.answer is str else "application/json"
+    good: dict[str, Any] = {kind: {"schema": answer or {}}}
+    if one.stream:
+        good["text/event-stream"] = {"schema": {"type": "string"}}
+    refusals = {**REFUSALS, **one.statuses}
+    bad = {"content": {"application/json": {"schema": error}}} if error is not None else {}
+    made: dict[str, Any] = {
+        "summary": one.summary,
+        "tags": [one.tag],
+        "operationId": re.sub(r"\W+", "_", f"{one.method}{one.path}").strip("_"),
+        "responses": {
+            "200": {"description": "The answer.", "content": good},
+            **{str(status): {"description": what, **bad} for status, what in refusals.items()},
+        },
+    }
+    names = re.findall(r"{(\w+)}", one.path)
+    made["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ] + [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+    if body is not None:
+        media = "application/octet-stream" if one.body is bytes else "application/json"
+        made["requestBody"] = {"required": True, "content": {media: {"schema": body}}}
+    return made
