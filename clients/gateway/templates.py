@@ -73,7 +73,7 @@ class Templates:
                 param="chat_template_kwargs",
             )
         request = {
-            "template": chat_template or template_of(model),
+            "template": template_of(model) if chat_template is None else chat_template,
             "messages": messages,
             "variables": names,
             "continue_final_message": continue_final_message,

@@ -67,7 +67,7 @@ async def chat_completions(request: Request) -> Response:
 async def _begin(gateway: Gateway, body: ChatRequest) -> ChatJob:
     body.check()
     model = await gateway.models.get(body.model)
-    calling = body.calling(body.chat_template or template_of(model))
+    calling = body.calling(template_of(model) if body.chat_template is None else body.chat_template)
     constraint = body.own_constraint if calling is None else calling.constraint
     options = body.options(constraint)
     messages = for_template(body.messages)

@@ -41,7 +41,6 @@ class Generations:
         self._fields = dict(fields)
         if constraint is not None:
             self._fields |= {"controller": "controller", "controller_arg": constraint.field}
-        self._constraint = constraint
         self.counter = counter
         self.streams: list[AsyncStream] = []
         for prompt in prompts:
@@ -70,7 +69,7 @@ class Generations:
         try:
             if len(self.streams) == 1:
                 [stream] = self.streams
-                while entries := await stream.arrived():
+                while entries := await _next(stream):
                     self.counter.add(entries)
                     yield 0, entries
             else:
@@ -85,8 +84,7 @@ class Generations:
 
     async def _of_several(self) -> AsyncGenerator[Batch, None]:
         reading = {
-            asyncio.ensure_future(stream.arrived()): place
-            for place, stream in enumerate(self.streams)
+            asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(self.streams)
         }
         try:
             while reading:
@@ -94,7 +92,7 @@ class Generations:
                 for task in done:
                     place = reading.pop(task)
                     if entries := task.result():
-                        again = asyncio.ensure_future(self.streams[place].arrived())
+                        again = asyncio.ensure_future(_next(self.streams[place]))
                         reading[again] = place
                         yield place, entries
         finally:
@@ -104,12 +102,22 @@ class Generations:
     def _named(self, error: TokenbusError) -> ApiError:
         """An error of the bus, with the field's name in the body of this request."""
         named = from_tokenbus(error)
-        if named.param is None and error.code == Code.INVALID_FIELD and self._constraint:
-            # The arguments of constraints are checked where they run.
-            named.param = self._constraint.field
-        elif named.param is not None:
-            named.param = self._fields.get(named.param, named.param)
+        param = named.param
+        if param is None and error.code == Code.INVALID_FIELD:
+            # The argument of a constraint is checked where it runs.
+            param = "controller_arg"
+        elif param is None and error.code == Code.UNKNOWN_CONTROLLER:
+            param = "controller"
+        named.param = self._fields.get(param or "", param)
         return named
+
+
+async def _next(stream: AsyncStream) -> list[Token]:
+    """What has arrived of a stream; raises TokenbusError at once if it ends with a failure."""
+    entries = await stream.arrived()
+    if entries and entries[-1].error is not None and not entries[-1].live:
+        await stream.arrived()
+    return entries
 
 
 async def begun(
