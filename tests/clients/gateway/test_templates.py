@@ -133,8 +133,9 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    [text], _ = render_jinja_template([messages], chat_template=template, **SPECIAL, **options)
-    return str(text)
+    variables: dict[str, Any] = {**SPECIAL, **options}
+    texts, _ = render_jinja_template([messages], chat_template=template, **variables)
+    return str(texts[0])
 
 
 @pytest.mark.parametrize("prompt", [True, False])

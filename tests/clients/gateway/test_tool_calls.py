@@ -52,7 +52,8 @@ def read(form: CallForm, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]
     reader = CallReader(form)
     parts: list[Part] = [part for piece in pieces for part in reader.feed(piece)]
     parts += reader.end()
-    text, calls = "", []
+    text = ""
+    calls: list[tuple[str, str]] = []
     for part in parts:
         match part:
             case Text(more):
