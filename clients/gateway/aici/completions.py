@@ -16,11 +16,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import TokenbusError
+from ....protocol.messages import Name
+from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
 from ..bodies import Body, decode_body, ignored_header
 from ..context import gateway_of
 from ..errors import ApiError, from_tokenbus
 from ..events import DONE, EventStream, event
+from ..field_types import (
+    Choices,
+    MaxTokens,
+    Penalty,
+    Seed,
+    Stops,
+    Temperature,
+    TopK,
+    TopP,
+    seed_of,
+)
 from ..json import json_response
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
@@ -39,27 +52,26 @@ class AiciCompletion(Body):
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[TokenId | str | list[TokenId]]
     """One text, or one list of token ids; also as the only element of a list."""
-    aici_module: str | None
+    aici_module: Name | None
     """None: no controller."""
     aici_arg: Any = None
     model: str | None = ""
     """Empty or ``*``: the default model."""
-    max_tokens: int | None = None
+    max_tokens: MaxTokens | None = None
     """Default: 16."""
-    n: int | None = None
+    n: Choices | None = None
     stream: bool | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     """Default: 1."""
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 and -1 keep all."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: StopString | Stops | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     user: Any | UnsetType = UNSET
 
 
@@ -121,7 +133,7 @@ def _options(body: AiciCompletion) -> GenerateOptions:
         "max_tokens": 16 if body.max_tokens is None else body.max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "top_k": 0 if body.top_k in (None, -1) else body.top_k or 0,
+        "top_k": max(0, body.top_k or 0),
         "n": 1 if body.n is None else body.n,
         "presence_penalty": body.presence_penalty or 0.0,
         "frequency_penalty": body.frequency_penalty or 0.0,
@@ -129,11 +141,11 @@ def _options(body: AiciCompletion) -> GenerateOptions:
         "ignore_eos": bool(body.ignore_eos),
     }
     if body.seed is not None:
-        options["seed"] = body.seed
+        options["seed"] = seed_of(body.seed)
     return options
 
 
-def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
+def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list[int]:
     """The prompt of a body; raises ApiError 400 where it has not exactly one."""
     if isinstance(prompt, str):
         return prompt

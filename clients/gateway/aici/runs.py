@@ -10,27 +10,30 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.messages import Name
+from ....protocol.sampling import TokenId
 from ... import GenerateOptions
 from ..bodies import Body, read_body
 from ..context import gateway_of
 from ..events import DONE, EventStream, event
+from ..field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
 from .streams import NO_CONTROLLER, Run, Usage, controller_options, prompt_for
 
 
 class RunRequest(Body):
     """The body of a run; None of an optional field is its default."""
 
-    controller: str
+    controller: Name
     controller_arg: Any = ""
-    prompt: str | list[int] | None = ""
+    prompt: str | list[TokenId] | None = ""
     model: str | None = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     """0 and -1 keep all."""
-    max_tokens: int | None = None
+    max_tokens: MaxTokens | None = None
     """Default: up to the context length."""
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 async def run(request: Request) -> Response:
@@ -51,10 +54,10 @@ async def run(request: Request) -> Response:
     }
     if body.top_p is not None:
         options["top_p"] = body.top_p
-    if body.top_k is not None and body.top_k != -1:
-        options["top_k"] = body.top_k
+    if body.top_k is not None:
+        options["top_k"] = max(0, body.top_k)
     if body.seed is not None:
-        options["seed"] = body.seed
+        options["seed"] = seed_of(body.seed)
     begun = await Run.begin(request, gateway, prompt_for(model, prompt), options)
     return EventStream(_events(begun, model.name))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, TypedDict
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 
@@ -175,7 +175,7 @@ def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
         return {}
     if arg is None or isinstance(arg, str):
         return {"controller": controller, "controller_arg": arg or ""}
-    return {"controller": controller, "controller_arg": json.dumps(arg, separators=(",", ":"))}
+    return {"controller": controller, "controller_arg": msgspec.json.encode(arg).decode()}
 
 
 def prompt_for(model: ServedModel, prompt: str | list[int]) -> str | list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from msgspec import UNSET
 
 from ....protocol.messages import Token
+from ..openai.fields import new_id
 from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
 
 
@@ -170,8 +170,3 @@ def prompt_usage(first: Token) -> dict[str, int]:
         "cache_read_input_tokens": first.cached_tokens,
         "output_tokens": 0,
     }
-
-
-def new_id(prefix: str) -> str:
-    """An id for a message or for a call."""
-    return prefix + secrets.token_hex(12)

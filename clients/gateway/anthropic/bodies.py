@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from ....protocol.sampling import MAX_STOP, StopString
 from ..bodies import Body
+from ..field_types import MaxTokens, Stops, Temperature, TopK, TopP
 
 Ignored = Any | UnsetType
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
@@ -171,12 +171,12 @@ class CreateMessage(Conversation, kw_only=True):
         "service_tier",
     }
 
-    max_tokens: Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+    max_tokens: MaxTokens
     stream: bool = False
-    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP)] = []
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)] | None = None
+    stop_sequences: Stops = []
+    temperature: Temperature = 1.0
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     diagnostics: Ignored = UNSET
     inference_geo: Ignored = UNSET
     metadata: Ignored = UNSET

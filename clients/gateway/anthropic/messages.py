@@ -18,7 +18,8 @@ from ..errors import from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
-from .answers import Answer, AnswerBlock, CallAnswer, new_id, prompt_usage
+from ..openai.fields import new_id
+from .answers import Answer, AnswerBlock, CallAnswer, prompt_usage
 from .bodies import CountTokens, CreateMessage
 from .conversation import Answering, answering, prompt_ids
 
@@ -64,7 +65,7 @@ def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions
     if body.top_p is not None:
         options["top_p"] = body.top_p
     if body.top_k is not None:
-        options["top_k"] = body.top_k
+        options["top_k"] = max(0, body.top_k)
     if how.constraint is not None:
         options["controller"] = how.controller
         options["controller_arg"] = how.controller_arg

@@ -8,8 +8,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..errors import ApiError
+from ..field_types import MaxTokens, TopLogprobs
 from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
-from .fields import MaxTokens, SampledRequest, TextRequest, TopLogprobs
+from .fields import SampledRequest, TextRequest
 from .logprobs import ChatLogprobs
 from .messages import Message
 from .tools import Calling, FunctionTool, NamedTool, Tool, ToolChoice, calling

@@ -9,8 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
 from ..errors import ApiError
+from ..field_types import TopLogprobs
 from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
-from .fields import SampledRequest, TopLogprobs
+from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
 from .usage import Usage

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Name
-from ....protocol.sampling import (
-    MAX_N,
-    MAX_STOP,
-    MAX_TOP_LOGPROBS,
-    Probability,
-    StopString,
-    TokenId,
-)
+from ....protocol.sampling import Probability, StopString, TokenId
 from ... import GenerateOptions
 from ..bodies import Body
+from ..field_types import (
+    Bias,
+    Choices,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    StopIds,
+    Stops,
+    Temperature,
+    TopK,
+    TopP,
+    seed_of,
+)
 from .constraints import Constraint, StructuredOutputs
-
-Temperature = Annotated[float, Meta(ge=0, le=100)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=-1, le=0xFFFF_FFFF)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
-MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
-Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
-StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-Priority = Annotated[int, Meta(ge=-100, le=100)]
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default; the bus's own is 0."""
@@ -144,7 +137,7 @@ class SampledRequest(TextRequest):
         if self.frequency_penalty:
             options["frequency_penalty"] = self.frequency_penalty
         if self.seed is not None:
-            options["seed"] = self.seed & 0x7FFF_FFFF_FFFF_FFFF
+            options["seed"] = seed_of(self.seed)
         return options
 
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ... import GenerateOptions
 from ..bodies import Body
 from ..errors import ApiError
+from ..field_types import MaxTokens, TopLogprobs
 from .constraints import (
     Constraint,
     FormatName,
@@ -20,7 +21,7 @@ from .constraints import (
     json_schema,
     own_constraint,
 )
-from .fields import MaxTokens, TextRequest, TopLogprobs
+from .fields import TextRequest
 from .logprobs import TokenLogprob
 from .messages import FunctionName
 from .response_input import InputItems, read_items
