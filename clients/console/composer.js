@@ -70,7 +70,10 @@ export class Composer extends EventTarget {
   /** Asks for the modules that are stored. */
   async refreshModules() {
     const { result } = await this.#connection.request("TAGS");
-    this.suggest("controllers", result.flatMap((m) => (m.tags?.length ? m.tags : [m.module])));
+    this.suggest(
+      "controllers",
+      result.flatMap((m) => (m.tags?.length ? m.tags : [m.module])),
+    );
   }
 
   /** Shows an error at the field that it is about. */
@@ -164,7 +167,10 @@ export class Composer extends EventTarget {
     said.textContent = `Uploading ${file.name} …`;
     try {
       const tag = file.name.replace(/\.wasm$/, "");
-      const { result } = await this.#connection.request("UPLOAD", { data: await base64(file), tag });
+      const { result } = await this.#connection.request("UPLOAD", {
+        data: await base64(file),
+        tag,
+      });
       this.#clearFaults();
       byId("controller").value = tag;
       const what = result.forks === false ? ", whose sequences cannot fork" : "";

@@ -16,8 +16,8 @@ export class RequestFault extends Error {
 /**
  * A connection that is opened again when it breaks.
  *
- * Event `state`: its `detail` is "connecting"; "waiting" for the broker's answer; "open"; "lost"; or
- * "refused" if the gateway is there but does not accept it, as without an API key.
+ * Event `state`: its `detail` is "connecting"; "waiting" for the broker's answer; "open"; "lost";
+ * or "refused" if the gateway is there but does not accept it, as without an API key.
  */
 export class Connection extends EventTarget {
   #url;
@@ -108,7 +108,9 @@ export class Connection extends EventTarget {
   #receive(line) {
     const space = line.indexOf(" ");
     const type = line.slice(0, space);
-    const body = JSON.parse(line.slice(space + 1));
+    // A request's number has 64 bits, more than a number of JavaScript.
+    const json = line.slice(space + 1).replace(/"request":(\d+)/g, '"request":"$1"');
+    const body = JSON.parse(json);
     if (type === "TOKEN") return this.#receiveEntries(body);
     if (type === "WELCOME") {
       this.#failures = 0;

@@ -31,8 +31,8 @@ export function setText(element, text) {
 }
 
 /**
- * Makes the children of `parent` follow `values`: an element that `make(value)` made for a key stays
- * the same one, and `update(element, value)` brings it up to date.
+ * Makes the children of `parent` follow `values`: an element that `make(value)` made for a key
+ * stays the same one, and `update(element, value)` brings it up to date.
  */
 export function follow(parent, values, key, make, update) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));

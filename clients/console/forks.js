@@ -8,8 +8,8 @@ const LEFT = 10;
 const RIGHT = 40; // For the number of a sequence.
 
 /**
- * Draws the tree into `host`, `width` pixels wide, if there is more than one sequence, a splice or a
- * write.
+ * Draws the tree into `host`, `width` pixels wide, if there is more than one sequence, a splice or
+ * a write.
  */
 export function drawForks(host, width, generation, chosen, select) {
   const sequences = generation.inOrder;
@@ -44,7 +44,11 @@ export function drawForks(host, width, generation, chosen, select) {
     }
     lane.append(
       svg("circle", { class: "end", cx: x(sequence.length), cy: at, r: 3.5 }),
-      svg("text", { x: Math.min(x(reach(sequence)) + 10, width - RIGHT + 10), y: at + 4 }, `#${sequence.seq}`),
+      svg(
+        "text",
+        { x: Math.min(x(reach(sequence)) + 10, width - RIGHT + 10), y: at + 4 },
+        `#${sequence.seq}`,
+      ),
       svg("rect", { class: "hit", x: 0, y: at - LANE / 2, width, height: LANE }),
     );
     lane.addEventListener("click", () => select(sequence));
@@ -74,7 +78,8 @@ function arc(from, to, at) {
 
 function legend(sequences) {
   const signs = [];
-  if (sequences.some((s) => s.writes.length)) signs.push(el("span", {}, el("i.diamond"), "wrote a variable"));
+  if (sequences.some((s) => s.writes.length))
+    signs.push(el("span", {}, el("i.diamond"), "wrote a variable"));
   if (sequences.some((s) => s.splices.length)) signs.push(el("span", {}, el("i.arc"), "took back"));
   return el("p.legend", { "aria-hidden": "true" }, ...signs);
 }

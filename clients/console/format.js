@@ -36,7 +36,7 @@ export function age(seconds) {
 export function bytes(n) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  while (n >= 1000 && unit < units.length - 1) (n /= 1000), unit++;
+  while (n >= 1000 && unit < units.length - 1) ((n /= 1000), unit++);
   return `${unit && n < 10 ? n.toFixed(1) : Math.round(n)} ${units[unit]}`;
 }
 

@@ -116,13 +116,19 @@ export class GenerationView extends EventTarget {
   #ended() {
     const sequences = [...this.#generation.sequences.values()];
     const failed = sequences.filter((s) => s.error);
-    const end = failed.length ? (failed.length < sequences.length ? "some sequences failed" : "failed") : "finished";
+    const end = failed.length
+      ? failed.length < sequences.length
+        ? "some sequences failed"
+        : "failed"
+      : "finished";
     this.#say(`${end}: ${counted(this.#generation.tokens, "token")}`);
     this.dispatchEvent(new CustomEvent("running", { detail: false }));
     if (failed.length === sequences.length) {
       const [{ code, error }] = failed;
       if (!this.#generation.tokens) this.#refused();
-      this.dispatchEvent(new CustomEvent("fault", { detail: { code, message: error, path: null } }));
+      this.dispatchEvent(
+        new CustomEvent("fault", { detail: { code, message: error, path: null } }),
+      );
     }
   }
 
@@ -174,7 +180,9 @@ export class GenerationView extends EventTarget {
     this.#list.update(generation);
     this.#notes.update(generation);
     showFigures(generation);
-    drawForks(byId("forks"), this.#width, generation, this.#chosen, (s) => this.#choose(s, s.items.length - 1));
+    drawForks(byId("forks"), this.#width, generation, this.#chosen, (s) =>
+      this.#choose(s, s.items.length - 1),
+    );
     if (!this.#chosen?.items.length) {
       this.#chosen = generation.inOrder.find((s) => s.items.length) ?? this.#chosen;
     }

@@ -35,7 +35,8 @@ export class SequenceList {
     list.addEventListener("click", (event) => {
       const token = event.target.closest(".token[data-at]");
       const view = this.#views.get(Number(event.target.closest("li[data-seq]")?.dataset.seq));
-      if (view) select(view.sequence, token ? Number(token.dataset.at) : view.sequence.items.length - 1);
+      if (view)
+        select(view.sequence, token ? Number(token.dataset.at) : view.sequence.items.length - 1);
     });
   }
 
@@ -76,7 +77,8 @@ export class SequenceList {
   #show(token) {
     const list = this.#list.getBoundingClientRect();
     const box = token.getBoundingClientRect();
-    if (box.bottom > list.bottom - MARGIN) this.#list.scrollTop += box.bottom - list.bottom + MARGIN;
+    if (box.bottom > list.bottom - MARGIN)
+      this.#list.scrollTop += box.bottom - list.bottom + MARGIN;
     else if (box.top < list.top + MARGIN) this.#list.scrollTop += box.top - list.top - MARGIN;
   }
 }
@@ -143,16 +145,18 @@ class SequenceView {
   #stateText() {
     const { finish, constraint, length } = this.sequence;
     const end = CONSTRAINT_ENDS[constraint];
-    return [counted(length, "token"), finish ? ENDS[finish] : "running", end].filter(Boolean).join(", ");
+    return [counted(length, "token"), finish ? ENDS[finish] : "running", end]
+      .filter(Boolean)
+      .join(", ");
   }
 }
 
 /** One token; one that was taken back is a `del`, and keeps to its line. */
 function tokenSpan(item, at, vocabSize) {
   const span = el(item.taken ? "del.token" : "span.token", { "data-at": at });
-  const text = item.text.replaceAll("\n", item.taken ? "↵" : "↵\n");
-  text.split(/(↵)/).forEach((part) => {
-    if (part) span.append(part === "↵" && item.text.includes("\n") ? el("i", { "aria-hidden": "true" }, part) : part);
+  item.text.split("\n").forEach((line, i) => {
+    if (i) span.append(el("i", { "aria-hidden": "true" }, "↵"), item.taken ? "" : "\n");
+    span.append(line);
   });
   if (!item.text) span.append(el("i", {}, "·"));
   if (item.appended) span.classList.add("appended");
@@ -181,6 +185,11 @@ function depth(sequence) {
 /** The end of what stood before the sequence's own tokens. */
 function given(sequence, prompt) {
   if (!sequence.parent) return prompt;
-  const before = prompt + sequence.kept.slice(0, sequence.inherited).map((item) => item.text).join("");
+  const before =
+    prompt +
+    sequence.kept
+      .slice(0, sequence.inherited)
+      .map((item) => item.text)
+      .join("");
   return before.length > INHERITED_SHOWN ? `…${before.slice(-INHERITED_SHOWN)}` : before;
 }

@@ -55,9 +55,17 @@ function alternatives(item, vocabulary) {
     "table.alternatives",
     {},
     el("caption.unseen", {}, "The likely tokens at this step"),
-    el("thead.unseen", {}, el("tr", {}, ...["Token", "Probability", "Outcome"].map((name) => {
-      return el("th", { scope: "col" }, name);
-    }))),
+    el(
+      "thead.unseen",
+      {},
+      el(
+        "tr",
+        {},
+        ...["Token", "Probability", "Outcome"].map((name) => {
+          return el("th", { scope: "col" }, name);
+        }),
+      ),
+    ),
     el("tbody", {}, ...rows),
   );
 }

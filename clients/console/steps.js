@@ -40,7 +40,11 @@ export class Steps extends EventTarget {
     this.#scrub.max = String(Math.max(0, this.#items.length - 1));
     this.#scrub.value = String(chosen);
     this.#scrub.disabled = !item;
-    if (item) this.#scrub.setAttribute("aria-valuetext", spoken(item, chosen, this.#items.length, vocabSize));
+    if (item)
+      this.#scrub.setAttribute(
+        "aria-valuetext",
+        spoken(item, chosen, this.#items.length, vocabSize),
+      );
     this.#masked = this.#items.some((i) => i.allowed !== null);
     setText(byId("steps-hint"), this.#hint(sequence));
     this.#draw();
@@ -74,7 +78,9 @@ export class Steps extends EventTarget {
     const paint = canvas.getContext("2d");
     paint.scale(scale, scale);
     const style = getComputedStyle(canvas);
-    const colours = Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue(`--chart-${name}`)]));
+    const colours = Object.fromEntries(
+      COLOURS.map((name) => [name, style.getPropertyValue(`--chart-${name}`)]),
+    );
     const top = this.#masked ? CUTS + GAP : 0;
     const bottom = box.height - TIMES - GAP;
     const gap = step > 4 ? 1 : 0;

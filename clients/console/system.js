@@ -77,7 +77,12 @@ function makeNode(node) {
     {},
     el("p.role"),
     el("p.name", {}, el("b"), el("span.state")),
-    el("p.load", {}, el("meter", { min: 0, max: 1, "aria-label": `load of ${node.name}` }), el("span")),
+    el(
+      "p.load",
+      {},
+      el("meter", { min: 0, max: 1, "aria-label": `load of ${node.name}` }),
+      el("span"),
+    ),
     el("ul.facts", { role: "list" }),
   );
 }
@@ -96,13 +101,20 @@ function updateNode(element, node) {
     setText(load.lastChild, node.load);
   }
   const facts = node.facts.filter(Boolean).map((text, i) => ({ text, i }));
-  follow(element.querySelector(".facts"), facts, (f) => f.i, () => el("li"), (li, f) => {
-    setText(li, f.text);
-  });
+  follow(
+    element.querySelector(".facts"),
+    facts,
+    (f) => f.i,
+    () => el("li"),
+    (li, f) => {
+      setText(li, f.text);
+    },
+  );
 }
 
 const COLUMNS = [
-  ["Request", (s) => `#${s.request}`],
+  // The lower half of the number counts; the upper one is the start of the broker.
+  ["Request", (s) => String(BigInt(s.request) & 0xffffffffn)],
   ["State", (s) => s.state],
   ["Program", (s) => s.client || "unnamed"],
   ["Model", (s) => s.model || "default"],
@@ -115,18 +127,26 @@ const COLUMNS = [
 function showStreams(streams) {
   const body = byId("streams").tBodies[0];
   byId("streams").hidden = streams.length === 0;
-  setText(byId("streams-count"), streams.length ? counted(streams.length, "stream") : "No stream runs.");
+  setText(
+    byId("streams-count"),
+    streams.length ? counted(streams.length, "stream") : "No stream runs.",
+  );
   follow(
     body,
     streams,
     (s) => s.request,
-    () => el("tr", { role: "row" }, ...COLUMNS.map(([name]) => {
-      return el("td", { role: "cell", "data-name": name });
-    })),
+    () =>
+      el(
+        "tr",
+        { role: "row" },
+        ...COLUMNS.map(([name]) => {
+          return el("td", { role: "cell", "data-name": name });
+        }),
+      ),
     (row, stream) => {
       row.dataset.state = stream.state;
       COLUMNS.forEach(([, text], i) => setText(row.cells[i], text(stream)));
-      row.cells[0].title = stream.type;
+      row.cells[0].title = `${stream.type} ${stream.request}`;
       row.cells[5].title = stream.controller_worker ?? "";
     },
   );

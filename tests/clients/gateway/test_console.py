@@ -259,13 +259,22 @@ def test_the_system_and_the_streams_of_all_clients_are_shown(
         expect(rail.filter(has_text=role).first).to_contain_text("ready")
     with steered.client() as client:
         # More than will be generated before the page has asked for the status.
-        stream = client.generate("x", max_tokens=1000, n=32, ignore_eos=True, priority=7)
-        next(stream)
-        row = page.get_by_role("row").filter(has=page.get_by_role("cell", name="7", exact=True))
-        expect(row).to_contain_text("running")
-        expect(row).to_contain_text("gpu-")
-        stream.close()
-        expect(row).to_have_count(0)
+        streams = [
+            client.generate("x", max_tokens=1000, n=16, ignore_eos=True, priority=7)
+            for _ in range(2)
+        ]
+        for stream in streams:
+            next(stream)
+        rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="7", exact=True))
+        expect(rows).to_have_count(2)
+        for row in rows.all():
+            expect(row).to_contain_text("running")
+            expect(row).to_contain_text("gpu-")
+        first, second = (row.get_by_role("cell").first.text_content() for row in rows.all())
+        assert first != second, "their requests' numbers"
+        for stream in streams:
+            stream.close()
+        expect(rows).to_have_count(0)
 
 
 def test_a_generation_is_stopped(console: Console) -> None:
