@@ -57,9 +57,7 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
         finally:
             await app.state.gateway.close()
 
-    checks = [
-        Middleware(OriginCheck, allowed=settings.cors, any_host=keys is not None),
-    ]
+    checks = [Middleware(OriginCheck, allowed=settings.cors, any_host=keys is not None)]
     if settings.cors:
         checks.append(
             Middleware(

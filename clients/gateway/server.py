@@ -7,7 +7,9 @@ import errno
 import logging
 import socket
 import ssl
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +23,11 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
 """Of one WebSocket message: a controller module of 16 MiB in base64 fits."""
+IDLE_MARGIN_S = 0.5
+"""How much longer than uvicorn's limit a gateway that ends waits for idle connections, in
+seconds."""
+CHECK_S = 0.05
+"""How often it looks for them, in seconds."""
 READY_SEEN_S = 10.0
 """How long a gateway that is asked to end waits until a load balancer has seen that, in seconds."""
 
@@ -94,6 +101,9 @@ class GatewayServer(uvicorn.Server):
             backlog=BACKLOG,
         )
         super().__init__(config)
+        self._drain_s = settings.drain_s
+        self._shares_port = settings.gateways > 1
+        """A probe may reach another process."""
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -101,7 +111,7 @@ class GatewayServer(uvicorn.Server):
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True
-        elif gateway.probed and not gateway.draining:
+        elif gateway.probed and not self._shares_port and not gateway.draining:
             self._loop.call_soon_threadsafe(self._drain, gateway)
         else:
             self.should_exit = True
@@ -113,6 +123,47 @@ class GatewayServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends without failing a request: connections that the kernel has accepted are served, and
+        open ones get an answer to the next request, which says that they are closed."""
+        began = self._loop.time()
+        await self._stop_listening(sockets or [])
+        gateway: Gateway = self._app.state.gateway
+        gateway.draining = True
+        gateway.tunnels.drain()
+        # Until then uvicorn closes each connection that is idle.
+        idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
+        waited_s = 0.0
+        while not self.force_exit and waited_s < self._drain_s:
+            # First, as uvloop tells of a connection a little after it was accepted.
+            await asyncio.sleep(CHECK_S)
+            waited_s = self._loop.time() - began
+            if not self.server_state.connections:
+                break
+            if waited_s > idle_s and not gateway.tunnels.busy:
+                break
+        left_s = self._drain_s - waited_s
+        self.config.timeout_graceful_shutdown = max(1, int(left_s))
+        await super().shutdown(sockets)
+
+    async def _stop_listening(self, sockets: list[socket.socket]) -> None:
+        """Closes the listening sockets; the kernel would reset what waits in their queues."""
+        waiting = [connection for listener in sockets for connection in _accepted(listener)]
+        for server in self.servers:
+            server.close()
+        for connection in waiting:
+            await self._loop.connect_accepted_socket(
+                self._protocol, connection, ssl=self.config.ssl
+            )
+
+    def _protocol(self) -> asyncio.Protocol:
+        """What uvicorn makes for each connection."""
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
     def _drain(self, gateway: Gateway) -> None:
         self._draining = asyncio.ensure_future(self._until_seen(gateway))
 
@@ -123,6 +174,18 @@ class GatewayServer(uvicorn.Server):
         except TimeoutError:
             pass
         self.should_exit = True
+
+
+def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections in the queue of a listening socket."""
+    listener.setblocking(False)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        yield connection
 
 
 def check_tls(settings: Settings) -> str | None:

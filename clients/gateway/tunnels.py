@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -24,6 +26,7 @@ from ...protocol.settings import Settings
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
 from .broker_watch import BrokerWatch
+from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,23 @@ class Tunnels:
             self._context, settings.front, settings.session_timeout_s, self._lost
         )
         self._ending: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether any WebSocket waits for answers."""
+        return any(tunnel.streams for tunnel in self._open)
+
+    def drain(self) -> None:
+        """The gateway ends: closes each WebSocket as soon as all of its requests are answered."""
+        self._draining = True
+        for tunnel in self._open:
+            self._rested(tunnel)
+
+    def _rested(self, tunnel: Tunnel) -> None:
+        """A WebSocket may have no request left."""
+        if self._draining and not tunnel.streams:
+            self._later(close(tunnel.websocket, SERVICE_RESTART, "the gateway is restarted"))
 
     async def serve(self, websocket: WebSocket) -> None:
         """Carries an accepted WebSocket to its end."""
@@ -79,7 +99,8 @@ class Tunnels:
 
     def _connect(self, websocket: WebSocket) -> Tunnel:
         self._watch.start()
-        tunnel = Tunnel(websocket, AsyncDealer(self._context, self._front))
+        dealer = AsyncDealer(self._context, self._front)
+        tunnel = Tunnel(websocket, dealer, self._rested)
         self._open.add(tunnel)
         return tunnel
 
@@ -87,16 +108,24 @@ class Tunnels:
         """The broker does not know the tunnels' connections any more: ends them all."""
         log.warning("%s; %d WebSockets are closed", what, len(self._open))
         for tunnel in self._open:
-            task = asyncio.create_task(tunnel.lost(what))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._later(tunnel.lost(what))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 class Tunnel:
     """One WebSocket's connection to the broker."""
 
-    def __init__(self, websocket: WebSocket, dealer: AsyncDealer) -> None:
-        self._websocket = websocket
+    def __init__(
+        self, websocket: WebSocket, dealer: AsyncDealer, rested: Callable[[Tunnel], None]
+    ) -> None:
+        """``rested`` is called where an answer may have been the last one."""
+        self.websocket = self._websocket = websocket
+        self.streams = OpenStreams()
+        self._rested = rested
         self._dealer = dealer
         self._plain: PlainLmtp | None = PlainLmtp()
         """None once the broker has answered a HELLO."""
@@ -111,6 +140,7 @@ class Tunnel:
             return
         if self._plain is not None:
             self._plain.sent(frames)
+        self.streams.sent(frames)
         await self._dealer.send(frames)
 
     async def lost(self, what: str) -> None:
@@ -143,6 +173,10 @@ class Tunnel:
                     line = frames_line(frames) if plain is None else plain.line(frames)
                     if line is not None:
                         await self._websocket.send_text(line)
+                    if self.streams:
+                        self.streams.received(frames)
+                        if not self.streams:
+                            self._rested(self)
         except WebSocketDisconnect:
             pass
         except Exception:
