@@ -1,0 +1,117 @@
+"""``tokenbus top``: one picture for scripts, pictures without a terminal, rates."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenbus.clients.cli.top import MOST_STREAMS, Pictures, duration
+from tokenbus.protocol.messages import Status, StreamStatus, WorkerStatus
+
+from ..processes import Bus, clean_environment, until
+from .test_cli import PROMPT, TOKENBUS, tokenbus
+
+
+def status(**fields: object) -> Status:
+    given = {"version": "1", "uptime_s": 90.0, "sessions": 3, "streams": 2, "queued": 1}
+    return Status(**{**given, "workers": [], **fields})  # type: ignore[arg-type]
+
+
+def worker(role: str, **load: float) -> WorkerStatus:
+    return WorkerStatus(
+        name=f"{role}-1",
+        role=role,
+        pid=1,
+        host="here",
+        state="ready",
+        models=["embedded"] if role == "gpu" else [],
+        requests=2,
+        capacity=512,
+        heartbeat_age_s=0.4,
+        load=load,
+    )
+
+
+def drawn(pictures: Pictures, at: float, shown: Status) -> str:
+    output = io.StringIO()
+    Console(width=200, file=output).print(pictures.of(shown, at))
+    return output.getvalue()
+
+
+def test_one_picture_has_workers_and_running_streams(bus: Bus) -> None:
+    with bus.client() as client, client.generate(PROMPT, max_tokens=400, ignore_eos=True) as stream:
+        next(stream)
+        done = tokenbus(bus, "top", "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"gpu-\S+ +gpu +ready +embedded", done.stdout)
+    assert "tokens/s" in done.stdout
+    assert re.search(r"GENERATE +tokenbus-python +embedded +gpu-\S+", done.stdout)
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.usefixtures("processes")
+def test_without_a_terminal_it_prints_one_picture_after_another(bus: Bus, tmp_path: Path) -> None:
+    output = tmp_path / "top"
+    with output.open("w") as writing:
+        process = subprocess.Popen(
+            [TOKENBUS, "top", "--interval", "0.1"],
+            env=clean_environment(front=bus.front),
+            stdout=writing,
+            stderr=subprocess.PIPE,
+        )
+    until(lambda: output.read_text().count("broker ") >= 3, 60.0, "three pictures")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60.0) == 130
+
+
+def test_rates_are_those_since_the_picture_before() -> None:
+    pictures = Pictures("tcp://here:1")
+    load = {"tokens_per_s": 1234.0, "running": 2, "waiting": 1, "deferred": 0}
+    gpu = worker("gpu", kv_pages=100, kv_pages_used=25, **load)
+    first = drawn(
+        pictures,
+        10.0,
+        status(counters={"requests": 5}, workers=[gpu, worker("controller", rounds=100)]),
+    )
+    assert "- requests/s" in first
+    assert "- rounds/s" in first
+    assert "25%" in first
+    assert "1,234 tokens/s" in first
+    second = drawn(
+        pictures,
+        12.0,
+        status(counters={"requests": 11}, workers=[gpu, worker("controller", rounds=300)]),
+    )
+    assert "3 requests/s" in second
+    assert "100 rounds/s" in second
+
+
+def test_a_restarted_broker_or_worker_has_no_negative_rate() -> None:
+    pictures = Pictures("tcp://here:1")
+    drawn(pictures, 1.0, status(counters={"requests": 50}))
+    assert "0 requests/s" in drawn(pictures, 2.0, status(counters={"requests": 3}))
+
+
+def test_many_streams_are_cut_and_counted() -> None:
+    live = [StreamStatus(request=i, type="GENERATE", state="running", age_s=1.0) for i in range(25)]
+    shown = drawn(Pictures("tcp://here:1"), 1.0, status(live=live))
+    assert shown.count("GENERATE") == MOST_STREAMS
+    assert "and 5 more" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0 s"), (119, "119 s"), (150, "2 min"), (90_000, "25 h")]
+)
+def test_durations_are_short(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_an_interval_is_checked(bus: Bus) -> None:
+    done = tokenbus(bus, "top", "--interval", "0")
+    assert done.returncode == 2
+    assert "expected 0.1 to 3600 seconds" in done.stderr
