@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
+from msgspec import Struct
 from starlette.responses import Response
 
 from ...protocol.errors import Code, TokenbusError
@@ -76,30 +76,47 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
-    def body(self, path: str = "") -> dict[str, Any]:
+    def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError:
         """The error in the form of the door at ``path``; OpenAI's where it has none of its own."""
         for form, doors in _FORMS:
             if any(path == door or path.startswith(f"{door}/") for door in doors):
-                return form(self)
-        return {"error": self.fields()}
-
-    def fields(self) -> dict[str, Any]:
-        """What OpenAI says of an error."""
-        return {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
+                return form.of(self)
+        return ErrorAnswer(ErrorDetails(self.message, self.type, self.param, self.code))
 
     def response(self, path: str = "") -> Response:
         """The answer to a request at ``path`` that failed."""
         return json_response(self.body(path), self.status, self.headers)
 
 
-def _aici_form(error: ApiError) -> dict[str, Any]:
-    """As the server of AICI's time, vLLM's, has it; AICI's client reads ``message``."""
-    return {"object": "error", **error.fields()}
+class ErrorDetails(Struct):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorAnswer(Struct):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetails
+
+
+class AiciError(Struct):
+    """An error as the server of AICI's time, vLLM's, has it; AICI's client reads ``message``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    object: Literal["error"] = "error"
+
+    @classmethod
+    def of(cls, error: ApiError) -> AiciError:
+        """The same error."""
+        return cls(error.message, error.type, error.param, error.code)
 
 
 _ANTHROPIC_TYPES = {
@@ -116,14 +133,29 @@ _ANTHROPIC_TYPES = {
 """Anthropic's type of error for a status; ``invalid_request_error`` for all others."""
 
 
-def _anthropic_form(error: ApiError) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+class AnthropicDetails(Struct):
+    """What is wrong with a request, in Anthropic's form."""
+
+    type: str
+    message: str
 
 
-_FORMS: tuple[tuple[Callable[[ApiError], dict[str, Any]], tuple[str, ...]], ...] = (
-    (_anthropic_form, ("/v1/messages",)),
-    (_aici_form, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
+class AnthropicError(Struct):
+    """An error in Anthropic's form."""
+
+    error: AnthropicDetails
+    type: Literal["error"] = "error"
+
+    @classmethod
+    def of(cls, error: ApiError) -> AnthropicError:
+        """The same error."""
+        kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+        return cls(AnthropicDetails(kind, error.message))
+
+
+_FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (
+    (AnthropicError, ("/v1/messages",)),
+    (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )
 """The doors, by path, that have a form of error of their own."""
 

@@ -9,11 +9,11 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from .errors import ErrorAnswer
 from .json import encode
 
 REFUSALS = {
@@ -27,22 +27,6 @@ REFUSALS = {
     504: "The request took too long.",
 }
 """What any operation may answer. A 500 would be a fault of the gateway."""
-
-
-class ErrorDetails(Struct):
-    """What is wrong with a request."""
-
-    message: str
-    type: str
-    param: str | None
-    """The field at fault."""
-    code: str | None
-
-
-class ErrorAnswer(Struct):
-    """An error in OpenAI's form."""
-
-    error: ErrorDetails
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ The later form has controllers (``/v1/controllers``, ``/v1/run``), the earlier o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.routing import BaseRoute, Route
 
+from ..errors import AiciError
 from ..openapi import Operation
-from .modules import SetTags, get_tags, set_tags, upload
+from .modules import SetTags, TagList, Uploaded, get_tags, set_tags, upload
 from .runs import RunRequest, run
 
 
@@ -30,9 +33,10 @@ def operations() -> list[Operation]:
     """These paths, as the OpenAPI document describes them."""
     found = [Operation("post", "/v1/run", "Runs a controller", "AICI", RunRequest, stream=True)]
     for modules in ("/v1/controllers", "/v1/aici_modules"):
+        tags = f"{modules}/tags"
         found += [
-            Operation("post", modules, "Uploads a controller", "AICI", bytes),
-            Operation("post", f"{modules}/tags", "Tags a controller", "AICI", SetTags),
-            Operation("get", f"{modules}/tags", "The tags of controllers", "AICI"),
+            Operation("post", modules, "Uploads a controller", "AICI", bytes, Uploaded),
+            Operation("post", tags, "Tags a controller", "AICI", SetTags, TagList),
+            Operation("get", tags, "The tags of controllers", "AICI", None, TagList),
         ]
-    return found
+    return [replace(operation, error=AiciError) for operation in found]

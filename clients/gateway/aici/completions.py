@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -75,6 +75,39 @@ class AiciCompletion(Body):
     user: Any | UnsetType = UNSET
 
 
+class Choice(Fork):
+    """What is new of a sequence; whole, where nothing is streamed."""
+
+    logprobs: None = None
+
+
+class CompletionUsage(Struct):
+    """The costs so far: OpenAI's names, and what AICI means by them."""
+
+    completion_tokens: int
+    prompt_tokens: int
+    total_tokens: int
+    fuel_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> CompletionUsage:
+        """The same costs."""
+        total = usage.sampled + usage.processed
+        return cls(usage.sampled, usage.processed, total, usage.cost)
+
+
+class Completion(Struct):
+    """The answer, or a part of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage
+
+
 _marked = msgspec.json.Decoder(Marked)
 
 
@@ -103,28 +136,30 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
     model = await gateway.models.get("" if body.model in (None, "*") else body.model or "")
     prompt = prompt_for(model, _one_prompt(body.prompt))
     run = await Run.begin(request, gateway, prompt, {**_options(body), "model": model.name})
-    head = {
-        "id": f"cmpl-{uuid.uuid4()}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model.name,
-    }
+    answer = Completion(
+        f"cmpl-{uuid.uuid4()}",
+        "text_completion",
+        int(time.time()),
+        model.name,
+        [],
+        CompletionUsage.of(run.usage),
+    )
     headers = ignored_header(body.ignored())
     if body.stream:
-        return EventStream(_events(run, head), headers)
-    sequences = await run.finished(request)
-    choices = [
-        Fork(
-            index=sequence.seq,
-            text=sequence.text,
-            logs=sequence.logs,
-            storage=sequence.storage,
-            error=sequence.error or "",
-            finish_reason=finish_reason(sequence),
+        return EventStream(_events(run, answer), headers)
+    for sequence in await run.finished(request):
+        answer.choices.append(
+            Choice(
+                sequence.seq,
+                sequence.text,
+                sequence.logs,
+                sequence.storage,
+                sequence.error or "",
+                finish_reason(sequence),
+            )
         )
-        for sequence in sequences
-    ]
-    return json_response(_completion(head, choices, run.usage), headers=headers)
+    answer.usage = CompletionUsage.of(run.usage)
+    return json_response(answer, headers=headers)
 
 
 def _options(body: AiciCompletion) -> GenerateOptions:
@@ -164,21 +199,9 @@ def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list
     )
 
 
-async def _events(run: Run, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+async def _events(run: Run, answer: Completion) -> AsyncGenerator[bytes, None]:
     async for fork in run.forks():
-        yield event(_completion(head, [fork], run.usage))
+        answer.choices = [Choice(*msgspec.structs.astuple(fork))]
+        answer.usage = CompletionUsage.of(run.usage)
+        yield event(answer)
     yield DONE
-
-
-def _completion(head: dict[str, Any], forks: list[Fork], usage: Usage) -> dict[str, Any]:
-    """An object of this form; ``usage`` has the names of OpenAI's, and the meaning of AICI's."""
-    return {
-        **head,
-        "choices": [{**fork, "logprobs": None} for fork in forks],
-        "usage": {
-            "completion_tokens": usage.sampled,
-            "prompt_tokens": usage.processed,
-            "total_tokens": usage.sampled + usage.processed,
-            "fuel_tokens": usage.cost,
-        },
-    }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,18 +26,41 @@ class SetTags(Body):
     tags: TagName | Annotated[list[TagName], Meta(min_length=1)]
 
 
+class Uploaded(Struct):
+    """The answer to an upload."""
+
+    module_id: str
+    wasm_size: int
+    compiled_size: int
+    """Both in bytes."""
+    time: int
+    """How long it was compiled, in milliseconds."""
+
+
+class TagInfo(Struct):
+    """A tag, as both forms describe it."""
+
+    tag: str
+    module_id: str
+    updated_at: int
+    """When it was assigned last, in seconds since 1970."""
+    updated_by: str
+    wasm_size: int
+    compiled_size: int
+
+
+class TagList(Struct):
+    """The answer to both requests for tags."""
+
+    tags: list[TagInfo]
+
+
 async def upload(request: Request) -> Response:
     """Stores the module that is the body, whatever its content type."""
     wasm = await read_bytes(request, MAX_MODULE_BYTES)
     stored = await gateway_of(request).client.upload_controller(wasm, by=user_of(request))
-    return json_response(
-        {
-            "module_id": stored.module,
-            "wasm_size": stored.size,
-            "compiled_size": stored.compiled_size,
-            "time": round(stored.compile_ms),
-        }
-    )
+    time = round(stored.compile_ms)
+    return json_response(Uploaded(stored.module, stored.size, stored.compiled_size, time))
 
 
 async def set_tags(request: Request) -> Response:
@@ -46,28 +69,28 @@ async def set_tags(request: Request) -> Response:
     tags = [body.tags] if isinstance(body.tags, str) else body.tags
     client = gateway_of(request).client
     stored = await client.tag_controller(body.module_id, *tags, by=user_of(request))
-    return json_response({"tags": [described(stored, tag) for tag in dict.fromkeys(tags)]})
+    return json_response(TagList([described(stored, tag) for tag in dict.fromkeys(tags)]))
 
 
 async def get_tags(request: Request) -> Response:
     """All tags, those first that were assigned last."""
     stored = await gateway_of(request).client.controllers()
     tags = [described(module, tag) for module in stored for tag in module.tags]
-    tags.sort(key=lambda tag: -int(tag["updated_at"]))
-    return json_response({"tags": tags})
+    tags.sort(key=lambda tag: -tag.updated_at)
+    return json_response(TagList(tags))
 
 
-def described(stored: StoredModule, tag: str) -> dict[str, Any]:
-    """A tag, as both forms describe it."""
+def described(stored: StoredModule, tag: str) -> TagInfo:
+    """A tag of a module."""
     tagged = stored.tagged.get(tag, Tagged(at=stored.uploaded))
-    return {
-        "tag": tag,
-        "module_id": stored.module,
-        "updated_at": int(tagged.at),
-        "updated_by": tagged.by or NOBODY,
-        "wasm_size": stored.size,
-        "compiled_size": stored.compiled_size,
-    }
+    return TagInfo(
+        tag,
+        stored.module,
+        int(tagged.at),
+        tagged.by or NOBODY,
+        stored.size,
+        stored.compiled_size,
+    )
 
 
 def user_of(request: Request) -> str:

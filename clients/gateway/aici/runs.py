@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +18,7 @@ from ..bodies import Body, read_body
 from ..context import gateway_of
 from ..events import DONE, EventStream, event
 from ..field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
-from .streams import NO_CONTROLLER, Run, Usage, controller_options, prompt_for
+from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 
 
 class RunRequest(Body):
@@ -34,6 +35,33 @@ class RunRequest(Body):
     max_tokens: MaxTokens | None = None
     """Default: up to the context length."""
     seed: Seed | None = None
+
+
+class InitialRun(Struct):
+    """The first object of a run."""
+
+    id: str
+    object: Literal["initial-run"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+
+class RunUsage(Struct):
+    """The costs of a run so far, as this form names them."""
+
+    sampled_tokens: int
+    ff_tokens: int
+    """Tokens that the model computed."""
+    cost: int
+
+
+class RunPart(Struct):
+    """Each further object: what is new."""
+
+    object: Literal["run"]
+    forks: list[Fork]
+    usage: RunUsage
 
 
 async def run(request: Request) -> Response:
@@ -63,23 +91,8 @@ async def run(request: Request) -> Response:
 
 
 async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:
-    yield event(
-        {
-            "id": f"run-{uuid.uuid4()}",
-            "object": "initial-run",
-            "created": int(time.time()),
-            "model": model,
-        }
-    )
+    yield event(InitialRun(f"run-{uuid.uuid4()}", "initial-run", int(time.time()), model))
     async for fork in run.forks():
-        yield event({"object": "run", "forks": [fork], "usage": usage_of(run.usage)})
+        usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)
+        yield event(RunPart("run", [fork], usage))
     yield DONE
-
-
-def usage_of(usage: Usage) -> dict[str, int]:
-    """The costs of a run, as this form names them."""
-    return {
-        "sampled_tokens": usage.sampled,
-        "ff_tokens": usage.processed,
-        "cost": usage.cost,
-    }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from starlette.requests import Request
 
 from ....protocol.errors import Code, TokenbusError
@@ -38,7 +38,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.DEADLOCK})
 """Codes of errors that a controller has caused while it ran."""
 
 
-class Fork(TypedDict):
+class Fork(Struct):
     """What is new of a sequence: all fields, always."""
 
     index: int

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute, Route
 
+from ..errors import AnthropicError
 from ..openapi import Operation
-from .bodies import CountTokens, CreateMessage
+from .answers import MessageAnswer
+from .bodies import CountTokens, CreateMessage, TokenCount
 from .messages import count_tokens, create
 
 
@@ -26,8 +28,9 @@ def operations() -> list[Operation]:
             "The assistant's next message",
             "Anthropic",
             CreateMessage,
+            MessageAnswer,
             stream=True,
-            error=None,
+            error=AnthropicError,
         ),
         Operation(
             "post",
@@ -35,6 +38,7 @@ def operations() -> list[Operation]:
             "The tokens of a conversation",
             "Anthropic",
             CountTokens,
-            error=None,
+            TokenCount,
+            error=AnthropicError,
         ),
     ]

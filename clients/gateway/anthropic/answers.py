@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
 
-from ....protocol.messages import Token
+from ....protocol.messages import ConstraintEnd, Token
 from ..openai.fields import new_id
 from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
 
 
-@dataclass
-class TextAnswer:
+class TextAnswer(Struct, tag="text", tag_field="type"):
     """A block of text."""
 
-    text: str = ""
+    text: str
 
 
-@dataclass
-class CallAnswer:
-    """A block that calls a tool; ``arguments`` is JSON text, as far as it was generated."""
+class CallAnswer(Struct, tag="tool_use", tag_field="type"):
+    """A block that calls a tool."""
 
     name: str
-    arguments: str = ""
     id: str = field(default_factory=lambda: new_id("toolu_"))
-
-    @property
-    def input(self) -> dict[str, Any]:
-        """The arguments; empty where the answer was cut inside them."""
-        try:
-            found = json.loads(self.arguments)
-        except json.JSONDecodeError:
-            return {}
-        return found if isinstance(found, dict) else {}
+    input: dict[str, Any] = {}
+    """Empty where the answer was cut inside it."""
 
 
 AnswerBlock = TextAnswer | CallAnswer
+
+
+class Usage(Struct):
+    """What a message cost, in tokens."""
+
+    input_tokens: int
+    """Of the prompt, without those that were read from the cache."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Ended(Struct):
+    """Why a message ended; both fields are null before."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class Receipt(Struct):
+    """What constrained a message, and how its text ended."""
+
+    constraint: str
+    """``tools`` or ``json_schema``."""
+    ended: ConstraintEnd
+
+
+class MessageAnswer(Struct):
+    """The answer of ``/v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+    tokenbus: Receipt | UnsetType = UNSET
 
 
 class Answer:
@@ -51,6 +80,8 @@ class Answer:
         self._constraint = constraint
         self._max_tokens = max_tokens
         self.blocks: list[AnswerBlock] = []
+        self._arguments = ""
+        """Of the last call, as JSON text, as far as it was generated."""
         self._space = ""
         """White space at the end so far; dropped where a call follows it."""
         self._prompt: Token | None = None
@@ -85,6 +116,14 @@ class Answer:
             self._take(part, changes)
         if not self.called:
             self._write(self._space, changes)
+        self._end_call()
+
+    def _end_call(self) -> None:
+        """Reads the arguments of the call that is the last block, if it is one."""
+        block = self.blocks[-1] if self.blocks else None
+        if isinstance(block, CallAnswer):
+            with suppress(msgspec.DecodeError):
+                block.input = msgspec.json.decode(self._arguments, type=dict[str, Any])
 
     def _take(self, part: Part, changes: list[tuple[int, str]]) -> None:
         """One part of an answer that may call tools."""
@@ -95,13 +134,12 @@ class Answer:
                 self._space = text[len(kept) :]
                 self._write(kept, changes)
             case CallBegin(_, name):
-                self._space = ""
+                self._end_call()
+                self._space = self._arguments = ""
                 self.blocks.append(CallAnswer(name))
                 changes.append((len(self.blocks) - 1, ""))
             case Arguments(_, text):
-                block = self.blocks[-1]
-                assert isinstance(block, CallAnswer)
-                block.arguments += text
+                self._arguments += text
                 changes.append((len(self.blocks) - 1, text))
 
     def _write(self, text: str, changes: list[tuple[int, str]]) -> None:
@@ -109,7 +147,7 @@ class Answer:
             return
         block = self.blocks[-1] if self.blocks else None
         if not isinstance(block, TextAnswer):
-            block = TextAnswer()
+            block = TextAnswer("")
             self.blocks.append(block)
         block.text += text
         changes.append((len(self.blocks) - 1, text))
@@ -122,51 +160,55 @@ class Answer:
         return self._reader is not None and self._reader.called
 
     @property
-    def content(self) -> list[dict[str, Any]]:
-        """The blocks as objects."""
-        return [
-            {"type": "text", "text": block.text}
-            if isinstance(block, TextAnswer)
-            else {"type": "tool_use", "id": block.id, "name": block.name, "input": block.input}
-            for block in self.blocks
-        ]
-
-    @property
-    def ended(self) -> dict[str, str | None]:
-        """Why it ended; both fields are None before."""
+    def ended(self) -> Ended:
+        """Why it ended."""
         end = self._end
         if end is None:
-            return {"stop_reason": None, "stop_sequence": None}
+            return Ended(None, None)
         if isinstance(end.stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop}
-        return {"stop_reason": self._reason(end), "stop_sequence": None}
-
-    def _reason(self, end: Token) -> str:
+            return Ended("stop_sequence", end.stop)
         if end.finish_reason == "length":
             full = self._output < self._max_tokens
-            return "model_context_window_exceeded" if full else "max_tokens"
-        return "tool_use" if self.called else "end_turn"
+            return Ended("model_context_window_exceeded" if full else "max_tokens", None)
+        return Ended("tool_use" if self.called else "end_turn", None)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """What it cost, in tokens."""
+    def usage(self) -> Usage:
+        """What it has cost."""
         assert self._prompt is not None
-        return prompt_usage(self._prompt) | {"output_tokens": self._output}
+        return _usage(self._prompt, self._output)
 
     @property
-    def receipt(self) -> dict[str, Any]:
-        """What constrained the answer and how that ended; nothing where nothing did."""
+    def receipt(self) -> Receipt | None:
+        """What constrained it and how that ended; None where nothing did."""
         if self._constraint is None or self._end is None or self._end.constraint is None:
-            return {}
-        return {"tokenbus": {"constraint": self._constraint, "ended": self._end.constraint}}
+            return None
+        return Receipt(self._constraint, self._end.constraint)
+
+    def started(self, model: str, first: Token) -> MessageAnswer:
+        """The message before its first block; ``first`` is the first entry of its stream."""
+        return self._message(model, [], _usage(first, 0))
+
+    def message(self, model: str) -> MessageAnswer:
+        """The message as it is now."""
+        return self._message(model, self.blocks, self.usage)
+
+    def _message(self, model: str, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:
+        ended = self.ended
+        return MessageAnswer(
+            new_id("msg_"),
+            "message",
+            "assistant",
+            model,
+            content,
+            ended.stop_reason,
+            ended.stop_sequence,
+            usage,
+            self.receipt or UNSET,
+        )
 
 
-def prompt_usage(first: Token) -> dict[str, int]:
-    """What the prompt cost, of which the first entry says it: tokens that were read from the cache
-    are not among the others."""
-    return {
-        "input_tokens": first.prompt_tokens - first.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": first.cached_tokens,
-        "output_tokens": 0,
-    }
+def _usage(first: Token, output: int) -> Usage:
+    """The first entry of a stream says what its prompt cost."""
+    read = first.cached_tokens
+    return Usage(first.prompt_tokens - read, 0, read, output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..bodies import Body
 from ..field_types import MaxTokens, Stops, Temperature, TopK, TopP
@@ -181,6 +181,12 @@ class CreateMessage(Conversation, kw_only=True):
     inference_geo: Ignored = UNSET
     metadata: Ignored = UNSET
     service_tier: Ignored = UNSET
+
+
+class TokenCount(Struct):
+    """The answer of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int
 
 
 def _ignored(value: Any, path: str) -> Iterator[str]:

@@ -18,11 +18,11 @@ from ..errors import from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
-from ..openai.fields import new_id
-from .answers import Answer, AnswerBlock, CallAnswer, prompt_usage
-from .bodies import CountTokens, CreateMessage
+from .answers import Answer, AnswerBlock, CallAnswer, TextAnswer
+from .bodies import CountTokens, CreateMessage, TokenCount
 from .conversation import Answering, answering, prompt_ids
 
+PATH = "/v1/messages"
 PING_S = 10.0
 """An answer that has nothing new for so long sends a ``ping``, so that no proxy closes it."""
 
@@ -41,7 +41,7 @@ async def create(request: Request) -> Response:
     if body.stream:
         return EventStream(_events(answer, model.name, stream, first), headers)
     await unless_disconnected(request.receive, _read(answer, stream, first))
-    return json_response(_message(answer, model.name, answer.usage), headers=headers)
+    return json_response(answer.message(model.name), headers=headers)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -51,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
     model = await gateway.models.get(body.model)
     answering(model, body)
     ids = await unless_disconnected(request.receive, prompt_ids(gateway, model, body))
-    return json_response({"input_tokens": len(ids)}, headers=ignored_header(body.ignored()))
+    return json_response(TokenCount(len(ids)), headers=ignored_header(body.ignored()))
 
 
 def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions:
@@ -82,25 +82,12 @@ async def _read(answer: Answer, stream: AsyncStream, entries: list[Token]) -> No
         stream.close()
 
 
-def _message(answer: Answer, model: str, usage: dict[str, int]) -> dict[str, Any]:
-    return {
-        "id": new_id("msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": answer.content,
-        **answer.ended,
-        "usage": usage,
-        **answer.receipt,
-    }
-
-
 async def _events(
     answer: Answer, model: str, stream: AsyncStream, first: list[Token]
 ) -> AsyncGenerator[bytes, None]:
     try:
-        start = _message(answer, model, prompt_usage(first[0]))
-        yield _event({"type": "message_start", "message": start}) + PING
+        start = {"type": "message_start", "message": answer.started(model, first[0])}
+        yield _event(start) + PING
         blocks = _Blocks(answer)
         entries: list[Token] | None = first
         while entries:
@@ -109,10 +96,11 @@ async def _events(
             while (entries := await _arrived(stream)) is None:
                 yield PING
         delta = {"type": "message_delta", "delta": answer.ended, "usage": answer.usage}
-        end = _event(delta | answer.receipt) + _event({"type": "message_stop"})
-        yield blocks.end() + end
+        if answer.receipt is not None:
+            delta["tokenbus"] = answer.receipt
+        yield blocks.end() + _event(delta) + _event({"type": "message_stop"})
     except TokenbusError as error:
-        yield _event(from_tokenbus(error).body("/v1/messages"))
+        yield event(from_tokenbus(error).body(PATH), "error")
     finally:
         stream.close()
 
@@ -153,9 +141,7 @@ class _Blocks:
 
 
 def _start(number: int, block: AnswerBlock) -> bytes:
-    empty: dict[str, Any] = {"type": "text", "text": ""}
-    if isinstance(block, CallAnswer):
-        empty = {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+    empty = TextAnswer("") if isinstance(block, TextAnswer) else CallAnswer(block.name, block.id)
     return _event({"type": "content_block_start", "index": number, "content_block": empty})
 
 

@@ -267,8 +267,8 @@ def test_text_is_followed_by_calls(size: int) -> None:
     assert text.text == "Let me see."
     assert (one.name, one.input, two.name, two.input) == ("a", {"x": "}"}, "b", {})
     joined = ["".join(new for place, new in changes if place == i) for i in range(3)]
-    assert joined == [text.text, one.arguments, two.arguments]
-    assert answer.ended == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert joined == [text.text, '{"x": "}"}', "{}"]
+    assert answer.ended.stop_reason == "tool_use"
 
 
 @pytest.mark.parametrize("form", [None, HERMES])
@@ -277,7 +277,7 @@ def test_white_space_stays_where_no_call_follows(form: Any) -> None:
     for text in ("\n a", " ", "b \n"):
         answer.add([entry(text)])
     answer.add([entry("", finish_reason="stop")])
-    assert answer.content == [{"type": "text", "text": "\n a b \n"}]
+    assert answer.blocks == [TextAnswer("\n a b \n")]
 
 
 def test_the_first_minute_of_the_guide(
