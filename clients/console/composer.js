@@ -59,6 +59,7 @@ export class Composer extends EventTarget {
 
   /** Shows whether a generation runs. */
   set running(running) {
+    if (!running && document.activeElement === byId("stop")) byId("generate").focus();
     byId("stop").hidden = !running;
   }
 

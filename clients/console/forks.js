@@ -2,6 +2,7 @@
 
 import { el, svg } from "./dom.js";
 import { counted } from "./format.js";
+import { writeText } from "./notes.js";
 
 const LANE = 26; // Pixels between two sequences.
 const LEFT = 10;
@@ -40,7 +41,8 @@ export function drawForks(host, width, generation, chosen, select) {
     }
     for (const write of sequence.writes) {
       const mark = `M${x(write.pos)} ${at - 5}l5 5l-5 5l-5 -5z`;
-      lane.append(svg("path", { class: "write", d: mark }));
+      const title = svg("title", {}, writeText(write));
+      lane.append(svg("path", { class: "write", d: mark }, title));
     }
     lane.append(
       svg("circle", { class: "end", cx: x(sequence.length), cy: at, r: 3.5 }),

@@ -34,6 +34,8 @@ export class GenerationView extends EventTarget {
   constructor(connection) {
     super();
     this.#connection = connection;
+    // Another system may answer after a break.
+    connection.addEventListener("state", () => this.#models.clear());
     this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail));
     new ResizeObserver(([{ contentRect }]) => {
       this.#width = Math.max(MIN_WIDTH, Math.floor(contentRect.width));

@@ -40,9 +40,11 @@ connection.addEventListener("state", ({ detail: state }) => {
 });
 
 let polling = false;
+let nextPoll = 0;
 
 /** Shows the status, and again a second after each answer while the page is seen. */
 async function poll() {
+  clearTimeout(nextPoll);
   if (polling || document.hidden || !connection.open) return;
   polling = true;
   try {
@@ -53,7 +55,7 @@ async function poll() {
     // The state of the connection says so.
   }
   polling = false;
-  setTimeout(poll, POLL_MS);
+  nextPoll = setTimeout(poll, POLL_MS);
 }
 
 document.addEventListener("visibilitychange", poll);

@@ -24,9 +24,7 @@ export class Notes {
 
   update({ writes, logs }) {
     add(this.#variables, writes.slice(this.#writes), (write) => [
-      el("b", {}, write.name),
-      ` ${write.op === "Append" ? "+=" : "="} `,
-      el("span.value", {}, valueText(write.value)),
+      el("span.value", {}, writeText(write)),
     ]);
     add(this.#log, logs.slice(this.#logs), (entry) => [el("span.value", {}, entry.text.trimEnd())]);
     this.#writes = writes.length;
@@ -43,6 +41,11 @@ function add(section, entries, content) {
     return el("li", {}, where, el("span.what", {}, ...content(entry)), time);
   });
   section.querySelector("ol").append(...items);
+}
+
+/** A write to a variable: `said = "yes"`, `texts += 01 00 00`. */
+export function writeText({ name, op, value }) {
+  return `${name} ${op === "Append" ? "+=" : "="} ${valueText(value)}`;
 }
 
 function valueText(value) {

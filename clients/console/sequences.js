@@ -2,6 +2,7 @@
 
 import { el, setText } from "./dom.js";
 import { counted } from "./format.js";
+import { writeText } from "./notes.js";
 
 const SURPRISING = 6; // A log-probability of -6, 0.25 %, has the full tint.
 const MARGIN = 24; // Pixels above and below a token that is scrolled to.
@@ -87,7 +88,8 @@ class SequenceView {
   #text = el("p.text");
   #pick = el("button.pick", { type: "button", "aria-pressed": "false" });
   #state = el("span.state");
-  #notes = el("p.fault", { hidden: true });
+  #writes = el("p.writes", { hidden: true });
+  #fault = el("p.fault", { hidden: true });
   #spans = [];
   #vocabSize;
   #shownTaken = 0;
@@ -103,7 +105,8 @@ class SequenceView {
       { "data-seq": seq, "data-depth": Math.min(6, depth(sequence)) },
       el("p.about", {}, this.#pick, el("span", {}, origin), this.#state),
       this.#text,
-      this.#notes,
+      this.#writes,
+      this.#fault,
     );
     this.#text.append(el("span.given", {}, given(sequence, generation.request.prompt)));
   }
@@ -118,7 +121,7 @@ class SequenceView {
   }
 
   update() {
-    const { items, splices, finish, error } = this.sequence;
+    const { items, splices, writes, finish, error } = this.sequence;
     if (this.#shownTaken !== splices.length) {
       items.slice(0, this.#spans.length).forEach((item, at) => {
         if (item.taken && !this.#spans[at].matches("del")) this.#replace(at, item);
@@ -132,8 +135,10 @@ class SequenceView {
     this.#text.append(...added);
     this.element.dataset.state = finish ? (error ? "error" : "ended") : "running";
     setText(this.#state, this.#stateText());
-    this.#notes.hidden = !error;
-    setText(this.#notes, error ?? "");
+    this.#writes.hidden = !writes.length;
+    if (writes.length) setText(this.#writes, writesText(writes));
+    this.#fault.hidden = !error;
+    setText(this.#fault, error ?? "");
   }
 
   #replace(at, item) {
@@ -149,6 +154,16 @@ class SequenceView {
       .filter(Boolean)
       .join(", ");
   }
+}
+
+/** The last write to each variable, and how many there were. */
+function writesText(writes) {
+  const byName = Map.groupBy(writes, (write) => write.name);
+  const each = [...byName.values()].map((list) => {
+    const more = list.length > 1 ? ` (${counted(list.length, "write")})` : "";
+    return `◆ ${writeText(list.at(-1))}${more}`;
+  });
+  return each.join("  ");
 }
 
 /** One token; one that was taken back is a `del`, and keeps to its line. */

@@ -95,7 +95,9 @@ export class Steps extends EventTarget {
       paint.globalAlpha = item.taken ? 0.35 : 1;
       bar(i, name, bottom - height, height);
       if (item.cut.size) bar(i, "cut", 0, Math.max(1, item.cutOff * CUTS));
-      if (item.roundUs) bar(i, "time", bottom + GAP, Math.max(1, (item.roundUs / slowest) * TIMES));
+      // By the square root: one slow round leaves the others visible.
+      const time = TIMES * Math.sqrt(item.roundUs / slowest);
+      if (item.roundUs) bar(i, "time", bottom + GAP, Math.max(1, time));
     });
   }
 }

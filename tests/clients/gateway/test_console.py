@@ -169,6 +169,7 @@ def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) ->
     assert taken.count() == 2
     struck = "element => getComputedStyle(element).textDecorationLine"
     assert taken.first.evaluate(struck) == "line-through"
+    expect(console.sequence(1)).to_contain_text('round = "d')
     appended = console.sequence(1).locator(".token.appended")
     assert appended.all_text_contents() == ["a", "b"]
 
