@@ -134,8 +134,8 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
     variables: dict[str, Any] = {**SPECIAL, **options}
-    texts, _ = render_jinja_template([messages], chat_template=template, **variables)
-    return str(texts[0])
+    rendered: Any = render_jinja_template([messages], chat_template=template, **variables)
+    return str(rendered[0][0])
 
 
 @pytest.mark.parametrize("prompt", [True, False])

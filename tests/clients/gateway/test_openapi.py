@@ -1,0 +1,140 @@
+"""The OpenAPI document: it is valid and whole, and no request that it allows or forbids ends in a
+500."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.schemas import OpenApiSchema
+from starlette.routing import Route
+from tokenbus.clients.gateway.app import routes
+
+from ...counts import examples
+from ...processes import Gateway
+from .openai_requests import MODEL
+
+SECONDS = 300.0
+UNDOCUMENTED = {"/", "/openapi.json"}
+"""The WebSocket's path, and the document's own."""
+FEW = {
+    "max_tokens": 2,
+    "max_completion_tokens": 2,
+    "max_output_tokens": 2,
+    "n": 2,
+    "best_of": 2,
+    "top_logprobs": 3,
+}
+"""The most of what costs time; the sizes themselves are tested elsewhere."""
+
+CONTRADICTORY = {
+    "controller",
+    "controller_arg",
+    "structured_outputs",
+    "response_format",
+    "suffix",
+    "best_of",
+    "previous_response_id",
+    "conversation",
+    "tool_choice",
+    "chat_template",
+    "continue_final_message",
+}
+"""Fields that are refused with most values, or together with others."""
+
+
+@pytest.fixture(scope="module")
+def schema(gateway: Gateway) -> OpenApiSchema:
+    found = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+    assert isinstance(found, OpenApiSchema)
+    return found
+
+
+def test_the_document_is_valid_and_has_every_path(gateway: Gateway, schema: OpenApiSchema) -> None:
+    schema.validate()
+    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    described = {
+        (path, method.upper()) for path, one in document["paths"].items() for method in one
+    }
+    served = {
+        (route.path.replace(":path", ""), method)
+        for route in routes()
+        if isinstance(route, Route) and not route.path.startswith("/console")
+        for method in (route.methods or set()) - {"HEAD"}
+        if route.path not in UNDOCUMENTED
+    }
+    assert described == served
+
+
+def test_no_request_makes_the_gateway_fail(gateway: Gateway, schema: OpenApiSchema) -> None:
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) > 15
+    with httpx.Client(base_url=gateway.url, timeout=SECONDS) as client:
+        for operation in operations:
+            try_cases(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), client)
+            if any(body.media_type == "application/json" for body in operation.body):
+                try_cases(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), client)
+
+
+def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
+    """Sends some cases, and checks that none is answered by a failure of the gateway."""
+
+    @settings(
+        max_examples=examples(8),
+        phases=[Phase.explicit, Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases, plain=st.booleans())
+    def check(case: Case, plain: bool) -> None:
+        sent = case.as_transport_kwargs(base_url=str(client.base_url))
+        body = sent.get("json")
+        if isinstance(body, dict):
+            body = plausible(body) if plain else body
+            body = cheaper(body)
+        answer = client.request(
+            sent["method"],
+            sent["url"],
+            params=sent.get("params"),
+            headers=sent.get("headers"),
+            content=sent.get("data"),
+            json=body,
+        )
+        assert answer.status_code < 500, (answer.status_code, answer.text, sent)
+        if answer.status_code >= 400:
+            assert answer.headers["content-type"] == "application/json"
+            assert answer.json()
+
+    check()
+
+
+def plausible(body: dict[str, Any]) -> dict[str, Any]:
+    """The same body without what is most often refused, so that it is served more often."""
+    found = {name: value for name, value in body.items() if name not in CONTRADICTORY}
+    if "model" in found:
+        found["model"] = MODEL
+    for name in ("prompt", "tokens"):
+        if isinstance(ids := found.get(name), list):
+            found[name] = [i % 1000 if isinstance(i, int | float) else i for i in ids]
+    return found
+
+
+def cheaper(body: dict[str, Any]) -> dict[str, Any]:
+    """The same body with less to generate."""
+    found = dict(body)
+    for name, most in FEW.items():
+        value = found.get(name)
+        if isinstance(value, int | float) and value > most:
+            found[name] = most
+    limits = {"messages": "max_tokens", "input": "max_output_tokens", "controller": "max_tokens"}
+    for name, limit in limits.items():
+        if name in found and found.get(limit) is None and "max_completion_tokens" not in found:
+            found[limit] = FEW[limit]
+    return found
