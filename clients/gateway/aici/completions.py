@@ -22,7 +22,7 @@ from ... import GenerateOptions
 from ..bodies import Body, decode_body, ignored_header
 from ..context import gateway_of
 from ..errors import ApiError, from_tokenbus
-from ..events import DONE, EventStream, event
+from ..events import DONE, EventStream, event, unless_disconnected
 from ..field_types import (
     Choices,
     MaxTokens,
@@ -133,7 +133,8 @@ async def complete(request: Request, body: bytes) -> Response:
 
 async def _complete(request: Request, body: AiciCompletion) -> Response:
     gateway = gateway_of(request)
-    model = await gateway.models.get("" if body.model in (None, "*") else body.model or "")
+    name = "" if body.model == "*" else body.model or ""
+    model = await unless_disconnected(request.receive, gateway.models.get(name))
     prompt = prompt_for(model, _one_prompt(body.prompt))
     run = await Run.begin(request, gateway, prompt, {**_options(body), "model": model.name})
     answer = Completion(

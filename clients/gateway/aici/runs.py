@@ -16,7 +16,7 @@ from ....protocol.sampling import TokenId
 from ... import GenerateOptions
 from ..bodies import Body, read_body
 from ..context import gateway_of
-from ..events import DONE, EventStream, event
+from ..events import DONE, EventStream, event, unless_disconnected
 from ..field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
 from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 
@@ -68,7 +68,7 @@ async def run(request: Request) -> Response:
     """Runs a controller: ``initial-run``, then a ``run`` for each change, then ``[DONE]``."""
     body = await read_body(request, RunRequest)
     gateway = gateway_of(request)
-    model = await gateway.models.get(body.model or "")
+    model = await unless_disconnected(request.receive, gateway.models.get(body.model or ""))
     prompt = body.prompt or ""
     if body.controller == NO_CONTROLLER and isinstance(body.controller_arg, str):
         prompt = body.controller_arg or prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -13,13 +14,14 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncStream, GenerateOptions
 from ..bodies import ignored_header, read_body
-from ..context import gateway_of
+from ..context import Gateway, gateway_of
 from ..errors import from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
+from ..models import ServedModel
 from .answers import Answer, AnswerBlock, CallAnswer, TextAnswer
-from .bodies import CountTokens, CreateMessage, TokenCount
+from .bodies import Conversation, CountTokens, CreateMessage, TokenCount
 from .conversation import Answering, answering, prompt_ids
 
 PATH = "/v1/messages"
@@ -27,31 +29,43 @@ PING_S = 10.0
 """An answer that has nothing new for so long sends a ``ping``, so that no proxy closes it."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A conversation that can be answered."""
+
+    model: ServedModel
+    ids: list[int]
+    """Its prompt."""
+    how: Answering
+
+
 async def create(request: Request) -> Response:
     """Answers with a message, as one object or as a stream of events."""
     body = await read_body(request, CreateMessage)
     gateway = gateway_of(request)
-    model = await gateway.models.get(body.model)
-    how = answering(model, body)
-    ids = await unless_disconnected(request.receive, prompt_ids(gateway, model, body))
-    stream = gateway.client.generate(ids, **_options(body, how, model.name))
+    found = await unless_disconnected(request.receive, _prepared(gateway, body))
+    how, model = found.how, found.model.name
+    stream = gateway.client.generate(found.ids, **_options(body, how, model))
     first = await first_entries(request, stream)
     answer = Answer(how.form, how.constraint, body.max_tokens)
     headers = ignored_header(body.ignored())
     if body.stream:
-        return EventStream(_events(answer, model.name, stream, first), headers)
+        return EventStream(_events(answer, model, stream, first), headers)
     await unless_disconnected(request.receive, _read(answer, stream, first))
-    return json_response(answer.message(model.name), headers=headers)
+    return json_response(answer.message(model), headers=headers)
 
 
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has as a prompt."""
     body = await read_body(request, CountTokens)
-    gateway = gateway_of(request)
+    found = await unless_disconnected(request.receive, _prepared(gateway_of(request), body))
+    return json_response(TokenCount(len(found.ids)), headers=ignored_header(body.ignored()))
+
+
+async def _prepared(gateway: Gateway, body: Conversation) -> Prepared:
     model = await gateway.models.get(body.model)
-    answering(model, body)
-    ids = await unless_disconnected(request.receive, prompt_ids(gateway, model, body))
-    return json_response(TokenCount(len(ids)), headers=ignored_header(body.ignored()))
+    how = answering(model, body)
+    return Prepared(model, await prompt_ids(gateway, model, body), how)
 
 
 def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions:

@@ -13,8 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import Struct
 from tokenbus.clients import Client
-from tokenbus.clients.gateway.aici.streams import BACKTRACK, Usage
+from tokenbus.clients.gateway.aici.completions import AiciCompletion
+from tokenbus.clients.gateway.aici.modules import TagInfo, Uploaded
+from tokenbus.clients.gateway.aici.runs import RunPart, RunRequest
+from tokenbus.clients.gateway.aici.streams import BACKTRACK, Fork, Usage
 from tokenbus.protocol.messages import Token
 
 from ...processes import Bus, Gateway, until
@@ -305,6 +309,12 @@ def test_the_first_minute_of_the_guide(aici: AiciClient) -> None:
     read = aici.run(**{"script": "", **json.loads(body)})
     assert re.fullmatch("[0-9]{3}", read.texts[0])
     assert read.ends == {0: "eos"}
+
+
+@pytest.mark.parametrize("kind", [RunRequest, RunPart, Fork, AiciCompletion, TagInfo, Uploaded])
+def test_every_field_is_in_the_guide(kind: type[Struct]) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "aici.md").read_text()
+    assert [name for name in kind.__struct_fields__ if name not in guide] == []
 
 
 # --- the earlier form -----------------------------------------------------------------------------

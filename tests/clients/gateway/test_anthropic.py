@@ -13,7 +13,15 @@ import httpx
 import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, TextBlock, ToolUseBlock
+from msgspec import Struct
 from tokenbus.clients.gateway.anthropic.answers import Answer, CallAnswer, TextAnswer
+from tokenbus.clients.gateway.anthropic.bodies import (
+    CountTokens,
+    CreateMessage,
+    OutputConfig,
+    Tool,
+    ToolChoice,
+)
 from tokenbus.clients.gateway.tool_calls import HERMES
 from tokenbus.protocol.messages import Token
 
@@ -287,6 +295,12 @@ def test_the_first_minute_of_the_guide(
     [code] = re.findall(r"(?s)```python\n(.*?)```", guide.read_text())
     exec(code.replace("http://127.0.0.1:8080", gateway.url), {})
     assert re.fullmatch(r"get_weather \{'city': '(Rome|Paris)'.*\}\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", [CreateMessage, CountTokens, Tool, ToolChoice, OutputConfig])
+def test_every_field_is_in_the_guide(kind: type[Struct]) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "anthropic.md").read_text()
+    assert [name for name in kind.__struct_fields__ if f"{name}`" not in guide] == []
 
 
 # --- refusals -------------------------------------------------------------------------------------
