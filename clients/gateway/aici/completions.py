@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -201,8 +202,9 @@ def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list
 
 
 async def _events(run: Run, answer: Completion) -> AsyncGenerator[bytes, None]:
-    async for fork in run.forks():
-        answer.choices = [Choice(*msgspec.structs.astuple(fork))]
-        answer.usage = CompletionUsage.of(run.usage)
-        yield event(answer)
+    async with aclosing(run.forks()) as forks:
+        async for fork in forks:
+            answer.choices = [Choice(*msgspec.structs.astuple(fork))]
+            answer.usage = CompletionUsage.of(run.usage)
+            yield event(answer)
     yield DONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -92,7 +93,8 @@ async def run(request: Request) -> Response:
 
 async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:
     yield event(InitialRun(f"run-{uuid.uuid4()}", "initial-run", int(time.time()), model))
-    async for fork in run.forks():
-        usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)
-        yield event(RunPart("run", [fork], usage))
+    async with aclosing(run.forks()) as forks:
+        async for fork in forks:
+            usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)
+            yield event(RunPart("run", [fork], usage))
     yield DONE

@@ -58,8 +58,8 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
     IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"toolset_name"}
 
     tool_use_id: str
-    content: str | list[TextBlock] = ""
-    is_error: bool = False
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
     """The model sees ``Error: `` before the content."""
     toolset_name: Ignored = UNSET
 
@@ -76,7 +76,13 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
 
 
-Message = UserMessage | AssistantMessage
+class SystemMessage(Body, tag="system", tag_field="role"):
+    """What the assistant is to do from here on."""
+
+    content: str | list[TextBlock]
+
+
+Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Tool(Body):
@@ -89,7 +95,7 @@ class Tool(Body):
 
     name: ToolName
     input_schema: Schema
-    description: str = ""
+    description: str | None = None
     type: Literal["custom"] | None = None
     allowed_callers: Ignored = UNSET
     cache_control: Ignored = UNSET
@@ -106,7 +112,7 @@ class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     """With ``tool``: its name."""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
     """At most one call."""
 
 
@@ -127,9 +133,12 @@ class OutputConfig(Body):
 
 
 class Thinking(Body):
-    """Models here think if their templates make them; it cannot be asked for."""
+    """Models here think if their templates make them: it cannot be asked for."""
 
-    type: Literal["disabled"]
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"display"})
+
+    type: Literal["disabled", "adaptive"]
+    display: Ignored = UNSET
 
 
 class Conversation(Body):
@@ -142,8 +151,8 @@ class Conversation(Body):
     model: str
     """Empty: the default model."""
     messages: Annotated[list[Message], Meta(min_length=1)]
-    system: str | list[TextBlock] = ""
-    tools: list[Tool] = []
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
@@ -172,9 +181,10 @@ class CreateMessage(Conversation, kw_only=True):
     }
 
     max_tokens: MaxTokens
-    stream: bool = False
-    stop_sequences: Stops = []
-    temperature: Temperature = 1.0
+    stream: bool | None = None
+    stop_sequences: Stops | None = None
+    temperature: Temperature | None = None
+    """Default: 1."""
     top_p: TopP | None = None
     top_k: TopK | None = None
     diagnostics: Ignored = UNSET

@@ -14,6 +14,7 @@ from ..tool_calls import CallForm, Function, form_of, tool_grammar
 from .bodies import (
     AssistantMessage,
     Conversation,
+    SystemMessage,
     TextBlock,
     ThinkingBlock,
     Tool,
@@ -71,7 +72,7 @@ def answering(model: ServedModel, body: Conversation) -> Answering:
     if kind == "tool":
         tools = [tool for tool in tools if choice is not None and tool.name == choice.name]
         if not tools:
-            names = ", ".join(tool.name for tool in body.tools)
+            names = ", ".join(tool.name for tool in body.tools or [])
             raise _refused(
                 "tool_choice.name",
                 f"tool_choice names {choice and choice.name!r}, which is not one of the tools: "
@@ -90,13 +91,13 @@ def answering(model: ServedModel, body: Conversation) -> Answering:
 
 def _offered(body: Conversation) -> list[Tool]:
     """The tools that the answer may call; raises ApiError 400 if two have one name."""
-    names = [tool.name for tool in body.tools]
+    names = [tool.name for tool in body.tools or []]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise _refused(f"tools[{place}].name", f"two tools have the name {name!r}")
     if body.tool_choice is not None and body.tool_choice.type == "none":
         return []
-    return body.tools
+    return body.tools or []
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _object_schema(tool: Tool) -> dict[str, Any]:
 def _for_template(tool: Tool) -> dict[str, Any]:
     function = {
         "name": tool.name,
-        "description": tool.description,
+        "description": tool.description or "",
         "parameters": _object_schema(tool),
     }
     return {"type": "function", "function": function}
@@ -125,10 +126,13 @@ def _messages(body: Conversation) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": system}
     called: dict[str, str] = {}
     for message in body.messages:
-        if isinstance(message, AssistantMessage):
-            yield _assistant(message, called)
-        else:
-            yield from _user(message, called)
+        match message:
+            case AssistantMessage():
+                yield _assistant(message, called)
+            case SystemMessage():
+                yield {"role": "system", "content": _text(message.content)}
+            case UserMessage():
+                yield from _user(message, called)
 
 
 def _assistant(message: AssistantMessage, called: dict[str, str]) -> dict[str, Any]:
@@ -172,10 +176,10 @@ def _user(message: UserMessage, called: dict[str, str]) -> Iterator[dict[str, An
         yield {"role": "user", "content": _text(texts)}
 
 
-def _text(content: str | Sequence[Any]) -> str:
+def _text(content: str | Sequence[Any] | None) -> str:
     """The text of a content; its text blocks are joined by line ends."""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
 
 

@@ -73,8 +73,8 @@ def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions
         "model": model,
         "text": True,
         "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "stop": body.stop_sequences,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "stop": body.stop_sequences or [],
     }
     if body.top_p is not None:
         options["top_p"] = body.top_p

@@ -14,6 +14,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, TextBlock, ToolUseBlock
 from msgspec import Struct
+from msgspec.structs import fields
 from tokenbus.clients.gateway.anthropic.answers import Answer, CallAnswer, TextAnswer
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
@@ -148,6 +149,18 @@ def test_system_turns_and_blocks_reach_the_prompt(claude: Anthropic) -> None:
     assert count(tools=[WEATHER], tool_choice={"type": "none"}) == count()
     turns = [*HELLO, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "1"}]
     assert count(messages=turns) > count()
+    late = [*HELLO, {"role": "system", "content": "Be brief."}]
+    assert count(messages=late) == count(system="Be brief.")
+
+
+def test_an_optional_field_may_be_null(claude: Anthropic) -> None:
+    optional = [
+        field.name
+        for field in fields(CreateMessage)
+        if not field.required and field.name not in CreateMessage.IGNORED
+    ]
+    nothing = dict.fromkeys(optional)
+    assert text_of(create(claude, extra_body=nothing | GREEDY)) == text_of(create(claude))
 
 
 def test_tokens_from_the_cache_are_counted_apart(claude: Anthropic) -> None:
