@@ -171,6 +171,6 @@ def test_a_controller_starts_before_the_first_step_of_a_model_that_was_loaded_fo
     loop.turn()
     bus = loop.worker._bus
     sent: list[bytes] = []
-    monkeypatch.setattr(bus._dealer, "wake", lambda: sent.extend(f[0] for f in bus._outbox))
+    monkeypatch.setattr(bus._carrier, "wake", lambda: sent.extend(f[0] for f in bus._outbox))
     loop.load("n")
     assert b"START" in sent
