@@ -165,6 +165,7 @@ def _messages(new: list[tuple[Stream, list[Token]]]) -> list[Frames]:
 
 
 def _entry(output: TokenOutput, stream: Stream) -> Token:
+    # A call with more than 15 names builds a dict for them, which takes longer than all the rest.
     entry = Token(
         token=output.token,
         stream_id=stream.stream_id,
@@ -178,12 +179,11 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         parent=output.parent,
         error=output.error,
         code=output.code,
-        constraint=output.constraint,
         logs=output.logs,
         storage=list(output.storage),
-        stop=output.stop,
-        live=stream.live if output.finish_reason is not None else 0,
     )
+    if output.finish_reason is not None:
+        entry.live, entry.stop, entry.constraint = stream.live, output.stop, output.constraint
     inspected = output.inspected
     if inspected is not None:
         entry.allowed = UNSET if inspected.allowed is None else inspected.allowed

@@ -122,14 +122,15 @@ class WorkerMetrics:
     def count(self, streams: Iterable[tuple[Stream, list[Token]]]) -> None:
         """Entries are about to be sent."""
         now = time.monotonic()
-        models: set[ModelMetrics] = set()
+        models: list[ModelMetrics] = []
+        last: ModelMetrics | None = None
         for stream, entries in streams:
-            if entries[-1].token is None:
-                continue
             model = stream.metrics
-            if model is None:
+            if model is None or entries[-1].token is None:
                 continue
-            models.add(model)
+            if model is not last:
+                models.append(model)
+                last = model
             if stream.sent_at == model.sent_at:
                 model.regular += 1
             else:
