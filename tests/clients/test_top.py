@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 import signal
 import subprocess
@@ -67,6 +69,29 @@ def test_without_a_terminal_it_prints_one_picture_after_another(bus: Bus, tmp_pa
     until(lambda: output.read_text().count("broker ") >= 3, 60.0, "three pictures")
     process.send_signal(signal.SIGINT)
     assert process.wait(60.0) == 130
+
+
+@pytest.mark.usefixtures("processes")
+def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [TOKENBUS, "top", "--interval", "0.1"],
+        env={**clean_environment(front=bus.front), "TERM": "xterm", "COLUMNS": "160"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"broker ") < 3:
+        shown += os.read(ours, 65_536)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # The terminal is gone with the process.
+        while piece := os.read(ours, 65_536):
+            shown += piece
+    assert process.wait(60.0) == 130
+    assert shown.startswith(b"\x1b[?1049h")  # It has a screen of its own, and gives it back.
+    assert b"\x1b[?1049l" in shown
 
 
 def test_rates_are_those_since_the_picture_before() -> None:
