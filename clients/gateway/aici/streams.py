@@ -32,9 +32,7 @@ FINISH = {
     "error": "fail",
 }
 """AICI's words for why a sequence ended."""
-
-
-CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.DEADLOCK})
+CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Code.DEADLOCK})
 """Codes of errors that a controller has caused while it ran."""
 
 

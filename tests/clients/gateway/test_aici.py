@@ -281,6 +281,12 @@ def test_what_a_controller_does_wrong_is_the_error_of_its_fork(aici: AiciClient,
     assert "bad luck" in read.errors[0]
 
 
+def test_so_is_a_limit_that_it_exceeds(aici: AiciClient) -> None:
+    read = aici.run("mid loop")
+    assert read.ends == {0: "fail"}
+    assert "mid_process" in read.errors[0]
+
+
 def test_a_deadlock_has_a_word_of_its_own(aici: AiciClient) -> None:
     read = aici.run('pre = {"attention_masks":[[]],"suspend":true}')
     assert read.ends == {0: "deadlock"}
