@@ -109,7 +109,7 @@ def free_port() -> int:
 
 
 class Sse:
-    """One connection to ``/v1/completions``, kept alive."""
+    """One connection to ``/v1/completions``, kept alive as long as the gateway keeps it."""
 
     def __init__(self, running: System) -> None:
         self._running = running
@@ -117,7 +117,8 @@ class Sse:
 
     async def stream(self, tokens: int) -> float:
         """Reads a stream to its end; the time of its first token, in seconds."""
-        if self._streams is None:
+        # The gateway closes a connection that was idle while the others had their turns.
+        if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection("127.0.0.1", self._running.port)
         reader, writer = self._streams
         body = json.dumps(
