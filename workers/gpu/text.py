@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
+
+from tokenizers import decoders
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
@@ -163,8 +164,7 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    if decoder.get("type") != "ByteLevel":
+    if not isinstance(backend.decoder, decoders.ByteLevel):
         return None
     byte_of = _byte_of_character()
     vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -178,7 +178,7 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
             table[index] = added[index].encode()
         else:
             try:
-                table[index] = bytes(byte_of[c] for c in text)
+                table[index] = bytes(map(byte_of.__getitem__, text))
             except KeyError:
                 # A token that is not written in that alphabet is plain text.
                 table[index] = text.encode()
