@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -337,7 +339,7 @@ def live(client: Client) -> int:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_cancels_its_generation(
-    api: openai.OpenAI, bus_client: Client, gateway: Gateway, streamed: bool
+    bus_client: Client, gateway: Gateway, streamed: bool
 ) -> None:
     until(lambda: live(bus_client) == 0, 120, "no stream")
     body = {
@@ -348,15 +350,64 @@ def test_a_client_that_leaves_cancels_its_generation(
         "ignore_eos": True,
         "stream": streamed,
     }
-    with httpx.Client(timeout=300) as client:
+    with contextlib.closing(request(gateway, body)) as connection:
+        until(lambda: live(bus_client) == 2, 120, "both streams run")
         if streamed:
-            with client.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
-                assert next(answer.iter_lines()).startswith("data: ")
-                assert live(bus_client) == 2
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{gateway.url}/v1/completions", json=body, timeout=0.2)
+            assert connection.recv(1024).startswith(b"HTTP/1.1 200")
     until(lambda: live(bus_client) == 0, 120, "the streams are cancelled")
+
+
+def request(gateway: Gateway, body: dict[str, Any]) -> socket.socket:
+    """A connection on which ``body`` was sent to ``/v1/completions``, and nothing was read."""
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=300)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_streams_that_nobody_reads_do_not_hold_up_others(
+    api: openai.OpenAI, gateway: Gateway, bus_client: Client
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body |= {"n": 4, "logprobs": 20}
+    unread = [request(gateway, body) for _ in range(4)]
+    try:
+        until(lambda: live(bus_client) == 4, 120, "all streams run")
+        assert complete(api).choices[0].finish_reason == "length"
+        until(lambda: live(bus_client) == 0, 120, "the unread streams end at the bus all the same")
+    finally:
+        for connection in unread:
+            connection.close()
+
+
+def test_a_body_that_is_not_one_is_refused(gateway: Gateway) -> None:
+    def post(content: bytes, kind: str = "application/json", **headers: str) -> httpx.Response:
+        return httpx.post(
+            f"{gateway.url}/v1/completions",
+            content=content,
+            headers={"content-type": kind, **headers},
+            timeout=300,
+        )
+
+    broken = post(b'{"prompt": ')
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    assert post(b"prompt=x", "application/x-www-form-urlencoded").status_code == 415
+    assert post(b"[]").status_code == 400
+    large = request_head(gateway, 200 * 1024 * 1024)
+    assert b" 413 " in large.partition(b"\r\n")[0]
+
+
+def request_head(gateway: Gateway, length: int) -> bytes:
+    """What is answered to a body of which only the length was sent."""
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=300) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt": "')
+        return connection.recv(4096)
 
 
 def test_text_becomes_tokens_and_text_again(gateway: Gateway) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError, hash_of, new_key
 from websockets.exceptions import InvalidStatus
@@ -67,6 +68,17 @@ def test_a_tag_names_the_holder_of_the_key_that_assigned_it(guarded: Gateway) ->
         body = {"module_id": module, "tags": "of-ann"}
         [tag] = client.post("/v1/controllers/tags", json=body).json()["tags"]
     assert (tag["tag"], tag["updated_by"]) == ("of-ann", "ann")
+
+
+def test_the_openai_package_gets_typed_errors_for_its_key(guarded: Gateway) -> None:
+    def models(key: str) -> list[str]:
+        with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
+            return [model.id for model in client.models.list().data]
+
+    assert models(KEY) == ["embedded"]
+    with pytest.raises(openai.AuthenticationError) as caught:
+        models("tb-wrong")
+    assert caught.value.code == "invalid_api_key"
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready"])
