@@ -60,7 +60,13 @@ class Meters:
 
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
-        self.errors = Tally("errors", "code")
+        self._errors = Tally("errors", "code")
+        self._lock = threading.Lock()
+
+    def error(self, code: str) -> None:
+        """A client was sent an error. Thread-safe."""
+        with self._lock:
+            self._errors.add(code)
 
     def of(self, controller: str) -> Meter:
         """That of one controller."""
@@ -72,7 +78,7 @@ class Meters:
 
     def series(self) -> list[Series]:
         """All of it; safe on another thread."""
-        found = self.errors.series()
+        found = self._errors.series()
         for name, meter in list(self._meters.items()):
             labels = {"module": name}
             found.append(Series("controller_rounds", labels, meter.rounds))

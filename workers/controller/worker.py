@@ -388,11 +388,11 @@ class ControllerWorker:
             answer = Msg(stream_id=stream_id, result=result)
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
-            self._meters.errors.add(error.code)
+            self._meters.error(error.code)
             frames = [b"ERROR", head, encode_body(error_body(error, stream_id), encoding)]
         except Exception as error:
             log.exception("a request to the store failed")
-            self._meters.errors.add(Code.INTERNAL)
+            self._meters.error(Code.INTERNAL)
             failure = TokenbusError(Code.INTERNAL, f"the store failed: {error!r}")
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames)

@@ -113,11 +113,12 @@ class Load:
         self._url = f"{url}/v1/completions"
         self._stopping = threading.Event()
         self.failures: list[str] = []
-        self.done: dict[str, int] = {}
-        kinds = (self._fresh, self._fresh, self._kept, self._kept, self._streamed)
+        requests = (self._fresh, self._fresh, self._kept, self._kept, self._streamed)
+        kinds = {f"{i} {request.__name__}": request for i, request in enumerate(requests)}
+        self.done = dict.fromkeys(kinds, 0)
         self._threads = [
-            threading.Thread(target=self._run, args=(f"{i} {kind.__name__}", kind))
-            for i, kind in enumerate(kinds)
+            threading.Thread(target=self._run, args=(name, request))
+            for name, request in kinds.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -137,7 +138,6 @@ class Load:
             thread.join(120.0)
 
     def _run(self, name: str, request: Callable[[httpx.Client], None]) -> None:
-        self.done[name] = 0
         with httpx.Client(timeout=120.0) as client:
             while not self._stopping.is_set():
                 try:
