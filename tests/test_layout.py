@@ -119,18 +119,32 @@ def folder_of(module: str) -> str:
     return max(names, key=len)
 
 
-MODULES = sources()
-IMPORTS = list(imports(MODULES))
-OURS = [one for one in IMPORTS if one.target.startswith("tokenbus.")]
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Path]:
+    return sources()
 
 
-def test_every_import_of_ours_names_a_module_of_ours() -> None:
-    assert [str(one) for one in OURS if one.target not in MODULES] == []
+@pytest.fixture(scope="module")
+def found(modules: dict[str, Path]) -> list[Import]:
+    """All imports."""
+    return list(imports(modules))
 
 
-def test_no_import_runs_against_the_layout() -> None:
+@pytest.fixture(scope="module")
+def ours(found: list[Import]) -> list[Import]:
+    """The imports of our own modules."""
+    return [one for one in found if one.target.startswith("tokenbus.")]
+
+
+def test_every_import_of_ours_names_a_module_of_ours(
+    modules: dict[str, Path], ours: list[Import]
+) -> None:
+    assert [str(one) for one in ours if one.target not in modules] == []
+
+
+def test_no_import_runs_against_the_layout(ours: list[Import]) -> None:
     wrong = []
-    for one in OURS:
+    for one in ours:
         source, target = folder_of(one.module), folder_of(one.target)
         exception = ("/".join(one.module.split(".")[1:3]), target) in LAZY
         if source != target and target not in ALLOWED[source] and not exception:
@@ -139,34 +153,34 @@ def test_no_import_runs_against_the_layout() -> None:
 
 
 @pytest.mark.parametrize("entry", ["tokenbus.clients", "tokenbus.clients.cli.main"])
-def test_a_client_loads_nothing_but_clients_and_protocol(entry: str) -> None:
+def test_a_client_loads_nothing_but_clients_and_protocol(entry: str, ours: list[Import]) -> None:
     loaded: set[str] = set()
     todo = [entry]
     while todo:
         module = todo.pop()
         if module not in loaded:
             loaded.add(module)
-            todo += [one.target for one in OURS if one.module == module and one.top_level]
+            todo += [one.target for one in ours if one.module == module and one.top_level]
     assert {folder_of(module) for module in loaded} <= {"clients", *ALLOWED["clients"]}
 
 
-def test_every_exception_is_needed() -> None:
-    used = {("/".join(one.module.split(".")[1:3]), folder_of(one.target)) for one in OURS}
+def test_every_exception_is_needed(ours: list[Import]) -> None:
+    used = {("/".join(one.module.split(".")[1:3]), folder_of(one.target)) for one in ours}
     assert used >= LAZY
 
 
-def test_no_folder_imports_a_package_that_it_must_do_without() -> None:
+def test_no_folder_imports_a_package_that_it_must_do_without(found: list[Import]) -> None:
     wrong = [
         str(one)
-        for one in IMPORTS
+        for one in found
         if one.target.split(".")[0] in FORBIDDEN.get(folder_of(one.module), ())
     ]
     assert wrong == []
 
 
-def test_no_imports_run_in_a_circle() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for one in OURS:
+def test_no_imports_run_in_a_circle(modules: dict[str, Path], ours: list[Import]) -> None:
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for one in ours:
         if one.top_level and one.target != one.module:
             graph[one.module].add(one.target)
     try:
@@ -175,10 +189,10 @@ def test_no_imports_run_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
 
 
-def test_the_folders_do_not_wait_for_each_other() -> None:
+def test_the_folders_do_not_wait_for_each_other(ours: list[Import]) -> None:
     """No cycle between the folders of the table either, lazy imports included."""
     graph: dict[str, set[str]] = {name: set() for name in ALLOWED}
-    for one in OURS:
+    for one in ours:
         source, target = folder_of(one.module), folder_of(one.target)
         if source != target:
             graph[source].add(target)
@@ -193,7 +207,7 @@ def test_the_table_in_the_docs_is_this_one() -> None:
     assert {name: table.get(name) for name in ALLOWED} == ALLOWED
 
 
-def test_only_what_is_declared_or_in_the_standard_library_is_imported() -> None:
+def test_only_what_is_declared_or_in_the_standard_library_is_imported(found: list[Import]) -> None:
     declared = {
         re.split(r"[\[<>=!;~ ]", line)[0].replace("-", "_").lower()
         for line in re.findall(
@@ -202,7 +216,7 @@ def test_only_what_is_declared_or_in_the_standard_library_is_imported() -> None:
     }
     names = {"zmq": "pyzmq", "google": "protobuf", "opentelemetry": "opentelemetry_sdk"}
     wrong = set()
-    for one in IMPORTS:
+    for one in found:
         top = one.target.split(".")[0]
         if top == "tokenbus" or top in sys.stdlib_module_names:
             continue

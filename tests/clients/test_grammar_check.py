@@ -20,6 +20,7 @@ from tokenbus.workers.gpu import embedded
 
 from ..processes import clean_environment
 from ..workers.controller.tokens import real_tokenizers as real
+from ..workers.controller.tokens.small_tokenizers import byte_level
 
 PROGRAM = "int main(void)\n{\n    return 0;\n}\n"
 
@@ -291,11 +292,13 @@ def test_a_checkpoint_s_folder_says_how_many_tokens_the_model_has_and_which_end_
 ) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(real.sentencepiece_json())
+    tokenizer = byte_level()
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|end|>")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
     own = read_vocabulary(str(folder))
-    assert (own.size, own.eos_ids) == (32_768, ())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
-    assert read_vocabulary(str(folder)).eos_ids == (2,)
+    assert (own.size, own.eos_ids) == (size, ())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    assert read_vocabulary(str(folder)).eos_ids == (end,)
     config = {"vocab_size": 33_000, "eos_token_id": [7, 2]}
     (folder / "config.json").write_text(json.dumps({"text_config": config}))
     padded = read_vocabulary(str(folder / "tokenizer.json"))
