@@ -33,9 +33,9 @@ def llama(**changes: Any) -> Any:
     return model
 
 
-def llama_folder(folder: Path) -> Path:
+def llama_folder(folder: Path, **changes: Any) -> Path:
     """That Llama as a checkpoint, and a byte-level tokenizer for it."""
-    llama(eos_token_id=0).save_pretrained(folder)
+    llama(eos_token_id=0, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<eos>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))

@@ -41,10 +41,10 @@ NOTES = {
 
 
 class System:
-    """A broker, a GPU worker and a gateway."""
+    """A broker, a GPU worker with the model of a folder, and a gateway."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = str(llama_folder(folder / "llama"))
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.model = str(model)
         self.port = free_port()
         self.front = f"tcp://127.0.0.1:{free_port()}"
         settings = {
@@ -93,7 +93,7 @@ class System:
 def system() -> Iterator[System]:
     """A running system with the benchmark's model."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
-        running = System(Path(folder))
+        running = System(Path(folder), llama_folder(Path(folder) / "llama"))
         try:
             running.wait()
             yield running

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 from tokenbus.inprocess import InProcess
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from ..processes import Bus, Gateway, clean_environment
 
@@ -115,7 +115,7 @@ class WebSocket(Lmtp):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._socket = connect(url, max_size=None).__enter__()
+        self._socket: ClientConnection = connect(url, max_size=None).__enter__()
 
     def send_line(self, line: str) -> None:
         """Sends a message."""

@@ -1,0 +1,157 @@
+"""LMQL's client against this gateway, and the same client against LMQL's own server.
+
+The same model of 15 million parameters, 32 streams at once, greedy, in turns. Uniform: prompts of
+32 tokens, 96 tokens from each. Ragged: prompts of 8 to 64 tokens, and 16 to 128 tokens from each.
+Client, gateway, broker and worker share the machine, as do LMQL's client and server. The two
+environments, which LMQL needs, are made at the first run, in ``build/environments``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from _environments import LMQL, LMQL_CLIENT_NEEDS, environment, lmql_client
+from _models import VOCAB, llama_folder
+from _report import arguments, report
+from gateway import System, free_port
+
+STREAMS = 32
+START_S = 300.0
+HERE = Path(__file__).parent
+
+Request = tuple[list[int], int]
+"""A prompt and its ``max_tokens``."""
+
+NOTES = {
+    "lmtp_uniform_vs_lmql": "tokens/s over those of LMQL's own server; at least 0.8",
+    "lmtp_ragged_vs_lmql": "the same with prompts and outputs of many lengths; at least 1.2",
+    "uniform_tokens_per_s": "of LMQL's client against this gateway",
+    "ragged_tokens_per_s": "of LMQL's client against this gateway",
+    "lmql_uniform_tokens_per_s": "of LMQL's client against LMQL's own server",
+    "lmql_ragged_tokens_per_s": "of LMQL's client against LMQL's own server",
+}
+
+
+class LmqlClient:
+    """A process with LMQL's client, connected to a server."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._process = subprocess.Popen(
+            [lmql_client(), HERE / "_lmql_client.py", url, model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tokens_per_s(self, requests: list[Request]) -> float:
+        """Begins these requests at once, and waits for the end of all."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        assert found["tokens"] == sum(count for _, count in requests), found
+        return float(found["tokens"] / found["seconds"])
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.communicate()
+
+
+@contextmanager
+def clients(model: Path) -> Iterator[dict[str, LmqlClient]]:
+    """A client of each server, while both servers run."""
+    wanted = [*LMQL_CLIENT_NEEDS, "transformers<4.45"]
+    python = environment("lmql-server", wanted, alone=[LMQL], borrow=True)
+    port = free_port()
+    theirs = subprocess.Popen(
+        [python, HERE / "_lmql_server.py", model, str(port)], stdout=subprocess.DEVNULL
+    )
+    opened: dict[str, LmqlClient] = {}
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        ours = System(Path(folder), model)
+        try:
+            ours.wait()
+            _wait_for(port)
+            opened["ours"] = LmqlClient(f"http://127.0.0.1:{ours.port}/", ours.model)
+            opened["lmql"] = LmqlClient(f"http://127.0.0.1:{port}/", str(model))
+            yield opened
+        finally:
+            for client in opened.values():
+                client.close()
+            ours.close()
+            theirs.kill()
+            theirs.wait()
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/", timeout=5.0)
+        except URLError as error:
+            # A plain request to its WebSocket is refused once it listens.
+            if getattr(error, "code", None) is not None:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"LMQL's server did not listen within {START_S:g} s")
+
+
+def uniform(chosen: random.Random) -> list[Request]:
+    """Requests of one size."""
+    return [(_prompt(chosen, 32), 96) for _ in range(STREAMS)]
+
+
+def ragged(chosen: random.Random) -> list[Request]:
+    """Requests of many sizes."""
+    return [
+        (_prompt(chosen, chosen.randint(8, 64)), chosen.randint(16, 128)) for _ in range(STREAMS)
+    ]
+
+
+def _prompt(chosen: random.Random, length: int) -> list[int]:
+    return [chosen.randrange(300, VOCAB) for _ in range(length)]
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """All figures: medians of rounds in turns."""
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        model = llama_folder(Path(folder) / "llama", num_hidden_layers=9, tie_word_embeddings=True)
+        with clients(model) as both:
+            for number in range(2 if quick else 6):
+                for kind in (uniform, ragged):
+                    for name, client in both.items():
+                        # New prompts in each round, the same for both: nothing is in a cache.
+                        rate = client.tokens_per_s(kind(random.Random(number)))
+                        if number:  # The first round warms up.
+                            rates.setdefault(f"{name} {kind.__name__}", []).append(rate)
+    found = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "lmtp_uniform_vs_lmql": found["ours uniform"] / found["lmql uniform"],
+        "lmtp_ragged_vs_lmql": found["ours ragged"] / found["lmql ragged"],
+        "uniform_tokens_per_s": found["ours uniform"],
+        "ragged_tokens_per_s": found["ours ragged"],
+        "lmql_uniform_tokens_per_s": found["lmql uniform"],
+        "lmql_ragged_tokens_per_s": found["lmql ragged"],
+    }
+
+
+def main() -> None:
+    """Measures and reports."""
+    args = arguments(__doc__)
+    report(measure(args.quick), NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
