@@ -21,7 +21,7 @@ def environment(
     """The Python of a virtual environment with these packages, made unless it is there.
 
     ``alone`` are installed without what they depend on. ``borrow``: what is not installed in it is
-    taken from the environment of this process, as torch, which would take a gigabyte again. Raises
+    taken from the environment of this process, as torch, which is large. Raises
     CalledProcessError where pip fails.
     """
     folder = FOLDER / name
@@ -34,12 +34,12 @@ def environment(
         if made.exists() and made.read_text() == wanted:
             return python
         venv.create(folder, clear=True, with_pip=True)
+        if borrow:
+            _borrow(python)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         for arguments in (["--no-deps", *alone], list(packages)):
             if arguments != ["--no-deps"]:
                 subprocess.run([*pip, *arguments], check=True, stdout=sys.stderr)
-        if borrow:
-            _borrow(python)
         made.write_text(wanted)
     return python
 
@@ -47,6 +47,18 @@ def environment(
 def lmql_client() -> Path:
     """LMQL's client and what it imports."""
     return environment("lmql-client", LMQL_CLIENT_NEEDS, alone=[LMQL])
+
+
+def lmql() -> Path:
+    """All of LMQL, with transformers for the tokenizers of models."""
+    needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", "transformers")
+    return environment("lmql", needs, alone=[LMQL], borrow=True)
+
+
+def lmql_server() -> Path:
+    """LMQL's own server, which needs transformers of its time."""
+    needs = (*LMQL_CLIENT_NEEDS, "transformers<4.45")
+    return environment("lmql-server", needs, alone=[LMQL], borrow=True)
 
 
 def _borrow(python: Path) -> None:

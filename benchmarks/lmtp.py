@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from _environments import LMQL, LMQL_CLIENT_NEEDS, environment, lmql_client
+from _environments import lmql_client, lmql_server
 from _models import VOCAB, llama_folder
 from _report import arguments, report
 from gateway import System, free_port
@@ -71,11 +71,9 @@ class LmqlClient:
 @contextmanager
 def clients(model: Path) -> Iterator[dict[str, LmqlClient]]:
     """A client of each server, while both servers run."""
-    wanted = [*LMQL_CLIENT_NEEDS, "transformers<4.45"]
-    python = environment("lmql-server", wanted, alone=[LMQL], borrow=True)
     port = free_port()
     theirs = subprocess.Popen(
-        [python, HERE / "_lmql_server.py", model, str(port)], stdout=subprocess.DEVNULL
+        [lmql_server(), HERE / "_lmql_server.py", model, str(port)], stdout=subprocess.DEVNULL
     )
     opened: dict[str, LmqlClient] = {}
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:

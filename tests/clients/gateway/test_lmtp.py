@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from tokenbus.clients import Client
+from tokenbus.workers.gpu import embedded
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from benchmarks._environments import lmql_client
+from benchmarks._environments import lmql, lmql_client
 
 from ...processes import Bus, Gateway, until
 
@@ -67,6 +68,21 @@ def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> No
     assert "max_tokens" in received["invalid"]
     assert "'unknown'" in received["unknown"]
     assert "'unknown'" in received["refused"]["error"]
+
+
+def test_a_query_of_lmql_runs(gateway: Gateway, steered: Bus) -> None:
+    endpoint = gateway.url.removeprefix("http://").replace("127.0.0.1", "localhost")
+    done = subprocess.run(
+        [lmql(), Path(__file__).with_name("lmql_query.py"), endpoint, embedded.path()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with steered.client() as client:
+        expected = client.generate("def add(a, b):\n    return ", max_tokens=7).text
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 def test_without_hello_answers_are_lists_and_errors_are_entries(socket: ClientConnection) -> None:
@@ -210,3 +226,21 @@ def resident_bytes(gateway: Gateway) -> int:
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmRSS:")]
     return 1024 * int(line.split()[1])
+
+
+def test_a_restart_of_the_broker_ends_the_websockets_that_it_knew(processes: None) -> None:
+    with Bus(ping_s=0.2) as bus:
+        gateway = bus.start_gateway()
+        with connect(gateway.ws_url) as socket, connect(gateway.ws_url) as unused:
+            send(socket, "HELLO")
+            assert receive(socket)[0] == "WELCOME"
+            bus.broker.kill()
+            bus.start_broker()
+            kind, error = receive(socket)
+            assert (kind, error["code"]) == ("ERROR", "connection_lost")
+            with pytest.raises(ConnectionClosed) as closed:
+                socket.recv(WAIT_S)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1012
+            send(unused, "HELLO")
+            assert receive(unused)[0] == "WELCOME"
