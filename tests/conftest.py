@@ -7,6 +7,7 @@ that it starts.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 
@@ -21,8 +22,11 @@ from .processes import Bus, Gateway
 
 
 def pytest_configure() -> None:
-    """Watches for processes that start."""
+    """Watches for processes that start, and lets them be interrupted: a shell without job control
+    has what it starts in the background ignore Ctrl-C, and what that starts ignores it too."""
     starts.watch()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
