@@ -92,7 +92,8 @@ class ZeroMQ(Lmtp):
 
     def __init__(self, front: str) -> None:
         super().__init__()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(front)
 

@@ -96,8 +96,9 @@ def test_requests_of_all_clients_are_counted(observed: Bus, door: Gateway) -> No
     ended = total(before, "request_success_total")
     with observed.client() as client:
         free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).tokens
-        regex = {"controller": "regex", "controller_arg": "[a-z]{4,60}"}
-        steered = client.generate(PROMPT, max_tokens=6, **regex).tokens
+        steered = client.generate(
+            PROMPT, max_tokens=6, controller="regex", controller_arg="[a-z]{4,60}"
+        ).tokens
     generated = len(free) + len(steered) + completion(door).json()["usage"]["completion_tokens"]
     rounds = total(before, "controller_rounds_total") + len(steered)
     after = after_heartbeats(door, ended + 3, rounds)
