@@ -105,16 +105,15 @@ def _wait_for(port: int) -> None:
     raise TimeoutError(f"LMQL's server did not listen within {START_S:g} s")
 
 
-def uniform(chosen: random.Random) -> list[Request]:
-    """Requests of one size."""
-    return [(_prompt(chosen, 32), 96) for _ in range(STREAMS)]
+def uniform(chosen: random.Random, part: float) -> list[Request]:
+    """Requests of one size; ``part`` of it."""
+    return [(_prompt(chosen, 32), int(96 * part)) for _ in range(STREAMS)]
 
 
-def ragged(chosen: random.Random) -> list[Request]:
-    """Requests of many sizes."""
-    return [
-        (_prompt(chosen, chosen.randint(8, 64)), chosen.randint(16, 128)) for _ in range(STREAMS)
-    ]
+def ragged(chosen: random.Random, part: float) -> list[Request]:
+    """Requests of many sizes; ``part`` of each."""
+    sizes = [(chosen.randint(8, 64), chosen.randint(16, 128)) for _ in range(STREAMS)]
+    return [(_prompt(chosen, length), int(count * part)) for length, count in sizes]
 
 
 def _prompt(chosen: random.Random, length: int) -> list[int]:
@@ -124,14 +123,15 @@ def _prompt(chosen: random.Random, length: int) -> list[int]:
 def measure(quick: bool) -> dict[str, float]:
     """All figures: medians of rounds in turns."""
     rates: dict[str, list[float]] = {}
+    part = 0.25 if quick else 1.0
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         model = llama_folder(Path(folder) / "llama", num_hidden_layers=9, tie_word_embeddings=True)
         with clients(model) as both:
-            for number in range(2 if quick else 6):
+            for number in range(3 if quick else 6):
                 for kind in (uniform, ragged):
                     for name, client in both.items():
                         # New prompts in each round, the same for both: nothing is in a cache.
-                        rate = client.tokens_per_s(kind(random.Random(number)))
+                        rate = client.tokens_per_s(kind(random.Random(number), part))
                         if number:  # The first round warms up.
                             rates.setdefault(f"{name} {kind.__name__}", []).append(rate)
     found = {name: statistics.median(values) for name, values in rates.items()}
