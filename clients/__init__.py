@@ -32,7 +32,7 @@ from ..protocol.messages import (
 )
 from .async_client import AsyncClient
 from .client import Client
-from .request_options import GenerateOptions, RequestOptions
+from .request_options import GenerateOptions, RequestOptions, ScoreOptions
 from .results import GeneratedSequence, Scores
 from .streams import AsyncStream, Stream
 
@@ -50,6 +50,7 @@ __all__ = [
     "RequestTimeoutError",
     "Scores",
     "GeneratedSequence",
+    "ScoreOptions",
     "ServiceError",
     "SlowClientError",
     "Status",

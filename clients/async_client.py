@@ -19,7 +19,7 @@ from .request_options import (
     GenerateOptions,
     OnSystem,
     Prompt,
-    RequestOptions,
+    ScoreOptions,
     buffer_call,
     delete_call,
     generate_call,
@@ -74,7 +74,7 @@ class AsyncClient:
         return self._stream(generate_call(prompt, options), options.get("on_system"))
 
     async def score(
-        self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]
+        self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
     ) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
         stream = self._stream(score_call(prompt, scored, options), options.get("on_system"))

@@ -16,7 +16,7 @@ from .request_options import (
     UPLOAD_S,
     GenerateOptions,
     Prompt,
-    RequestOptions,
+    ScoreOptions,
     buffer_call,
     delete_call,
     generate_call,
@@ -73,7 +73,7 @@ class Client:
         call = generate_call(prompt, options)
         return Stream(self, self._connection, call, options.get("on_system"))
 
-    def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[RequestOptions]) -> Scores:
+    def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
         call = score_call(prompt, scored, options)
         stream = Stream(self, self._connection, call, options.get("on_system"))

@@ -67,6 +67,13 @@ class RequestOptions(TypedDict, total=False):
     """What log lines of all processes call the request, at most 128 characters."""
 
 
+class ScoreOptions(RequestOptions, total=False):
+    """The options of ``score``."""
+
+    top_logprobs: int
+    """How many of the most likely tokens to report at each place, besides the scored one."""
+
+
 class GenerateOptions(RequestOptions, total=False):
     """The options of ``generate``; ``protocol.sampling`` describes the sampling ones."""
 
@@ -120,7 +127,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
     return Call(b"GENERATE", message, attachments, span=identify(message), **timing)
 
 
-def score_call(prompt: Prompt, scored: Prompt, options: RequestOptions) -> Call:
+def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
     """The call of a SCORE."""
     given: dict[str, Any] = dict(options)
     timing = _timing(given)

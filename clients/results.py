@@ -146,6 +146,8 @@ class Scores:
     logprobs: list[float]
     texts: list[str]
     """Each token's text, where text was scored."""
+    top_logprobs: list[dict[int, float]]
+    """As in ``GeneratedSequence``; empty ones where they were not asked for."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """As in ``GeneratedSequence``."""
@@ -157,6 +159,7 @@ class Scores:
             scored.tokens,
             scored.logprobs,
             scored.texts,
+            scored.top_logprobs,
             scored.prompt_tokens,
             scored.cached_tokens,
         )

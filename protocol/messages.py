@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .errors import Code, RequestError
 from .metrics import Series
-from .sampling import Sampling, TokenId
+from .sampling import Sampling, TokenId, TopLogprobs
 
 PROTOCOL_VERSION = 1
 ENCODINGS = ("json", "msgpack")
@@ -104,6 +104,8 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     buffers: list[Name] = []
     text: bool = False
     """Each TOKEN also has the text of its token."""
+    top_logprobs: TopLogprobs = 0
+    """How many of the most likely tokens to report at each place, besides the scored one."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
     trace: TraceParent = ""
@@ -276,7 +278,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Natural log-probability under the model's own distribution, before bias and temperature."""
     finish_reason: FinishReason | None
     top_logprobs: dict[int, float] | UnsetType = UNSET
-    """Log-probabilities of the most likely tokens and of this one, by id. Not in a SCORE."""
+    """Log-probabilities of the most likely tokens and of this one, by id. In the answer to a SCORE
+    only if it asks for them."""
     pos: int = 0
     """Position in its sequence, counted from the first token that was generated or scored."""
     seq: int = 0

@@ -14,6 +14,7 @@ StopString = Annotated[str, Meta(min_length=1)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_N = 128
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
@@ -30,7 +31,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Most tokens to generate; the context length of the model is a limit too (``length``)."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: TopLogprobs = 0
     """How many of the most likely tokens to report, in addition to the sampled one."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""

@@ -333,6 +333,15 @@ async def test_async_text_score_info_and_errors(bus: Bus) -> None:
         scores = await client.score("import ", "os")
         assert scores.total < 0
         assert "".join(scores.texts) == "os"
+        likely = await client.score("import ", "os", top_logprobs=3)
+        assert likely.logprobs == scores.logprobs
+        for token, logprob, top in zip(
+            likely.tokens, likely.logprobs, likely.top_logprobs, strict=True
+        ):
+            assert top[token] == logprob
+            assert 3 <= len(top) <= 4
+            assert logprob <= max(top.values())
+        assert scores.top_logprobs == [{} for _ in scores.tokens]
         assert (await client.model_info()).name == "embedded"
         assert (await client.status()).workers
         await client.buffer("b", [5])

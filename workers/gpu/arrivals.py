@@ -161,7 +161,14 @@ class Arrivals:
             scored = message.scored
             if isinstance(scored, str):
                 scored = tokenize(scored, tokenizer, start=False)
-            stream.usage = engine.score(stream.request, prompt, scored, text=message.text, **common)
+            stream.usage = engine.score(
+                stream.request,
+                prompt,
+                scored,
+                text=message.text,
+                top_logprobs=message.top_logprobs,
+                **common,
+            )
         else:
             sampling = message
             if message.controller is not None:

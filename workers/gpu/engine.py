@@ -135,14 +135,22 @@ class Engine:
         priority: int = 0,
         client: int = 0,
         text: bool = False,
+        top_logprobs: int = 0,
     ) -> PromptUsage:
         """Begins a score: the log-probability of each token of ``scored``, given all before it.
 
-        ``text``: outputs carry text. Raises RequestError where the request cannot be run. Returns
-        the usage of its prompt, as ``add`` does.
+        ``text``: outputs carry text; ``top_logprobs``: and so many of the most likely tokens.
+        Raises RequestError where the request cannot be run. Returns the usage of its prompt, as
+        ``add`` does.
         """
         sequence = self._intake.scoring(
-            request, prompt, scored, priority=priority, client=client, text=text
+            request,
+            prompt,
+            scored,
+            priority=priority,
+            client=client,
+            text=text,
+            top_logprobs=top_logprobs,
         )
         self._live.begin(sequence)
         return sequence.prompt_usage

@@ -86,6 +86,7 @@ class Intake:
         priority: int,
         client: int,
         text: bool,
+        top_logprobs: int,
     ) -> Sequence:
         """The sequence of a score. Raises RequestError where the request cannot be run."""
         length = len(prompt) + len(scored)
@@ -102,7 +103,7 @@ class Intake:
             seq=0,
             tokens=[*prompt, *scored],
             num_prompt=len(prompt),
-            sampling=Sampling(),
+            sampling=Sampling(top_logprobs=top_logprobs),
             max_length=length,
             scored=True,
             priority=priority,

@@ -79,12 +79,19 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     return result
 
 
-def scores(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
-    """The natural log-probability of each of ``tokens``, given the row of logits before it."""
+def scores(
+    logits: torch.Tensor, tokens: Sequence[int], most: int = 0
+) -> tuple[list[float], Sequence[dict[int, float] | None]]:
+    """The natural log-probability of each of ``tokens``, given the row of logits before it; and the
+    ``most`` likely tokens of each row together with that token, None if ``most`` is 0."""
     at = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
-    found = torch.log_softmax(logits, -1).gather(-1, at)
-    values: list[float] = found.squeeze(-1).tolist()
-    return values
+    every = torch.log_softmax(logits, -1)
+    values: list[float] = every.gather(-1, at).squeeze(-1).tolist()
+    if not most:
+        return values, [None] * len(values)
+    likely = every.topk(min(most, every.shape[-1]), -1)
+    rows = zip(likely.indices.tolist(), likely.values.tolist(), tokens, values, strict=True)
+    return values, [dict(zip(ids, p, strict=True)) | {t: value} for ids, p, t, value in rows]
 
 
 def uniforms(rows: Sequence[Row]) -> np.ndarray:

@@ -38,7 +38,7 @@ class TokenOutput(NamedTuple):
     """Position of the token, counted from the first that was generated or scored."""
     finish_reason: FinishReason | None = None
     top_logprobs: Mapping[int, float] | None = None
-    """None for a scored token."""
+    """None for a scored token, unless its SCORE asks for them."""
     text: str | None = None
     """Text mode: the text that became certain."""
     error: str | None = None

@@ -139,7 +139,7 @@ class Stepper:
         sequence = chunk.sequence
         tokens = sequence.tokens[chunk.first_row + 1 : chunk.end + 1]
         first = chunk.first_row + 1 - sequence.num_prompt
-        found = scores(logits, tokens)
+        found, tops = scores(logits, tokens, sequence.sampling.top_logprobs)
         if any(value != value for value in found):
             self._live.fail(sequence, NAN)
             return
@@ -154,8 +154,10 @@ class Stepper:
                 return
         request, seq = sequence.request, sequence.seq
         outputs = [
-            TokenOutput(request, seq, token, value, first + i, text=text)
-            for i, (token, value, text) in enumerate(zip(tokens, found, texts, strict=True))
+            TokenOutput(request, seq, token, value, first + i, None, top, text)
+            for i, (token, value, top, text) in enumerate(
+                zip(tokens, found, tops, texts, strict=True)
+            )
         ]
         if chunk.completes:
             outputs[-1] = outputs[-1]._replace(finish_reason="length")

@@ -105,14 +105,19 @@ async def _scored(
 ) -> Sampled:
     """A prompt's tokens; all but the first have a log-probability."""
     logprobs: list[float | None] = [None] * len(ids)
+    tops: list[dict[int, float]] = [{}] * len(ids)
     if len(ids) > 1:
         try:
-            scores = await gateway.client.score(ids[:1], ids[1:], model=body.model)
+            tops_asked = body.logprobs or 0
+            scores = await gateway.client.score(
+                ids[:1], ids[1:], model=body.model, top_logprobs=tops_asked
+            )
         except TokenbusError as error:
             error.path = "$.prompt" if error.path == "$.scored" else error.path
             raise from_tokenbus(error) from None
         logprobs[1:] = reported(scores.logprobs)
-    return Sampled(ids, logprobs, [{}] * len(ids), [model.text_of(i) for i in ids])
+        tops[1:] = scores.top_logprobs
+    return Sampled(ids, logprobs, tops, [model.text_of(i) for i in ids])
 
 
 async def _answer(job: Job) -> Completion:

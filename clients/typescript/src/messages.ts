@@ -230,6 +230,11 @@ export interface Score {
   readonly buffers?: readonly string[] | undefined;
   /** Each TOKEN also has the text of its token. Default: false. */
   readonly text?: boolean | undefined;
+  /**
+   * How many of the most likely tokens to report at each place, besides the scored one. At least 0,
+   * at most 256. Default: 0.
+   */
+  readonly top_logprobs?: number | undefined;
   /** At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /** More than 0, at most 86400. */
@@ -428,7 +433,10 @@ export interface Token {
   /** Natural log-probability under the model's own distribution, before bias and temperature. */
   readonly logprob: number | null;
   readonly finish_reason: "cancelled" | "controller" | "error" | "length" | "stop" | "timeout" | null;
-  /** Log-probabilities of the most likely tokens and of this one, by id. Not in a SCORE. */
+  /**
+   * Log-probabilities of the most likely tokens and of this one, by id. In the answer to a SCORE
+   * only if it asks for them.
+   */
   readonly top_logprobs?: Readonly<Record<string, number>>;
   /** Position in its sequence, counted from the first token that was generated or scored. */
   readonly pos: number;

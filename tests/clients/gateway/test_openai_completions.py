@@ -162,6 +162,10 @@ def test_an_echo_has_the_scores_of_the_prompt(api: openai.OpenAI, bus_client: Cl
     assert choice.logprobs.tokens is not None
     assert choice.text == "".join(choice.logprobs.tokens)
     assert (choice.finish_reason, answer.usage and answer.usage.prompt_tokens) == ("length", 6)
+    greedy = complete(api, ids[:5], max_tokens=1).choices[0].text
+    assert choice.logprobs.top_logprobs is not None
+    likeliest = choice.logprobs.top_logprobs[5] or {}
+    assert max(likeliest, key=lambda token: likeliest[token]) == greedy
 
     continued = complete(api, echo=True, logprobs=0)
     assert continued.choices[0].text == PROMPT + complete(api).choices[0].text
