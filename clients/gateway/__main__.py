@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def main() -> int:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
         # With exit code 2, supervisord does not start it again; an address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
+    # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings)
     log = logging.getLogger("tokenbus.gateway")
     scheme = "https" if settings.tls_cert else "http"

@@ -16,7 +16,8 @@ from .token_bytes import bytes_of, decoders
 FRESH_S = 10.0
 """How long a description is used without asking again, in seconds."""
 SHORT_TEXT = 4096
-"""Most characters of a text that is tokenized in the event loop."""
+"""Most characters of a text that is tokenized in the event loop, and most tokens that are decoded
+there."""
 LOAD_S = 600.0
 """How long a model may take to load on demand, in seconds."""
 
@@ -50,7 +51,22 @@ class ServedModel:
         """As ``encode``; a long text does not keep other requests waiting."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
+        return await asyncio.to_thread(self._encode_long, text, special)
+
+    def _encode_long(self, text: str, special: bool) -> list[int]:
+        # ``encode`` keeps the interpreter's lock, and with it the event loop; a batch does not.
+        batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return batch[0].ids
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """As ``decode``; many tokens do not keep other requests waiting."""
+        if len(ids) <= SHORT_TEXT:
+            return self.decode(ids)
+        # As in ``_encode_long``.
+        texts = await asyncio.to_thread(
+            self.tokenizer.decode_batch, [ids], skip_special_tokens=False
+        )
+        return texts[0]
 
     def decode(self, ids: list[int], *, skip_special: bool = False) -> str:
         """The text of token ids."""

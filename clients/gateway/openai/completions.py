@@ -92,7 +92,7 @@ async def _echoes(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Echo]]:
     """The prompts as token ids, and as the beginnings of their completions."""
-    texts = [p if isinstance(p, str) else model.decode(p) for p in prompts]
+    texts = [p if isinstance(p, str) else await model.detokenize(p) for p in prompts]
     ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]

@@ -103,7 +103,7 @@ async def detokenize(request: Request) -> Response:
             code="token_out_of_range",
             param=f"tokens[{wrong}]",
         )
-    return json_response(Detokenized(model.decode(body.tokens)))
+    return json_response(Detokenized(await model.detokenize(body.tokens)))
 
 
 def _check_text_only(body: TokenizeRequest) -> None:
