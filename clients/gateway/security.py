@@ -108,13 +108,21 @@ class OriginCheck:
         origin = headers.get("origin")
         if origin is None or self._allowed & {origin, "*"}:
             return None
-        if urlsplit(origin).netloc.lower() == host.lower():
+        if host and _site(origin) == host.lower():
             return None
         return ApiError(
             403,
             f"pages of {origin!r} may not use this gateway; --cors {origin} allows it",
             code="origin_not_allowed",
         )
+
+
+def _site(origin: str) -> str:
+    """The name and port of the site in an ``Origin`` header; empty if it has none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def host_name(host: str) -> str:
