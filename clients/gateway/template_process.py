@@ -32,6 +32,8 @@ MEMORY_BYTES = 1024**3
 """Most address space of the process."""
 MAX_BYTES = 16 * 1024 * 1024
 """Most bytes of a rendered text."""
+MAX_FAULT = 2000
+"""Most characters that say why a template cannot be rendered: it may write them itself."""
 KEPT = 32
 """Most compiled templates that are kept."""
 LENGTH = struct.Struct("<I")
@@ -152,7 +154,12 @@ def render(
         raise TemplateFault(f"{type(error).__name__}: {error}") from None
     if continue_final_message:
         text = _cut_at_tag(text)
-    size = len(text.encode("utf-8", "surrogatepass"))
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise TemplateFault(
+            "its text has half of a surrogate pair, which is no character"
+        ) from None
     if size > MAX_BYTES:
         raise TemplateFault(f"its text has {size} bytes; at most {MAX_BYTES} are allowed")
     return text
@@ -185,7 +192,7 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         return {"text": render(**request)}
     except TemplateFault as fault:
-        return {"fault": str(fault)}
+        return {"fault": str(fault).encode(errors="backslashreplace").decode()[:MAX_FAULT]}
 
 
 def _serve(source: IO[bytes], target: IO[bytes]) -> None:
