@@ -91,10 +91,11 @@ def answering(model: ServedModel, body: Conversation) -> Answering:
 
 def _offered(body: Conversation) -> list[Tool]:
     """The tools that the answer may call; raises ApiError 400 if two have one name."""
-    names = [tool.name for tool in body.tools or []]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise _refused(f"tools[{place}].name", f"two tools have the name {name!r}")
+    names: set[str] = set()
+    for place, tool in enumerate(body.tools or []):
+        if tool.name in names:
+            raise _refused(f"tools[{place}].name", f"two tools have the name {tool.name!r}")
+        names.add(tool.name)
     if body.tool_choice is not None and body.tool_choice.type == "none":
         return []
     return body.tools or []

@@ -134,6 +134,6 @@ def _arguments(text: str) -> Any:
     an answer that was cut has it, stays as it is."""
     try:
         arguments = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text

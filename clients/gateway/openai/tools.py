@@ -91,10 +91,11 @@ def calling(
 
 
 def _check(functions: Sequence[FunctionTool], choice: str) -> None:
-    names = [f.name for f in functions]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise _refused("tools", f"tools has two functions with the name {twice!r}")
+    names: dict[str, None] = {}
+    for name in (f.name for f in functions):
+        if name in names:
+            raise _refused("tools", f"tools has two functions with the name {name!r}")
+        names[name] = None
     if choice == "required" and not names:
         raise _refused("tool_choice", "tool_choice is 'required' without tools; give some")
     if choice.startswith(":") and choice[1:] not in names:

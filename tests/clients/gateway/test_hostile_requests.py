@@ -1,0 +1,108 @@
+"""Requests that are made to harm: each is refused, and nothing else suffers from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.workers.gpu import embedded
+from tokenizers import Tokenizer
+
+from ...processes import Gateway
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+
+def error_of(response: httpx.Response) -> tuple[int, object]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://]:80", "http://[::1"])
+def test_an_origin_that_is_no_address_is_refused(gateway: Gateway, origin: str) -> None:
+    response = httpx.get(gateway.url + "/live", headers={"origin": origin})
+    assert error_of(response) == (403, "origin_not_allowed")
+
+
+@pytest.mark.parametrize("template", ["{{ '\\ud800' }}", "{{ raise_exception('\\ud800') }}"])
+def test_a_template_writes_half_a_character(gateway: Gateway, template: str) -> None:
+    body = {**HELLO, "chat_template": template}
+    response = httpx.post(gateway.url + CHAT, json=body, timeout=60.0)
+    assert error_of(response) == (400, "chat_template_error")
+
+
+def test_a_template_says_at_length_why_it_cannot_be_rendered(gateway: Gateway) -> None:
+    body = {**HELLO, "chat_template": "{{ raise_exception('x' * 3000000) }}"}
+    response = httpx.post(gateway.url + CHAT, json=body, timeout=60.0)
+    assert error_of(response) == (400, "chat_template_error")
+    assert len(response.content) < 10_000
+
+
+def test_the_arguments_of_a_call_in_a_message_are_nested_deeply(gateway: Gateway) -> None:
+    function = {"name": "f", "arguments": '{"a":' * 100_000}
+    call = {"id": "1", "type": "function", "function": function}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {"messages": [*HELLO["messages"], assistant], "chat_template": "{{ messages | length }}"}
+    response = httpx.post(gateway.url + "/tokenize", json=body, timeout=60.0)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("depth", [900, 1000, 500_000])
+def test_bodies_that_are_nested_deeply(gateway: Gateway, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    body = json.dumps(HELLO)[:-1] + ', "chat_template_kwargs": ' + nested + "}"
+    headers = {"content-type": "application/json"}
+    response = httpx.post(gateway.url + CHAT, content=body, headers=headers, timeout=60.0)
+    assert response.status_code in (200, 400)
+
+
+class Watched:
+    """A tokenizer: how often the event loop ran while it worked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.turns = 0
+        self.turns_meanwhile = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tokenizer, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            before = self.turns
+            try:
+                return method(*args, **options)
+            finally:
+                self.turns_meanwhile = self.turns - before
+
+        return call
+
+    async def turn(self) -> None:
+        while True:
+            self.turns += 1
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.anyio
+async def test_long_texts_do_not_keep_the_event_loop() -> None:
+    text = "some words " * 40_000
+    folder = Path(embedded.__file__).parent / "model"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    watched = Watched(tokenizer)
+    info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
+    files = TokenizerFiles(fingerprint="f", json="{}")
+    model = ServedModel(info, files, cast(Tokenizer, watched))
+    turning = asyncio.create_task(watched.turn())
+    try:
+        ids = await model.tokenize(text, special=False)
+        assert watched.turns_meanwhile >= 2
+        assert await model.detokenize(ids * 20) == tokenizer.decode(ids * 20)
+        assert watched.turns_meanwhile >= 2
+    finally:
+        turning.cancel()
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
