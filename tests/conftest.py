@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,6 +33,14 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """Ends the servers that fork processes of tests."""
     forks.close()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``make test-quick`` does not even import a file all of whose tests start processes."""
+    quick = config.getoption("markexpr") == "not process"
+    if quick and collection_path.suffix == ".py":
+        return "\npytestmark = pytest.mark.process\n" in collection_path.read_text() or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

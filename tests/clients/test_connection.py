@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from ..processes import Bus
+
+pytestmark = pytest.mark.process
 
 TERMINATED = """
 import sys, threading, zmq

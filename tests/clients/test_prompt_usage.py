@@ -11,6 +11,8 @@ from tokenbus.clients import Client, RequestError, Token
 
 from ..processes import Bus
 
+pytestmark = pytest.mark.process
+
 
 def unseen(length: int) -> list[int]:
     """A prompt that no other test sends, so that nothing of it is cached."""

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from ..processes import Bus
 
+pytestmark = pytest.mark.process
+
 PROMPT = "def add(a, b):\n    return 'ä€'"
 
 

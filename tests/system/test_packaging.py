@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import PACKAGES, ROOT
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def wheel(wheel_file: Path) -> zipfile.ZipFile:

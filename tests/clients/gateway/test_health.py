@@ -15,6 +15,8 @@ from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway, free_port, until
 
+pytestmark = pytest.mark.process
+
 PROMPT = "def add(a, b):"
 
 

@@ -22,6 +22,8 @@ from benchmarks._environments import lmql, lmql_client
 
 from ...processes import Bus, Gateway, until
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 120.0
 LONG: dict[str, Any] = {"prompt": [263, 305], "max_tokens": 900, "ignore_eos": True}
 

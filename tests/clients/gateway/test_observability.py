@@ -20,6 +20,8 @@ from tokenbus.protocol.messages import Status
 from ...otlp import Receiver
 from ...processes import Bus, Gateway, until
 
+pytestmark = pytest.mark.process
+
 PROMPT = "def add(a, b):"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

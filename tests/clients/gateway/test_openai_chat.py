@@ -23,6 +23,8 @@ from .openai_requests import (
     receipt,
 )
 
+pytestmark = pytest.mark.process
+
 TOOLS: Any = [
     {
         "type": "function",

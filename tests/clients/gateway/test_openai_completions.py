@@ -18,6 +18,8 @@ from tokenbus.clients import Client
 from ...processes import Bus, Gateway, until
 from .openai_requests import MODEL, PERSON, openai_client, receipt
 
+pytestmark = pytest.mark.process
+
 PROMPT = "def add(a, b):"
 
 

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from ...processes import Gateway
 from .openai_requests import MODEL, PERSON, WEATHER, openai_client, receipt
 
+pytestmark = pytest.mark.process
+
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
 
 

@@ -22,6 +22,8 @@ from ...counts import examples
 from ...processes import Gateway
 from .openai_requests import MODEL
 
+pytestmark = pytest.mark.process
+
 SECONDS = 300.0
 ROOT = Path(__file__).parents[3]
 UNDOCUMENTED = {"/", "/openapi.json"}

@@ -14,13 +14,15 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError, hash_of, new_key
+from tokenbus.clients.gateway.keys import ApiKeys, hash_of, new_key
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from ...processes import Bus, Gateway, Process, clean_environment, until
 from ..wasm_guests import guest
+
+pytestmark = pytest.mark.process
 
 KEY = new_key()
 
@@ -182,7 +184,6 @@ def test_tls(steered: Bus, certificate: tuple[Path, Path]) -> None:
         gateway.process.kill()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -204,17 +205,6 @@ def test_a_wrong_setting_is_refused_at_the_start(
         process.kill()
 
 
-def test_a_file_of_keys_is_checked(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("ann not-a-hash\n")
-    with pytest.raises(KeyFileError, match=r"line 1 of .* is not a name and a SHA-256"):
-        ApiKeys.read(file)
-    file.write_text("# nobody\n")
-    with pytest.raises(KeyFileError, match="has no API key"):
-        ApiKeys.read(file)
-
-
-@pytest.mark.process
 def test_the_command_makes_a_key_whose_hash_is_in_the_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenbus.clients.cli", "api-key", "ann"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -32,6 +32,8 @@ from .tokens.small_tokenizers import byte_level
 from .wasm.guests import compile_guest
 from .wasm.hostile.neighbour import Neighbour
 
+pytestmark = pytest.mark.process
+
 PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]
 Options = dict[str, Any]

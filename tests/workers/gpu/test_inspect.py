@@ -11,6 +11,8 @@ from tokenbus.clients import Client, Token
 
 from ...processes import Bus
 
+pytestmark = pytest.mark.process
+
 DIGITS = frozenset("0123456789")
 
 

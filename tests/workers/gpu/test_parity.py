@@ -13,6 +13,8 @@ from tokenbus.workers.gpu.loader import load_model
 from ...processes import Bus
 from . import shapes
 
+pytestmark = pytest.mark.process
+
 NEW = 12
 COUNT = 50
 LONGEST = 700

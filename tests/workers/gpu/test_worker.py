@@ -15,6 +15,8 @@ from tokenbus.clients import RequestError, System
 from ...processes import Bus, until
 from . import shapes
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,6 +20,8 @@ from tokenbus.protocol.worker_messages import Register, Role, Variable, Variable
 
 from ...processes import Bus, Process, clean_environment, until
 
+pytestmark = pytest.mark.process
+
 AGAIN_S = 0.3
 
 _NOBODY = WorkerStatus(

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from ....clients.wasm_guests import guest
 from ....processes import Bus
 
+pytestmark = pytest.mark.process
+
 PROMPT = "x = "
 
 

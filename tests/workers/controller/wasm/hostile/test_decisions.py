@@ -9,6 +9,8 @@ from ..aici_guests import puppet
 from .guests import DROP, FREE, LIST, MASK, MASK_AT, N, guest, set_word
 from .system import System
 
+pytestmark = pytest.mark.process
+
 
 def test_a_mask_at_the_very_end_of_memory_is_a_mask(system: System) -> None:
     vocabulary = system.client.model_info().vocab_size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tokenbus.clients import ControllerError
 
 from .guests import N, call, guest, set_word
 from .system import System
+
+pytestmark = pytest.mark.process
 
 
 def test_ten_thousand_forks_at_once_are_refused(system: System) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .guests import FREE, GROW, WASI, call, guest, times
 from .system import System
+
+pytestmark = pytest.mark.process
 
 
 def test_ten_gigabytes_of_log_are_counted_and_64_kib_kept(system: System) -> None:

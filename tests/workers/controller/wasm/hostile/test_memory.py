@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .guests import FREE, GROW, MASK_AT, call, guest, set_word, until_refused
 from .system import System
+
+pytestmark = pytest.mark.process
 
 FORK_ONCE = """(if (i32.eq (global.get $round) (i32.const 1)) (then
     (i32.store (i32.const 1056) (i32.const %d)) (return (i32.const 3))))"""

@@ -8,6 +8,8 @@ from tokenbus.clients import RequestError
 from .guests import guest
 from .system import System
 
+pytestmark = pytest.mark.process
+
 
 def test_a_module_of_50_mb_is_refused(system: System) -> None:
     """By the client already; the broker does it where the client does not (its own test)."""

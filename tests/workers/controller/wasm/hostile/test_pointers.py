@@ -8,6 +8,8 @@ from tokenbus.clients import ControllerError
 from .guests import COUNT, LIST, MASK_AT, WASI, N, call, guest, set_word
 from .system import System
 
+pytestmark = pytest.mark.process
+
 ADDRESSES = [65_534, 70_000_000, 2**32 - 1]
 """One that reaches over the end of a page, one that no guest has, the last one."""
 POINTERS = {

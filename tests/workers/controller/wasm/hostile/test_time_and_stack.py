@@ -10,6 +10,8 @@ from tokenbus.clients import ControllerError
 from .guests import LOOP, RECURSE, guest
 from .system import INIT_MS, System
 
+pytestmark = pytest.mark.process
+
 INITIALIZE = f'(func (export "_initialize") {LOOP})'
 START = "(func $begin %s) (start $begin)"
 LOOPS = {

@@ -7,6 +7,8 @@ import pytest
 from .guests import FREE, GROW, call, guest, times
 from .system import System
 
+pytestmark = pytest.mark.process
+
 
 def test_one_value_of_a_gigabyte_cannot_be_had(system: System) -> None:
     wasm = guest(init=GROW, mid=f"(drop {call('var_set', 512, 4, 0, 64 * 1024 * 1024, -1, 0)})")
