@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -123,9 +124,9 @@ some_calls = st.lists(st.tuples(texts, st.dictionaries(texts, values)), max_size
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@given(data=st.data(), before=texts, calls=some_calls)
+@given(sizes=st.lists(st.integers(1, 12), min_size=1), before=texts, calls=some_calls)
 def test_an_answer_is_read_back_however_it_is_cut(
-    form: CallForm, data: st.DataObject, before: str, calls: list[tuple[str, dict[str, Any]]]
+    form: CallForm, sizes: list[int], before: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     if form.first_only:
         before = before.replace("{", "") if not calls else ""
@@ -133,10 +134,11 @@ def test_an_answer_is_read_back_however_it_is_cut(
     written = [call(form, name, arguments) for name, arguments in calls]
     answer = before + form.between.join(written)
     pieces = []
-    while answer:
-        length = data.draw(st.integers(1, 12))
-        pieces.append(answer[:length])
-        answer = answer[length:]
+    for size in itertools.cycle(sizes):
+        pieces.append(answer[:size])
+        answer = answer[size:]
+        if not answer:
+            break
     text, found = read(form, pieces)
     assert text == before
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
