@@ -48,7 +48,8 @@ def test_the_arguments_of_a_call_in_a_message_are_nested_deeply(gateway: Gateway
     function = {"name": "f", "arguments": '{"a":' * 100_000}
     call = {"id": "1", "type": "function", "function": function}
     assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
-    body = {"messages": [*HELLO["messages"], assistant], "chat_template": "{{ messages | length }}"}
+    messages: Any = HELLO["messages"]
+    body = {"messages": [*messages, assistant], "chat_template": "{{ messages | length }}"}
     response = httpx.post(gateway.url + "/tokenize", json=body, timeout=60.0)
     assert response.status_code == 200
 
