@@ -51,8 +51,17 @@ class AsyncClient:
         print(await client.generate("def add(a, b):").text)
     """
 
-    def __init__(self, front: str | None = None, *, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        front: str | None = None,
+        *,
+        patience_s: float | None = None,
+        max_unread: int | None = None,
+    ) -> None:
+        """As ``Client``. ``max_unread``: how many entries of a stream may wait to be read; beyond
+        it the stream is cancelled, and ends with SlowClientError. None: any number."""
         settings = load(front=front)
+        self._max_unread = max_unread
         self.front = settings.front
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
@@ -165,4 +174,4 @@ class AsyncClient:
 
     def _stream(self, call: Call, on_system: OnSystem | None) -> AsyncStream:
         self._enter_loop()
-        return AsyncStream(self, self._connection, call, on_system)
+        return AsyncStream(self, self._connection, call, on_system, self._max_unread)

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from ..protocol.errors import TokenbusError
+from ..protocol.errors import Code, SlowClientError, TokenbusError
 from ..protocol.messages import Msg, System, Token
 from .calls import Call, Ended, Event
 from .connection import Connection
@@ -176,20 +176,39 @@ class AsyncStream(_Reader):
     """
 
     def __init__(
-        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+        self,
+        client: object,
+        connection: Connection,
+        call: Call,
+        on_system: OnSystem | None,
+        max_unread: int | None = None,
     ) -> None:
         super().__init__(client, connection, call, on_system)
+        self._max_unread = max_unread
+        self._overflowed = False
         self._arrived = asyncio.Event()
         this = weakref.ref(self)
 
         def take(arrived: list[Event]) -> None:
             stream = this()
             if stream is not None:
-                stream._events.extend(arrived)
-                stream._arrived.set()
+                stream._take(arrived)
 
         call.take = take
         connection.submit(call)
+
+    def _take(self, arrived: list[Event]) -> None:
+        """On the event loop: keeps what has arrived, up to so many entries that nobody reads."""
+        if self._overflowed:
+            return
+        most = self._max_unread
+        if most is not None and len(self._events) + len(arrived) > most:
+            self._overflowed = True
+            self._connection.cancel(self._call)
+            what = f"more than {most} entries of the stream were not read; it was cancelled"
+            arrived = [Ended(SlowClientError(Code.SLOW_CLIENT, what))]
+        self._events.extend(arrived)
+        self._arrived.set()
 
     @property
     def text(self) -> Coroutine[Any, Any, str]:

@@ -16,8 +16,10 @@ from ...protocol.frames import Frames
 from ...protocol.lines import frames_line
 from ...protocol.messages import Error, StreamId, Token
 
-STREAMS = frozenset({b"GENERATE", b"SCORE"})
-"""Requests that are answered by ``TOKEN``; the others are answered by ``MSG``."""
+ASKED = frozenset(
+    {b"MODEL_INFO", b"STATUS", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS", b"DELETE", b"ATTACH"}
+)
+"""Requests that are answered by ``MSG``."""
 
 
 class _Named(Struct):
@@ -41,7 +43,7 @@ class PlainLmtp:
 
     def sent(self, frames: Frames) -> None:
         """A message of the client goes to the broker."""
-        if frames[0] not in STREAMS:
+        if frames[0] in ASKED:
             stream_id = _stream_id(frames[1])
             if stream_id is not None:
                 self._awaited.add(stream_id)

@@ -101,23 +101,31 @@ class _Renderer:
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._asked: set[asyncio.Task[dict[str, str]]] = set()
 
     async def ask(self, request: bytes) -> dict[str, str]:
         """The answer of the process; raises ApiError if it ends or takes too long."""
-        if self._waiting >= MAX_WAITING:
+        if len(self._asked) >= MAX_WAITING:
             raise ApiError(
                 429,
                 f"{MAX_WAITING} conversations wait to be rendered; try again",
                 code="queue_full",
                 retry_after_s=CPU_S,
             )
-        self._waiting += 1
-        try:
-            async with self._turn:
-                return await self._exchange(request)
-        finally:
-            self._waiting -= 1
+        # A client that leaves ends neither the process nor a rendering that is under way.
+        asked = asyncio.ensure_future(self._in_turn(request))
+        self._asked.add(asked)
+        asked.add_done_callback(self._answered)
+        return await asyncio.shield(asked)
+
+    def _answered(self, asked: asyncio.Task[dict[str, str]]) -> None:
+        self._asked.discard(asked)
+        if not asked.cancelled():
+            asked.exception()  # Whoever asked may have left.
+
+    async def _in_turn(self, request: bytes) -> dict[str, str]:
+        async with self._turn:
+            return await self._exchange(request)
 
     async def _exchange(self, request: bytes) -> dict[str, str]:
         process = self._process or await _start()

@@ -20,6 +20,7 @@ from tokenbus.clients import (
     ConnectionLostError,
     RequestError,
     RequestTimeoutError,
+    SlowClientError,
     System,
     Token,
 )
@@ -540,3 +541,16 @@ def test_importing_the_client_pulls_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_nobody_reads_is_cancelled_at_its_bound(bus: Bus) -> None:
+    async with AsyncClient(bus.front, patience_s=120.0, max_unread=50) as client:
+        unread = client.generate(PROMPT, max_tokens=400, ignore_eos=True)
+        while (await client.status()).streams:
+            assert not unread.sequences
+        with pytest.raises(SlowClientError, match="more than 50 entries"):
+            await unread.wait()
+        assert len(unread.sequences[0].tokens) <= 50
+        read = client.generate(PROMPT, max_tokens=200, ignore_eos=True)
+        assert len(await read.tokens) == 200

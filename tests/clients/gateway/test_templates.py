@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -211,15 +212,34 @@ async def test_endless_templates_end_and_others_are_rendered_all_the_while(
     async def given(template: str) -> str:
         return await templates.render(model, SHORT, chat_template=template)
 
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    looping = asyncio.create_task(given(loop))
     assert await templates.render(model, SHORT) == expected(
         CHATML, SHORT, add_generation_prompt=True
     )
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ApiError, match=r"more than 2 s of CPU time") as caught:
-        await given(loop)
+        await looping
     assert caught.value.status == 400
     with pytest.raises(ApiError, match=r"memory"):
         await given("{{ 'a' * 10**12 }}")
     with pytest.raises(ApiError, match=r"at most \d+ are allowed"):
         await given("{{ 'a' * 2**25 }}")
     assert await given("{{ messages[0].role }}, {{ bos_token }}") == "user, <s>"
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_ends_no_rendering(
+    model: ServedModel, templates: Templates
+) -> None:
+    async def number() -> str:
+        template = "{{ messages | length }} {{ raise_exception }}"
+        return await templates.render(model, SHORT, chat_template=template)
+
+    same = await number()  # Names a function of the process by its address.
+    leaving = asyncio.create_task(number())
+    while not templates._of_requests._asked:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await number() == same
