@@ -44,9 +44,12 @@ def test_its_own_tests_pass_on_a_running_system(
     for name in ("LOGS", "FAILS", "FORKS", "SPLICES"):
         (tmp_path / f"{name.lower()}.wasm").write_bytes(getattr(wasm_guests, name))
     tests = sorted((package / "dist" / "test").glob("*.test.js"))
+    # One in eight times a closed socket of npm's zeromq keeps the event loop alive for ever.
+    node = tuple(map(int, run("node", "--version").strip("v\n").split(".")))
     output = run(
         "node",
         "--test",
+        *(["--test-force-exit"] if node >= (20, 14) else []),
         *tests,
         TOKENBUS_TEST_FRONT=steered.front,
         TOKENBUS_TEST_WS=gateway.ws_url,

@@ -288,7 +288,7 @@ def test_a_generation_is_stopped(console: Console) -> None:
         childList: true, subtree: true,
       });
     }""")
-    console.generate(max_tokens=1000, n=16, top_logprobs=0)
+    console.generate(max_tokens=1000, n=64, top_logprobs=0)
     expect(console.sequence(0)).to_contain_text("cancelled")
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
 
