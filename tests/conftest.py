@@ -49,6 +49,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "processes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.process)
+    items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The tests in an order in which no process of tests is left with a long one at the end.
+
+    Each of ``workers`` processes begins with an equal part of the list and takes over the last
+    tests of another when it has none left. So each part begins with tests of whole systems, which
+    take up to a minute each, and ends with short ones. Tests of a file stay together.
+    """
+    system = [item for item in items if item.nodeid.startswith("tests/system/")]
+    others = [item for item in items if not item.nodeid.startswith("tests/system/")]
+    parts = []
+    for i in range(workers):
+        for group in (system, others):
+            parts += group[len(group) * i // workers : len(group) * (i + 1) // workers]
+    return parts
 
 
 @pytest.hookimpl(wrapper=True)
