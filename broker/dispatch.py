@@ -6,7 +6,7 @@ import logging
 
 from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.header import Flag, encode_header, waited_flags
+from ..protocol.header import encode_header, waited_flags
 from ..protocol.messages import Cancel, System
 from .controllers import Controllers
 from .deadlines import Deadlines
@@ -268,9 +268,8 @@ class Dispatcher:
     def _start(self, request: Request, worker: Worker) -> None:
         if request.controller:
             self.controllers.reserve(request)
-        flags = Flag.MSGPACK if request.session.encoding == "msgpack" else 0
         waited = waited_flags(self.now - request.arrived)
-        header = encode_header(request.id, request.session.id, flags | waited)
+        header = encode_header(request.id, request.session.id, request.session.flags | waited)
         frames = [request.type, header, *request.frames]
         request.frames = []
         request.worker = worker

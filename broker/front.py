@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from ..protocol.bodies import body_type, decode_as, encoding_of, error_body
+from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.messages import (
     CLIENT_MESSAGES,
@@ -22,7 +23,6 @@ from ..protocol.messages import (
     Msg,
     StatusRequest,
     StreamId,
-    Token,
 )
 from .admission import ROLES, Admission
 from .buffers import Buffers
@@ -173,7 +173,8 @@ class Front:
         if request.worker is None:
             self._out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, attached=0))
         else:
-            self._out.to_worker(request.worker, b"ATTACH", message, request.id)
+            flags = session.flags
+            self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
 
     def _model_info(
         self, session: Session, message: ModelInfoRequest, frames: list[bytes], now: float
@@ -223,10 +224,12 @@ def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     if frames[0] != b"TOKEN":
         return set()
     try:
-        entries: list[Token] = decode_as(list[Token], frames[1])
+        body: TokenBody = decode_as(TokenBody, frames[1])
     except RequestError as error:
         log.warning("a TOKEN body that was dropped cannot be decoded: %s", error)
         return set()
+    # No stream ends with a row of columns.
+    entries = body if isinstance(body, list) else body.entries
     return {
         e.stream_id for e in entries if e.live == 0 and e.finish_reason not in (None, "cancelled")
     }

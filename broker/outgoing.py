@@ -47,11 +47,16 @@ class Outgoings(list[Outgoing]):
             self.to_peer(session.peer, message_type, body, session.encoding)
 
     def to_worker(
-        self, worker: Worker | bytes, message_type: bytes, body: Any, request: int = 0
+        self,
+        worker: Worker | bytes,
+        message_type: bytes,
+        body: Any,
+        request: int = 0,
+        flags: int = 0,
     ) -> None:
         """A message from the broker itself to a worker, or to a peer that is not registered."""
         peer = worker if isinstance(worker, bytes) else worker.peer
-        frames = (message_type, encode_header(request), encode_body(body, "msgpack"))
+        frames = (message_type, encode_header(request, 0, flags), encode_body(body, "msgpack"))
         self.append(Outgoing(Side.BACK, peer, frames, True))
 
     def error(self, request: Request, error: TokenbusError) -> None:

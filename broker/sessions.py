@@ -79,6 +79,7 @@ class Sessions:
         session.greeted = True
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.pings = "ping" in hello.capabilities
+        session.columns = encoding == "msgpack" and "columns" in hello.capabilities
         session.client = hello.client
         session.last_seen = now
         welcome = Welcome(
@@ -88,7 +89,7 @@ class Sessions:
             resumed=resumed,
             streams=list(session.streams) if resumed else [],
             server="tokenbus",
-            capabilities=["buffers", "attach", "text"],
+            capabilities=["buffers", "attach", "text", *(["columns"] if session.columns else [])],
             ping_s=self._settings.ping_s,
             expiry_s=self._settings.session_expiry_s,
         )

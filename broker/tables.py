@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..protocol.bodies import Encoding
+from ..protocol.header import Flag
 from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
 
@@ -42,6 +43,8 @@ class Session:
     """Whether it began with HELLO; only such a session can be taken over."""
     pings: bool = False
     """Whether the client sends PINGs, so that its silence means that it is gone."""
+    columns: bool = False
+    """Whether the client takes TOKEN in columns."""
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
@@ -54,6 +57,13 @@ class Session:
     def tenant(self) -> bytes:
         """Whose modules it may use: those of its key, or of all clients without one."""
         return self.key.encode()
+
+    @property
+    def flags(self) -> int:
+        """What a worker must know of it: the bits of a header that say how bodies are encoded."""
+        if self.encoding == "json":
+            return 0
+        return Flag.MSGPACK | Flag.COLUMNS if self.columns else Flag.MSGPACK
 
 
 class SessionTable:

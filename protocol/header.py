@@ -30,6 +30,8 @@ class Flag(IntFlag):
     """The body is msgpack; without it, JSON."""
     FINAL = 2
     """The last message of the request; the broker removes the request."""
+    COLUMNS = 4
+    """The client takes the bodies of TOKEN in columns too (``columns.py``)."""
 
 
 WAITED_SHIFT = 8

@@ -60,7 +60,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
-    """Optional features of the client: ``ping`` (it sends PING, and its session may expire)."""
+    """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
+    ``columns`` (it takes TOKEN in columns, which are only sent in msgpack)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):

@@ -188,6 +188,44 @@ def test_a_session_is_taken_over_by_its_token_under_the_same_key_only(bench: Ben
     assert [w for w, _ in bench.to_worker("a")] == ["ATTACH"]
 
 
+def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> None:
+    bench.worker("a", capacity=9)
+
+    def begin(name: str, stream: int, **hello: Any) -> list[str]:
+        """Opens a session, begins a stream; the capabilities that were granted."""
+        frames = [b"HELLO", msgspec.json.encode({"capabilities": ["columns"], **hello})]
+        out = bench.broker.on_client(peer_of(name), frames, bench.now, "")
+        welcome = msgspec.msgpack.decode(out[0].frames[1]) if hello else {}
+        bench.client(name, "GENERATE", generate(stream))
+        return [c for c in welcome.get("capabilities", []) if c == "columns"]
+
+    both = Flag.MSGPACK | Flag.COLUMNS
+    assert begin("columns", 1, encodings=["msgpack"]) == ["columns"]
+    [(_, header)] = bench.to_worker("a")
+    assert header.flags & 0xFF == both
+    assert begin("entries", 1, encodings=["msgpack"], capabilities=[]) == []
+    [(_, header)] = bench.to_worker("a")
+    assert header.flags & 0xFF == Flag.MSGPACK
+    # Columns have no form in JSON.
+    begin("text", 1)
+    [(_, header)] = bench.to_worker("a")
+    assert header.flags & 0xFF == 0
+
+
+def test_an_attach_says_which_form_the_new_connection_takes(bench: Bench) -> None:
+    bench.worker("a")
+    [(_, welcome)] = bench.client("old", "HELLO", {})
+    bench.client("old", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    assert header.flags & 0xFF == 0
+    hello = {"session": welcome["session"], "encodings": ["msgpack"], "capabilities": ["columns"]}
+    frames = [b"HELLO", msgspec.json.encode(hello)]
+    bench.broker.on_client(peer_of("new"), frames, bench.now, "")
+    bench.client("new", "ATTACH", {"stream_id": 1, "received": 0})
+    [(word, header)] = bench.to_worker("a")
+    assert (word, header.flags) == ("ATTACH", Flag.MSGPACK | Flag.COLUMNS)
+
+
 def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
     bench.worker("a")
     bench.client("anonymous", "GENERATE", generate(1))

@@ -16,6 +16,7 @@ from tokenbus.broker.outgoing import Side
 from tokenbus.broker.server import BrokerServer
 from tokenbus.broker.settings import BrokerSettings
 from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.header import Header, encode_header, encode_token_header
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Register
@@ -267,13 +268,21 @@ def test_a_dropped_body_that_cannot_be_decoded_ends_the_streams_of_its_client(
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
 
 
-def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(bench: Bench) -> None:
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(
+    bench: Bench, columns: bool
+) -> None:
     bench.worker("a")
     for stream in (1, 2):
         bench.client("c", "GENERATE", generate(stream))
     (_, header), _ = bench.to_worker("a")
-    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
-    [out] = bench.tokens("a", header, end, final=True)
+    entries = [
+        plain_entry(2, 5, -1.0, 0, 0),
+        Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop"),
+    ]
+    body = encode_body(pack_columns(entries) if columns else entries, "msgpack")
+    head = encode_token_header([header.address], [header.request])
+    [out] = bench.broker.on_worker(peer_of("a"), [b"TOKEN", head, body], bench.now)
     bench.sent.clear()
     # The socket had no room for them any more, when the request was forgotten already.
     bench.sent += bench.broker.on_full(out)

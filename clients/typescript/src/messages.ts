@@ -118,7 +118,10 @@ export interface Hello {
   readonly session?: string | null | undefined;
   /** Name and version of the program, for the operator. */
   readonly client?: string | undefined;
-  /** Optional features of the client: `ping` (it sends PING, and its session may expire). */
+  /**
+   * Optional features of the client: `ping` (it sends PING, and its session may expire); `columns`
+   * (it takes TOKEN in columns, which are only sent in msgpack).
+   */
   readonly capabilities?: readonly string[] | undefined;
 }
 

@@ -1,0 +1,127 @@
+"""Tokens in columns: what ``TOKEN`` carries for sessions that have the capability ``columns``.
+
+A step gives most streams a token and nothing else. As entries, each of these is a map with a
+number of names; here they are rows of arrays, which neither side takes apart one by one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from msgspec import UNSET, Struct
+
+from .errors import Code, RequestError
+from .messages import Token
+
+
+class TokenColumns(Struct, kw_only=True, omit_defaults=True):
+    """The body of ``TOKEN`` in columns: a token of each row's stream, and entries beside them.
+
+    The columns are little-endian. A row stands for an entry that has ``token``, ``stream_id``,
+    ``logprob``, ``pos``, ``seq`` and, as its only one of ``top_logprobs``, its own token. In one
+    body all that is new of a stream is in the columns, or all of it in ``entries``.
+    """
+
+    streams: bytes = b""
+    """Stream ids, u64 each."""
+    tokens: bytes = b""
+    """Token ids, u32 each."""
+    logprobs: bytes = b""
+    """f64 each, as in an entry, so that a stream has the same numbers in either form."""
+    positions: bytes = b""
+    """u32 each: ``pos``."""
+    seqs: bytes = b""
+    """u32 each: ``seq``; empty where all of them are 0."""
+    entries: list[Token] = []
+    """Of the streams with something that no column has."""
+
+
+TokenBody = list[Token] | TokenColumns
+"""The bodies of ``TOKEN``: a list of entries, or columns. In msgpack the first is an array and the
+second a map."""
+
+
+class Rows(NamedTuple):
+    """The columns of a body, unpacked; all of the same length."""
+
+    streams: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    positions: tuple[int, ...]
+    seqs: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _column(kind: str, rows: int) -> struct.Struct:
+    return struct.Struct(f"<{rows}{kind}")
+
+
+def unpack_columns(body: TokenColumns) -> Rows:
+    """The rows of a body; raises RequestError where its columns do not have the same length."""
+    rows = len(body.streams) // 8
+    u32 = _column("I", rows)
+    sizes = (len(body.streams), len(body.tokens), len(body.logprobs), len(body.positions))
+    if sizes != (8 * rows, 4 * rows, 8 * rows, 4 * rows) or len(body.seqs) not in (0, 4 * rows):
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"the columns of a TOKEN have {(*sizes, len(body.seqs))} bytes; with {rows} rows they "
+            f"have {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, and seqs {4 * rows} or none",
+        )
+    return Rows(
+        _column("Q", rows).unpack(body.streams),
+        u32.unpack(body.tokens),
+        _column("d", rows).unpack(body.logprobs),
+        u32.unpack(body.positions),
+        u32.unpack(body.seqs) if body.seqs else (0,) * rows,
+    )
+
+
+def pack_columns(entries: Iterable[Token]) -> TokenColumns:
+    """Entries as columns: each stream whose entries are all plain (``is_plain``) in the columns,
+    the others in ``entries``; the order within each stream stays."""
+    entries = list(entries)
+    others = {entry.stream_id for entry in entries if not is_plain(entry)}
+    plain = [entry for entry in entries if entry.stream_id not in others]
+    u32 = _column("I", len(plain))
+    seqs = [entry.seq for entry in plain]
+    return TokenColumns(
+        streams=_column("Q", len(plain)).pack(*(entry.stream_id for entry in plain)),
+        tokens=u32.pack(*(entry.token for entry in plain)),
+        logprobs=_column("d", len(plain)).pack(*(entry.logprob for entry in plain)),
+        positions=u32.pack(*(entry.pos for entry in plain)),
+        seqs=u32.pack(*seqs) if any(seqs) else b"",
+        entries=[entry for entry in entries if entry.stream_id in others],
+    )
+
+
+def column_entries(body: TokenColumns) -> list[Token]:
+    """The entries of a body: those of the rows, then the others. Raises RequestError as
+    ``unpack_columns`` does."""
+    return [*map(plain_entry, *unpack_columns(body)), *body.entries]
+
+
+def plain_entry(stream_id: int, token: int, logprob: float, pos: int, seq: int) -> Token:
+    """The entry that a row stands for."""
+    return Token(
+        token=token,
+        stream_id=stream_id,
+        logprob=logprob,
+        finish_reason=None,
+        top_logprobs={token: logprob},
+        pos=pos,
+        seq=seq,
+    )
+
+
+def is_plain(entry: Token) -> bool:
+    """Whether a row can stand for an entry: it has a token and nothing that no column has."""
+    token, logprob = entry.token, entry.logprob
+    if token is None or logprob is None or entry.top_logprobs is UNSET:
+        return False
+    numbers = (token, entry.pos, entry.seq)
+    if min(numbers) < 0 or max(numbers) >= 2**32:
+        return False
+    return entry == plain_entry(entry.stream_id, token, logprob, entry.pos, entry.seq)

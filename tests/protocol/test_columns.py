@@ -1,0 +1,96 @@
+"""TOKEN in columns: the entries come back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET
+from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.columns import (
+    TokenBody,
+    TokenColumns,
+    column_entries,
+    is_plain,
+    pack_columns,
+    plain_entry,
+    unpack_columns,
+)
+from tokenbus.protocol.errors import Code, RequestError
+from tokenbus.protocol.messages import Token
+
+U32 = st.integers(0, 2**32 - 1)
+FLOATS = st.floats(allow_nan=False)
+OTHER_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "token": st.none(),
+    "logprob": st.none(),
+    "finish_reason": st.sampled_from(["stop", "length"]),
+    "top_logprobs": st.just(UNSET) | st.dictionaries(U32, FLOATS, max_size=2),
+    "parent": st.integers(0, 3),
+    "text": st.text(max_size=3),
+    "backtrack": st.integers(1, 3),
+    "logs": st.text(min_size=1, max_size=3),
+    "live": st.integers(1, 3),
+    "prompt_tokens": st.integers(1, 9),
+    "allowed": st.integers(0, 9),
+}
+PLAIN = st.builds(plain_entry, st.integers(0, 5), U32, FLOATS, U32, st.integers(0, 2))
+
+
+@st.composite
+def some_entries(draw: st.DrawFn) -> list[Token]:
+    """Entries of a few streams, most of them plain."""
+    entries = draw(st.lists(PLAIN, max_size=12))
+    for entry in entries:
+        if draw(st.integers(0, 4)) == 0:
+            name = draw(st.sampled_from(sorted(OTHER_FIELDS)))
+            setattr(entry, name, draw(OTHER_FIELDS[name]))
+    return entries
+
+
+@given(some_entries())
+def test_entries_come_back_in_the_order_of_their_streams(entries: list[Token]) -> None:
+    body = decode_as(TokenBody, encode_body(pack_columns(entries), "msgpack"))
+    assert isinstance(body, TokenColumns)
+    back = column_entries(body)
+    assert len(back) == len(entries)
+    for stream in {entry.stream_id for entry in entries}:
+        of_it = [entry for entry in entries if entry.stream_id == stream]
+        assert [entry for entry in back if entry.stream_id == stream] == of_it
+        in_rows = stream in unpack_columns(body).streams
+        assert in_rows == all(map(is_plain, of_it))
+
+
+@given(some_entries())
+def test_a_list_of_entries_is_the_other_form_of_the_same_message(entries: list[Token]) -> None:
+    assert decode_as(TokenBody, encode_body(entries, "msgpack")) == entries
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    body = pack_columns([plain_entry(1, 5, -0.5, 0, 2)])
+    for name in ("tokens", "logprobs", "positions", "seqs"):
+        wrong = msgspec.structs.replace(body, **{name: getattr(body, name) + b"\0"})
+        with pytest.raises(RequestError, match="columns") as caught:
+            unpack_columns(wrong)
+        assert caught.value.code == Code.BAD_MESSAGE
+    with pytest.raises(RequestError, match="columns"):
+        unpack_columns(TokenColumns(streams=b"\0" * 9))
+
+
+@given(st.binary(max_size=80), st.binary(max_size=80))
+def test_any_bytes_are_columns_or_a_request_error(first: bytes, second: bytes) -> None:
+    with contextlib.suppress(RequestError):
+        column_entries(TokenColumns(streams=first, tokens=second, logprobs=first, positions=second))
+    with contextlib.suppress(RequestError):
+        decode_as(TokenBody, first)
+
+
+def test_a_row_takes_24_bytes() -> None:
+    """Beside the names of the columns."""
+    bodies = [pack_columns([plain_entry(s, 5, -0.5, 7, 0) for s in range(n)]) for n in (64, 128)]
+    small, large = (len(encode_body(body, "msgpack")) for body in bodies)
+    assert 24 * 64 <= large - small <= 24 * 64 + 8
