@@ -31,12 +31,12 @@ from .kv_cache import default_bytes, token_bytes
 from .loader import LoadedModel
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import PendingStep, PromptUsage, TokenOutput
+from .sequence import PendingStep, PromptUsage, StepOutputs, TokenOutput
 from .sequences import LiveSequences
 from .step import Stepper
 from .varlen import choose_layout
 
-__all__ = ["Engine", "EngineConfig", "PendingStep", "TokenOutput"]
+__all__ = ["Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Computes one batch and returns its outputs, in order within each sequence."""
-        return self.finish(self.begin())
+        return self.finish(self.begin()).as_outputs()
 
     def begin(self) -> PendingStep:
         """The first half of a step: the forward of what is scheduled."""
@@ -230,7 +230,7 @@ class Engine:
         if self.is_asynchronous:
             torch.cuda.current_stream(self.loaded.device).synchronize()
 
-    def finish(self, step: PendingStep) -> list[TokenOutput]:
+    def finish(self, step: PendingStep) -> StepOutputs:
         """The second half: samples the next token of each sequence that is ready."""
         return self._stepper.finish(step)
 

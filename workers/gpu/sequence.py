@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -125,6 +125,54 @@ class Sequence:
     def generated(self) -> Tokens[int]:
         """The tokens after the prompt."""
         return self.tokens[self.num_prompt :]
+
+
+@dataclass(slots=True)
+class TokenColumns:
+    """Tokens that are nothing but a token, of one step: row i is the token of ``sequences[i]``.
+
+    None of them has text, an end, an error or a fork with it, and none asks for ``inspect`` or the
+    most likely tokens. All columns have the same length.
+    """
+
+    sequences: list[Sequence]
+    """The same list object in each step in which the same sequences are sampled."""
+    tokens: np.ndarray
+    """int64."""
+    logprobs: np.ndarray
+    """float64."""
+    positions: np.ndarray
+    """int64: as ``TokenOutput.pos``."""
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        """The rows as outputs."""
+        columns = (self.tokens.tolist(), self.logprobs.tolist(), self.positions.tolist())
+        for s, token, logprob, pos in zip(self.sequences, *columns, strict=True):
+            top = {token: logprob}
+            yield TokenOutput(s.request, s.seq, token, logprob, pos, None, top)
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """A step's outputs: those of a request are all in ``columns`` or all in ``others``."""
+
+    others: list[TokenOutput] = field(default_factory=list)
+    """In order within each sequence."""
+    columns: TokenColumns | None = None
+    """The tokens that are nothing but a token; None where there are none."""
+
+    def __len__(self) -> int:
+        return len(self.others) + (len(self.columns.sequences) if self.columns is not None else 0)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        """All of them as outputs."""
+        yield from self.others
+        if self.columns is not None:
+            yield from self.columns
+
+    def as_outputs(self) -> list[TokenOutput]:
+        """All of them as a list of outputs."""
+        return list(self)
 
 
 @dataclass(slots=True)

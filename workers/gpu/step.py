@@ -20,7 +20,14 @@ from .block_manager import BlockManager
 from .runner import Runner
 from .sampler import NAN, Row, sample, scores
 from .scheduler import Batch, Chunk, Scheduler
-from .sequence import Inspected, PendingStep, Sequence, TokenOutput
+from .sequence import (
+    Inspected,
+    PendingStep,
+    Sequence,
+    StepOutputs,
+    TokenColumns,
+    TokenOutput,
+)
 from .sequences import LiveSequences
 
 log = logging.getLogger(__name__)
@@ -36,6 +43,8 @@ class Stepper:
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
+        self._columns: TokenColumns | None = None
+        """The plain tokens of the step that is being sampled."""
         self.sampled_tokens = 0
         self.step_tokens = Histogram.over(STEP_TOKENS)
 
@@ -52,12 +61,13 @@ class Stepper:
             step.rows.update((s, first + i) for i, s in enumerate(batch.rescheduled))
         return step
 
-    def finish(self, step: PendingStep) -> list[TokenOutput]:
+    def finish(self, step: PendingStep) -> StepOutputs:
         """The second half: samples the next token of each sequence that is ready."""
         self._live.step = None
+        self._columns = None
         if step.logits is not None and step.rows:
             self._sample(step.logits, step.rows)
-        return self._live.take_outputs()
+        return StepOutputs(self._live.take_outputs(), self._columns)
 
     # --- the parts of a step --------------------------------------------------------------------
 
@@ -88,7 +98,9 @@ class Stepper:
             copies = []
         return computed
 
-    def _sample(self, logits: torch.Tensor, rows: Mapping[Sequence, int]) -> None:
+    def _sample(
+        self, logits: torch.Tensor, rows: Mapping[Sequence, int], in_columns: bool = True
+    ) -> None:
         """Samples each of these sequences from its row of ``logits``, and appends. Where sampling
         fails, each is sampled on its own, so that only those that fail again end."""
         live = self._live
@@ -97,7 +109,7 @@ class Stepper:
         except Exception as error:
             if len(rows) > 1:
                 for sequence, row in rows.items():
-                    self._sample(logits, {sequence: row})
+                    self._sample(logits, {sequence: row}, in_columns=False)
                 return
             [sequence] = rows
             number = sequence.request
@@ -105,6 +117,13 @@ class Stepper:
             live.fail(sequence, f"sampling failed: {error}")
             return
         self.sampled_tokens += len(rows)
+        others = {output.request for output in live.outputs}
+        others.update(
+            s.request
+            for i, s in enumerate(rows)
+            if not in_columns or i in sampled.errors or not _plain(s, sampled.tokens[i])
+        )
+        plain: list[int] = []
         for i, sequence in enumerate(rows):
             inspected = None
             if sequence.inspect:
@@ -113,9 +132,20 @@ class Stepper:
             sequence.mask = sequence.row = None
             if i in sampled.errors:
                 live.fail(sequence, sampled.errors[i])
-            else:
+            elif sequence.request in others:
                 token, logprob, top = sampled.tokens[i], sampled.logprobs[i], sampled.top[i]
                 live.append(sequence, token, logprob, top, inspected=inspected)
+            else:
+                sequence.tokens.append(sampled.tokens[i])
+                plain.append(i)
+        if plain:
+            sequences = list(rows)
+            self._columns = TokenColumns(
+                [sequences[i] for i in plain],
+                np.array([sampled.tokens[i] for i in plain], np.int64),
+                np.array([sampled.logprobs[i] for i in plain], np.float64),
+                np.array([sequences[i].num_generated - 1 for i in plain], np.int64),
+            )
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk], logits: torch.Tensor) -> None:
         """Records what was computed: scores, rows to sample from, and the forks that waited for
@@ -163,6 +193,17 @@ class Stepper:
             outputs[-1] = outputs[-1]._replace(finish_reason="length")
             self._live.remove(sequence)
         self._live.outputs += outputs
+
+
+def _plain(sequence: Sequence, token: int) -> bool:
+    """Whether this next token of a sequence is nothing but a token."""
+    return (
+        sequence.text is None
+        and not sequence.inspect
+        and not sequence.sampling.top_logprobs
+        and token not in sequence.stop_ids
+        and len(sequence.tokens) + 1 < sequence.max_length
+    )
 
 
 def _allowed(mask: np.ndarray | None, vocab: int) -> int | None:

@@ -181,7 +181,7 @@ class GpuWorker:
                 engine.wait_for_forward()
                 forward_s = time.monotonic() - began
                 self._steering.decide(engine, step, forward_s, self._receive)
-            outputs = engine.finish(step)
+            outputs = engine.finish(step).as_outputs()
         if self._steering.active:
             outputs = self._steering.sampled(engine, outputs)
         return outputs

@@ -36,7 +36,7 @@ def step(engine: Engine, *defer: int) -> list[TokenOutput]:
     for request, seq in pending.ready:
         if request in defer:
             engine.defer(request, seq)
-    return engine.finish(pending)
+    return engine.finish(pending).as_outputs()
 
 
 def tokens(outputs: list[TokenOutput], request: int) -> list[int]:

@@ -199,7 +199,7 @@ def test_a_row_that_cannot_be_sampled_ends_only_its_sequence(engine: Engine) -> 
         step = engine.begin()
         # Of the right size, and not an array of words: the sampler cannot unpack it.
         engine._live.named(2, 0).mask = np.full(128, None)
-        return engine.finish(step) + run(engine)
+        return [*engine.finish(step), *run(engine)]
 
     outputs = broken()
     assert len(tokens(outputs, 1)) == len(tokens(outputs, 3)) == 5
