@@ -135,8 +135,11 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []
     for token in tokens:
-        halves = [(rank.get(token[:i]), rank.get(token[i:])) for i in range(1, len(token))]
-        known = sorted((a, b) for a, b in halves if a is not None and b is not None)
+        known = sorted(
+            (a, b)
+            for i in range(1, len(token))
+            if (a := rank.get(token[:i])) is not None and (b := rank.get(token[i:])) is not None
+        )
         merges += [(written[a], written[b]) for a, b in known]
     vocabulary = {text: first + number for number, text in enumerate(written)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))

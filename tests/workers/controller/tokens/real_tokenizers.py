@@ -37,22 +37,19 @@ def tekken_json() -> str:
     """Tekken as the ``tokenizers`` JSON that a checkpoint with it has."""
     pattern, tokens = _tekken()
     rank = {token: number for number, token in enumerate(tokens)}
-    merges = []
-    for token in tokens:
-        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [(a, b) for a, b in halves if a in rank and b in rank]
-        merges += sorted(known, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
     characters = _byte_characters()
-
-    def written(token: bytes) -> str:
-        return token.decode("latin-1").translate(characters)
-
+    written = [token.decode("latin-1").translate(characters) for token in tokens]
+    merges: list[tuple[str, str]] = []
+    for token in tokens:
+        known = sorted(
+            (a, b)
+            for i in range(1, len(token))
+            if (a := rank.get(token[:i])) is not None and (b := rank.get(token[i:])) is not None
+        )
+        merges += [(written[a], written[b]) for a, b in known]
     special = [f"<SPECIAL_{number}>" for number in range(TEKKEN_SPECIAL)]
-    vocabulary = {text: number for number, text in enumerate(special)}
-    for token, number in rank.items():
-        vocabulary[written(token)] = number + TEKKEN_SPECIAL
-    model = models.BPE(vocabulary, [(written(a), written(b)) for a, b in merges])
-    tokenizer = Tokenizer(model)
+    vocabulary = {text: number for number, text in enumerate([*special, *written])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
