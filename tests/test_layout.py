@@ -90,16 +90,8 @@ def imports(modules: dict[str, Path]) -> Iterator[Import]:
     for module, path in modules.items():
         package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
         tree = ast.parse(path.read_text())
-        unseen = {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            for inner in ast.walk(node)
-        }
         top = {id(node) for node in tree.body}
-        for node in ast.walk(tree):
-            if id(node) in unseen:
-                continue
+        for node in _statements(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield Import(module, node.lineno, alias.name, id(node) in top)
@@ -110,6 +102,16 @@ def imports(modules: dict[str, Path]) -> Iterator[Import]:
                     inner = f"{name}.{alias.name}"
                     target = inner if inner in modules else name
                     yield Import(module, node.lineno, target, id(node) in top)
+
+
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    """The statements in a block and in its inner ones, but for those of ``if TYPE_CHECKING``."""
+    if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test):
+        return
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(block, part, ()):
+            yield statement
+            yield from _statements(statement)
 
 
 def folder_of(module: str) -> str:

@@ -131,7 +131,7 @@ EVERY = [(side, word) for side, table in TABLES.items() for word in table]
 
 
 @pytest.mark.parametrize(("side", "word"), EVERY, ids=lambda v: v if isinstance(v, str) else "")
-@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_message_comes_back_from_every_codec_as_it_was(
     side: str, word: bytes, data: st.DataObject

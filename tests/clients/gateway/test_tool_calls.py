@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
@@ -24,6 +24,8 @@ from tokenbus.clients.gateway.tool_calls import (
     form_of,
     tool_grammar,
 )
+
+from ...counts import examples
 
 PLACE = {
     "type": "object",
@@ -124,6 +126,7 @@ some_calls = st.lists(st.tuples(texts, st.dictionaries(texts, values)), max_size
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@settings(max_examples=examples(20))
 @given(sizes=st.lists(st.integers(1, 12), min_size=1), before=texts, calls=some_calls)
 def test_an_answer_is_read_back_however_it_is_cut(
     form: CallForm, sizes: list[int], before: str, calls: list[tuple[str, dict[str, Any]]]

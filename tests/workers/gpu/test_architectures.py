@@ -12,9 +12,11 @@ from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import ModelLoadError, load_model, wrap_model
 from torchao.quantization import Int8WeightOnlyConfig
 
+from ...counts import rounds
 from . import shapes
 
-NEW = 16
+NEW = rounds(8, 16)
+PROMPTS = rounds(10, 14)
 
 COMMON: dict[str, Any] = {
     "vocab_size": shapes.VOCAB,
@@ -85,10 +87,11 @@ def make(name: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     model = make(name)
-    prompts = shapes.prompts(14, 200)
+    prompts = shapes.prompts(PROMPTS, 200)
     wanted = [shapes.greedy(model, p, NEW) for p in prompts]
     engine = Engine(
         wrap_model(name, model), EngineConfig(max_num_batched_tokens=100, kv_cache_bytes=32 * 2**20)

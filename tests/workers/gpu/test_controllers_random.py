@@ -233,7 +233,7 @@ def reference() -> Iterator[Reference]:
 
 
 @settings(
-    max_examples=examples(30),
+    max_examples=examples(20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(rng=st.randoms(use_true_random=False))

@@ -19,7 +19,7 @@ from ...counts import rounds
 from .shapes import tiny_model
 
 PROMPT = list(range(5, 45))
-STEPS = rounds(2_000, 100_000)
+STEPS = rounds(1_200, 100_000)
 GREEDY = Sampling(max_tokens=30, ignore_eos=True)
 SEEDED = Sampling(max_tokens=30, ignore_eos=True, temperature=1.0, seed=5)
 

@@ -31,7 +31,7 @@ from .grammar_cases import (
 from .grammars import Oracle, guest_of, look, walk
 
 MANY = settings(
-    max_examples=examples(30),
+    max_examples=examples(20),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 
