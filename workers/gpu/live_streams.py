@@ -7,7 +7,7 @@ with an ERROR. Nothing that fails on the way leaves a stream without either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import UNSET
 
@@ -15,10 +15,20 @@ from ...protocol import logs
 from ...protocol.errors import Code, ServiceError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.messages import Token
+from .history import History
 from .metrics import WorkerMetrics
-from .sequence import TokenOutput
+from .recipients import Columns, Recipients
+from .sequence import StepOutputs, TokenColumns, TokenOutput
 from .spans import record_span
-from .streams import Frames, Stream, error_frames, saved_buffer_frames, token_frames
+from .streams import (
+    BySession,
+    Frames,
+    Stream,
+    attached_frames,
+    error_frames,
+    saved_buffer_frames,
+    token_frames,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +50,10 @@ class LiveStreams:
         self._post = post
         self._release = release
         self._streams: dict[int, Stream] = {}
-        self._unsent: list[TokenOutput] = []
+        self._history = History(self._streams)
+        self._recipients: dict[str, Recipients] = {}
+        """Of the batch of each model, while its streams stay as they are."""
+        self._unsent: list[StepOutputs] = []
         self.num_outputs = 0
         """Outputs that were sent, all streams together."""
         self.inconsistent = False
@@ -64,14 +77,37 @@ class LiveStreams:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    def defer(self, outputs: list[TokenOutput]) -> None:
+    def defer(self, outputs: StepOutputs) -> None:
         """Keeps outputs for the next ``send``, which comes while the next forward runs."""
-        self._unsent += outputs
+        self._unsent.append(outputs)
 
-    def send(self, outputs: list[TokenOutput]) -> None:
+    def send(self, outputs: StepOutputs | list[TokenOutput]) -> None:
         """Sends outputs, after those that were deferred; streams that end with them are over."""
-        outputs, self._unsent = [*self._unsent, *outputs], []
+        if not isinstance(outputs, StepOutputs):
+            outputs = StepOutputs(outputs)
+        unsent, self._unsent = self._unsent, []
+        for step in (*unsent, outputs):
+            self._send(step)
+
+    def _send(self, outputs: StepOutputs) -> None:
         new: dict[int, tuple[Stream, list[Token]]] = {}
+        self._add(outputs.others, new)
+        columns = None
+        if outputs.columns is not None:
+            recipients = self._recipients_of(outputs.columns, new)
+            columns = recipients.columns(outputs.columns) if recipients is not None else None
+        self.num_outputs += len(outputs)
+        if not new and columns is None:
+            return
+        entries = list(new.values())
+        self._history.add(entries, columns)
+        self.metrics.count(entries, columns.recipients if columns is not None else None)
+        self._deliver(entries, columns)
+
+    def _add(
+        self, outputs: Iterable[TokenOutput], new: dict[int, tuple[Stream, list[Token]]]
+    ) -> None:
+        """Adds outputs to the new entries of their streams."""
         for output in outputs:
             stream = self._streams.get(output.request)
             if stream is None:
@@ -82,39 +118,104 @@ class LiveStreams:
                     self.metrics.errors.add(output.code or Code.INTERNAL)
             if output.parent is not None:
                 stream.live += 1
-            new.setdefault(output.request, (stream, []))[1].append(_entry(output, stream))
-        self.num_outputs += len(outputs)
-        for stream, entries in new.values():
-            if not stream.entries and stream.usage is not None:
-                entries[0].prompt_tokens = stream.usage.tokens
-                entries[0].cached_tokens = stream.usage.cached or 0
-            stream.entries += entries
-        self.metrics.count(new.values())
-        self._deliver(list(new.values()))
+            stream.num_tokens += output.token is not None
+            entry = _entry(output, stream)
+            if not stream.started:
+                stream.started = True
+                if stream.usage is not None:
+                    entry.prompt_tokens = stream.usage.tokens
+                    entry.cached_tokens = stream.usage.cached or 0
+            new.setdefault(output.request, (stream, []))[1].append(entry)
+
+    def _recipients_of(
+        self, columns: TokenColumns, new: dict[int, tuple[Stream, list[Token]]]
+    ) -> Recipients | None:
+        """Who gets these rows; None where none of their streams is live. A stream that begins with
+        this step gets an entry, which says what its prompt was: its rows go to ``new``."""
+        for known in self._recipients.values():
+            if known.sequences == columns.sequences:
+                return known
+        streams = [self._streams.get(sequence.request) for sequence in columns.sequences]
+        first = next((stream for stream in streams if stream is not None), None)
+        if first is None:
+            return None
+        before = self._recipients.pop(first.model, None)
+        if before is not None:
+            before.settle()
+        begins = {stream for stream in streams if stream is not None and not stream.started}
+        if not begins:
+            found = Recipients(columns.sequences, streams)
+            self._recipients[first.model] = found
+            return found
+        self._add((o for o, s in zip(columns, streams, strict=True) if s in begins), new)
+        rest = [None if stream in begins else stream for stream in streams]
+        if not any(rest):
+            return None
+        found = Recipients(columns.sequences, rest)
+        # In the next step the streams that begin have rows too.
+        found.sequences = None
+        self._recipients[first.model] = found
+        return found
 
     def send_end(self, stream: Stream, end: Token) -> None:
         """Sends the only entry of a stream that no engine has."""
         stream.live = 0
         self._deliver([(stream, [end])])
 
-    def _deliver(self, new: list[tuple[Stream, list[Token]]]) -> None:
+    def _deliver(
+        self, new: list[tuple[Stream, list[Token]]], columns: Columns | None = None
+    ) -> None:
         try:
-            messages = _messages(new)
+            messages = self._messages(new, columns)
         except Exception as error:
-            # A value of one stream cannot be encoded: the others are sent without it.
-            if len(new) > 1:
-                for one in new:
-                    self._deliver([one])
-            else:
+            if not new:
+                raise
+            if len(new) == 1 and columns is None:
                 self.fail(new[0][0], error, "sending its tokens")
+                return
+            # A value of one stream cannot be encoded: the others are sent without it.
+            if columns is not None:
+                self._deliver([], columns)
+            for one in new:
+                self._deliver([one])
             return
         for frames in messages:
             self._post(frames)
-        for stream, _ in new:
+        for stream, entries in new:
             if stream.live == 0:
-                last = stream.entries[-1] if stream.entries else None
-                reason = last.finish_reason if last is not None else None
-                self._end(stream, reason or "cancelled", last.error if last is not None else None)
+                end = entries[-1]
+                self._end(stream, end.finish_reason or "cancelled", end.error)
+
+    def _messages(
+        self, new: list[tuple[Stream, list[Token]]], columns: Columns | None
+    ) -> list[Frames]:
+        """The buffers of streams that end, then the tokens."""
+        messages = []
+        by_session: BySession = {}
+        finished = []
+        for stream, entries in new:
+            by_session.setdefault((stream.session, stream.form), []).extend(entries)
+            if stream.live == 0:
+                finished.append(stream.request)
+                if stream.save:
+                    messages.append(saved_buffer_frames(stream, self._history.of(stream)))
+        if columns is None:
+            return [*messages, token_frames(by_session, finished)]
+        return [*messages, columns.recipients.frames(columns, by_session, finished)]
+
+    def attach(self, stream: Stream, received: int, flags: int) -> None:
+        """Sends again what a client that attaches has not received. ``flags``: those of its header,
+        as another connection may take another form."""
+        self._dissolve()
+        stream.take_form(flags)
+        for frames in attached_frames(stream, self._history.of(stream)[received:], received):
+            self._post(frames)
+
+    def _dissolve(self) -> None:
+        """The streams of the batches change: the recipients are worked out again."""
+        for recipients in self._recipients.values():
+            recipients.settle()
+        self._recipients.clear()
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -137,6 +238,8 @@ class LiveStreams:
 
     def _end(self, stream: Stream, reason: str, error: str | None) -> None:
         """A stream is over: counts it, and frees what is kept of it."""
+        if any(stream in recipients.streams for recipients in self._recipients.values()):
+            self._dissolve()
         self.metrics.ended(stream, reason)
         if stream.trace:
             record_span(stream, reason, error)
@@ -155,13 +258,6 @@ def internal_error(error: Exception, doing: str) -> ServiceError:
     text = f"the GPU worker failed while {doing}: {type(error).__name__}: {error}"
     # Names of files may hold what is not valid Unicode, and such text cannot be sent.
     return ServiceError(Code.INTERNAL, text.encode(errors="backslashreplace").decode())
-
-
-def _messages(new: list[tuple[Stream, list[Token]]]) -> list[Frames]:
-    """The buffers of streams that end, then the tokens."""
-    messages = [saved_buffer_frames(s) for s, _ in new if s.live == 0 and s.save]
-    tokens = token_frames(new)
-    return messages if tokens is None else [*messages, tokens]
 
 
 def _entry(output: TokenOutput, stream: Stream) -> Token:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...protocol.logs import about
@@ -27,6 +27,7 @@ from ...protocol.metrics import (
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .recipients import Recipients
     from .streams import Stream
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ModelMetrics:
         """A stream has ended."""
         self._finished.add(reason)
         self._request_s.observe(now - stream.arrived)
-        self._generation_sizes.observe(num_generated(stream.entries))
+        self._generation_sizes.observe(stream.num_tokens)
         if stream.first_at:
             self._decode_s.observe(stream.sent_at - stream.first_at)
 
@@ -119,14 +120,31 @@ class WorkerMetrics:
             found = self._models.setdefault(name, ModelMetrics())
         return found
 
-    def count(self, streams: Iterable[tuple[Stream, list[Token]]]) -> None:
-        """Entries are about to be sent."""
+    def count(
+        self,
+        streams: Iterable[tuple[Stream, list[Token]]],
+        recipients: Recipients | None = None,
+    ) -> None:
+        """A message is about to be sent: these entries, and a token in each of these rows.
+
+        While a batch stays as it is, its rows are not looked at one by one.
+        """
         now = time.monotonic()
+        with_tokens = [stream for stream, entries in streams if entries[-1].token is not None]
         models: list[ModelMetrics] = []
+        if recipients is not None:
+            model = next(iter(recipients.streams)).metrics
+            if model is not None and recipients.sent_at == model.sent_at:
+                model.regular += len(recipients.streams)
+                models.append(model)
+            else:
+                recipients.settle()
+                with_tokens += recipients.streams
+            recipients.sent(now)
         last: ModelMetrics | None = None
-        for stream, entries in streams:
+        for stream in with_tokens:
             model = stream.metrics
-            if model is None or entries[-1].token is None:
+            if model is None:
                 continue
             if model is not last:
                 models.append(model)
@@ -143,8 +161,7 @@ class WorkerMetrics:
         """A stream of an engine has ended."""
         if log.isEnabledFor(logging.DEBUG):
             what = "request %d has ended after %d tokens: %s"
-            tokens = num_generated(stream.entries)
-            log.debug(what, stream.request, tokens, reason, extra=about(stream.request))
+            log.debug(what, stream.request, stream.num_tokens, reason, extra=about(stream.request))
         if stream.metrics is not None:
             stream.metrics.ended(stream, reason, time.monotonic())
 
@@ -156,11 +173,6 @@ class WorkerMetrics:
         for name, engine in engines.items():
             found += _named(engine.metrics(), {"model_name": name})
         return found
-
-
-def num_generated(entries: Sequence[Token]) -> int:
-    """The tokens of a stream's entries: each has one, except perhaps the last."""
-    return len(entries) - (bool(entries) and entries[-1].token is None)
 
 
 def _named(values: Mapping[str, float | Histogram], labels: dict[str, str]) -> list[Series]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...protocol import tracing
 from ...protocol.tracing import PROVIDER, Happened
-from .metrics import num_generated
 from .streams import Stream
 
 
@@ -20,7 +19,7 @@ def record_span(stream: Stream, reason: str, error: str | None) -> None:
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": stream.model,
         "gen_ai.response.finish_reasons": [reason],
-        "gen_ai.usage.output_tokens": num_generated(stream.entries),
+        "gen_ai.usage.output_tokens": stream.num_tokens,
     }
     events = []
     usage = stream.usage

@@ -6,8 +6,11 @@ One body per client and step, all in one multipart message: the broker fans them
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
 from ...protocol.errors import TokenbusError
@@ -17,6 +20,8 @@ from .metrics import ModelMetrics
 from .sequence import PromptUsage
 
 Frames = list[bytes]
+Form = Literal["json", "msgpack", "columns"]
+"""How a client gets TOKEN: entries in one of two encodings, or columns, in msgpack."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +35,20 @@ class Stream:
     model: str
     live: int
     """Sequences that have not ended."""
+    columns: bool = False
+    """Whether its client takes tokens in columns."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
     usage: PromptUsage | None = None
     """Of its prompt; None while no engine has it."""
-    entries: list[Token] = field(default_factory=list)
-    """All that was sent, for a client that attaches again."""
+    started: bool = False
+    """Whether anything was sent."""
+    num_tokens: int = 0
+    """Tokens that were sent."""
+    entries: list[tuple[int, list[Token]]] = field(default_factory=list)
+    """What was sent as entries, and in which message (``history.py``)."""
+    rows: list[np.ndarray] = field(default_factory=list)
+    """What was sent in columns (``history.py``)."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of its span, if it has a trace."""
@@ -53,36 +66,45 @@ class Stream:
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1) -> Stream:
         """The stream of a request's header."""
-        encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
-        stream = cls(header.request, header.address, stream_id, encoding, model, live)
+        stream = cls(header.request, header.address, stream_id, "json", model, live)
+        stream.take_form(header.flags)
         stream.arrived = stream.received - header.waited_s
         return stream
 
+    @property
+    def form(self) -> Form:
+        """The form of its tokens."""
+        return "columns" if self.columns else self.encoding
 
-def token_frames(entries: Iterable[tuple[Stream, list[Token]]]) -> Frames | None:
-    """The ``TOKEN`` message of a step, from each stream's new entries; None where there are none.
-
-    A stream whose last sequence ends with these entries is in the manifest as finished.
-    """
-    by_session: dict[tuple[int, Encoding], list[Token]] = {}
-    finished: list[int] = []
-    for stream, new in entries:
-        by_session.setdefault((stream.session, stream.encoding), []).extend(new)
-        if stream.live == 0:
-            finished.append(stream.request)
-    if not by_session:
-        return None
-    bodies = [encode_body(tokens, encoding) for (_, encoding), tokens in by_session.items()]
-    sessions = [session for session, _ in by_session]
-    return [b"TOKEN", encode_token_header(sessions, finished), *bodies]
+    def take_form(self, flags: int) -> None:
+        """Its client takes what these flags of a header say."""
+        self.encoding = "msgpack" if flags & Flag.MSGPACK else "json"
+        self.columns = bool(flags & Flag.COLUMNS)
 
 
-def attached_frames(stream: Stream, received: int) -> list[Frames]:
+BySession = dict[tuple[int, Form], list[Token]]
+"""The entries of a message, by session and form."""
+
+
+def entry_bodies(entries: BySession) -> list[bytes]:
+    """A body of ``TOKEN`` for each session: its entries."""
+    return [
+        encode_body(tokens, "json" if form == "json" else "msgpack")
+        for (_, form), tokens in entries.items()
+    ]
+
+
+def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
+    """The ``TOKEN`` of a step without columns. ``finished``: requests that end with it."""
+    sessions = [session for session, _ in entries]
+    return [b"TOKEN", encode_token_header(sessions, finished), *entry_bodies(entries)]
+
+
+def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
     """What a client gets that picks a stream up again: the answer, then what it missed."""
     answer = Msg(stream_id=stream.stream_id, attached=received)
     head = encode_header(stream.request, stream.session)
     messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]
-    missed = stream.entries[received:]
     if missed:
         body = encode_body(missed, stream.encoding)
         messages.append([b"TOKEN", encode_token_header([stream.session]), body])
@@ -103,10 +125,11 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
     return [b"ERROR", head, encode_body(body, stream.encoding)]
 
 
-def saved_buffer_frames(stream: Stream) -> Frames:
-    """The buffer that a stream with ``save`` leaves: its prompt and its first sequence."""
+def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+    """The buffer that a stream with ``save`` leaves: its prompt and its first sequence, which its
+    entries have."""
     tokens = list(stream.prompt)
-    for entry in stream.entries:
+    for entry in entries:
         if entry.seq == 0:
             if entry.backtrack:
                 del tokens[-entry.backtrack :]

@@ -32,12 +32,12 @@ from ...protocol.worker_messages import (
 )
 from ..bus import Bus, FromBus
 from .arrivals import Arrivals
-from .engine import Engine, TokenOutput
+from .engine import Engine, StepOutputs
 from .live_streams import LiveStreams
 from .models import Models, device_works
 from .ranks import Ranks
 from .steering import Steering, decision_timeout
-from .streams import Stream, attached_frames
+from .streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class GpuWorker:
                 self._step_failed(model, engine, error)
             self._bus.flush()
 
-    def _computed(self, engine: Engine) -> list[TokenOutput]:
+    def _computed(self, engine: Engine) -> StepOutputs:
         """What one step of an engine gives its clients.
 
         On a GPU the forward runs on while the tokens of the step before are sent and new requests
@@ -181,9 +181,9 @@ class GpuWorker:
                 engine.wait_for_forward()
                 forward_s = time.monotonic() - began
                 self._steering.decide(engine, step, forward_s, self._receive)
-            outputs = engine.finish(step).as_outputs()
+            outputs = engine.finish(step)
         if self._steering.active:
-            outputs = self._steering.sampled(engine, outputs)
+            outputs = StepOutputs(self._steering.sampled(engine, outputs.as_outputs()))
         return outputs
 
     # --- failures -------------------------------------------------------------------------------
@@ -229,8 +229,7 @@ class GpuWorker:
                 stream = self._stream(message.header.request)
                 if stream is not None:
                     received = decode_as(Attach, message.body).received
-                    for frames in attached_frames(stream, received):
-                        self._bus.post(frames)
+                    self._streams.attach(stream, received, message.header.flags)
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
                 ends = self._steering.on_result(worker, message.body, attachments)

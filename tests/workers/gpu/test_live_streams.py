@@ -1,25 +1,78 @@
-"""The messages of a GPU worker's streams, where one of them cannot be encoded."""
+"""The messages of a GPU worker's streams: in columns and as entries, and where one of them cannot
+be encoded."""
 
 from __future__ import annotations
 
 import msgspec
-from tokenbus.protocol.header import decode_header, decode_manifest
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.protocol.bodies import decode_as, unpack_tokens
+from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
+from tokenbus.protocol.header import Flag, decode_header, decode_manifest
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu import history, sequence
 from tokenbus.workers.gpu.live_streams import LiveStreams
-from tokenbus.workers.gpu.sequence import TokenOutput
-from tokenbus.workers.gpu.streams import Frames, Stream
+from tokenbus.workers.gpu.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
+from tokenbus.workers.gpu.streams import Form, Frames, Stream
 
 
 class Sent:
     """A table of streams, the frames that it has sent and the requests that it has released."""
 
-    def __init__(self, *requests: int, live: int = 1) -> None:
+    def __init__(self, *requests: int, live: int = 1, form: Form = "json") -> None:
         self.frames: list[Frames] = []
         self.released: list[int] = []
         self.streams = LiveStreams(
             self.frames.append, lambda stream: self.released.append(stream.request)
         )
         for request in requests:
-            self.streams.add(Stream(request, 100 + request, request, "json", "m", live))
+            encoding = "json" if form == "json" else "msgpack"
+            stream = Stream(request, 100 + request, request, encoding, "m", live)
+            stream.columns = form == "columns"
+            stream.usage = PromptUsage(9, 4)
+            self.streams.add(stream)
+
+    def entries(self) -> dict[int, list[Token]]:
+        """What the clients have got, by stream."""
+        found: dict[int, list[Token]] = {}
+        for frames in self.frames:
+            if frames[0] == b"TOKEN":
+                sessions = decode_manifest(frames[1]).sessions
+                assert len(set(sessions)) == len(sessions)
+                for body in frames[2:]:
+                    for entry in entries_of(body):
+                        found.setdefault(entry.stream_id, []).append(entry)
+        return found
+
+
+def entries_of(body: bytes) -> list[Token]:
+    decoded: TokenBody = decode_as(TokenBody, body)
+    return column_entries(decoded) if isinstance(decoded, TokenColumns) else decoded
+
+
+class Batch:
+    """What an engine gives, for sequences of which a test says in which steps they are."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[tuple[int, int], Sequence] = {}
+        self._last: list[Sequence] = []
+
+    def rows(self, *keys: tuple[int, int], token: int = 5) -> sequence.TokenColumns | None:
+        """One more token of each of these sequences, (request, seq)."""
+        if not keys:
+            return None
+        sequences = []
+        for key in keys:
+            sequences.append(self._sequences.setdefault(key, Sequence(*key, [1], 1, Sampling(), 9)))
+            sequences[-1].tokens.append(token)
+        if sequences != self._last:
+            self._last = sequences
+        positions = np.array([s.num_generated - 1 for s in self._last])
+        logprobs = np.array([-1 / (3 + p) for p in positions.tolist()])
+        return sequence.TokenColumns(self._last, token + positions, logprobs, positions)
 
 
 def output(request: int, **more: object) -> TokenOutput:
@@ -53,3 +106,132 @@ def test_a_stream_that_cannot_be_released_is_answered_all_the_same() -> None:
     assert "\\udcff" in msgspec.json.decode(body)["message"]
     assert sent.streams.inconsistent
     assert not len(sent.streams)
+
+
+# --- columns and entries are the same -------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.sets(st.tuples(st.integers(1, 4), st.integers(0, 1))), st.integers(0, 30)),
+    max_size=12,
+)
+"""Which sequences each step has; and which of the requests has its outputs as entries."""
+
+
+@pytest.fixture
+def sorted_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sorted by stream every other step."""
+    monkeypatch.setattr(history, "SORTED_AFTER", 2)
+
+
+def play(sent: Sent, steps: list[tuple[set[tuple[int, int]], int]]) -> None:
+    """Sends steps: rows but for one request, whose outputs are entries; it ends where the number
+    is low."""
+    batch = Batch()
+    over: set[int] = set()
+    for keys, number in steps:
+        alone = number % 8
+        alive = sorted(key for key in keys if key[0] not in over)
+        columns = batch.rows(*(key for key in alive if key[0] != alone))
+        others = [TokenOutput(*key, 7, None, 0, text="x") for key in alive if key[0] == alone]
+        if number < 8 and others:
+            others[-1] = others[-1]._replace(finish_reason="stop")
+            over.add(alone)
+        sent.streams.send(StepOutputs(others, columns))
+
+
+@given(STEPS, st.lists(st.sampled_from(["json", "msgpack", "columns"]), min_size=4, max_size=4))
+def test_every_form_gives_a_client_the_same_entries(
+    steps: list[tuple[set[tuple[int, int]], int]], forms: list[Form]
+) -> None:
+    plain, mixed = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4)
+    for stream, form in zip(mixed.streams, forms, strict=True):
+        stream.session = 100  # All of them are of one client, or of one in each form.
+        stream.encoding, stream.columns = ("json" if form == "json" else "msgpack"), False
+        stream.columns = form == "columns"
+        stream.session += ["json", "msgpack", "columns"].index(form)
+    play(plain, steps)
+    play(mixed, steps)
+    assert mixed.entries() == plain.entries()
+    assert mixed.released == plain.released
+    for sent in (plain, mixed):
+        sent.streams._dissolve()
+    counts = [[s.num_tokens for s in sent.streams] for sent in (plain, mixed)]
+    assert counts[0] == counts[1]
+    for stream in mixed.streams:
+        got = plain.entries().get(stream.request, [])
+        assert stream.num_tokens == len(got)
+        assert [e.prompt_tokens for e in got[:1]] == [9] * len(got[:1])
+
+
+@given(steps=STEPS, received=st.integers(0, 9))
+@pytest.mark.usefixtures("sorted_early")
+def test_a_client_that_attaches_gets_what_it_has_missed(
+    steps: list[tuple[set[tuple[int, int]], int]], received: int
+) -> None:
+    sent = Sent(1, 2, 3, 4, form="columns")
+    play(sent, steps)
+    got = sent.entries()
+    for stream in list(sent.streams):
+        sent.frames.clear()
+        sent.streams.attach(stream, received, Flag.MSGPACK)
+        assert stream.form == "msgpack"
+        answer, *tokens = sent.frames
+        assert answer[0] == b"MSG"
+        missed = [entry for frames in tokens for entry in entries_of(frames[2])]
+        assert missed == got.get(stream.request, [])[received:]
+
+
+def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:
+    sent = Sent(1, form="columns")
+    [stream] = sent.streams
+    stream.save, stream.prompt = "b", [1, 2]
+    batch = Batch()
+    for token in (10, 20, 30):
+        sent.streams.send(StepOutputs([], batch.rows((1, 0), (1, 1), token=token)))
+    end = output(1, token=99, backtrack=2, finish_reason="stop")
+    stream.live = 1
+    sent.streams.send([end])
+    buffer = next(frames for frames in sent.frames if frames[0] == b"BUFFER")
+    assert unpack_tokens(buffer[3][1:]) == [1, 2, 10, 99]
+
+
+def test_rows_of_a_stream_that_is_over_reach_nobody() -> None:
+    """A step that was begun before the stream was cancelled."""
+    sent = Sent(1, 2, form="columns")
+    batch = Batch()
+    for _ in range(2):
+        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send([output(1, token=None, logprob=None, finish_reason="cancelled")])
+    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    got = sent.entries()
+    assert [len(got[1]), len(got[2])] == [3, 3]
+    assert [entry.finish_reason for entry in got[1]] == [None, None, "cancelled"]
+    sent.streams.drop(2)
+    sent.frames.clear()
+    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    assert sent.frames == []
+
+
+def test_an_entry_that_cannot_be_encoded_leaves_the_rows_beside_it() -> None:
+    sent = Sent(1, 2, form="columns")
+    batch = Batch()
+    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.frames.clear()
+    bad = output(1, storage=[1j])
+    sent.streams.send(StepOutputs([bad], batch.rows((2, 0))))
+    assert [frames[0] for frames in sent.frames] == [b"TOKEN", b"ERROR"]
+    assert len(sent.entries()[2]) == 1
+    assert sent.released == [1]
+
+
+def test_intervals_between_tokens_are_counted_for_each_row() -> None:
+    sent = Sent(1, 2, form="columns")
+    batch = Batch()
+    for _ in range(5):
+        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send([output(1, finish_reason="length")])
+    sent.streams.send([output(2, finish_reason="length")])
+    metrics = sent.streams.metrics.of("m")
+    assert sum(metrics.first_token_s.counts) == 2
+    assert sum(metrics.between_tokens_s.counts) == 2 * 5
+    assert metrics._generation_sizes.total == 2 * 6

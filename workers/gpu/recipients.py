@@ -1,0 +1,142 @@
+"""Which clients the rows of a batch go to: worked out once for each batch, not for each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...protocol.bodies import encode_body
+from ...protocol.columns import TokenColumns as ColumnsBody
+from ...protocol.columns import plain_entry
+from ...protocol.header import encode_token_header
+from ...protocol.messages import Token
+from .sequence import Sequence, TokenColumns
+from .streams import BySession, Form, Frames, Stream, entry_bodies
+
+
+@dataclass(slots=True)
+class _Part:
+    """The rows of one session, which follow each other: ``first`` to ``end``."""
+
+    session: int
+    form: Form
+    first: int
+    end: int
+    streams: bytes
+    seqs: bytes
+
+
+@dataclass(slots=True)
+class Columns:
+    """A step's rows that have recipients, ordered by session, as they go out and are kept."""
+
+    recipients: Recipients
+    tokens: np.ndarray
+    """u32."""
+    logprobs: np.ndarray
+    """float64."""
+    positions: np.ndarray
+    """u32."""
+
+
+class Recipients:
+    """The streams of a batch's rows. Row i of a step is of ``sequences[i]``; those whose stream is
+    None have no recipient.
+
+    What is counted for each token of a stream is counted here for all of them, and passed on to the
+    streams by ``settle``, which whoever reads these numbers calls first.
+    """
+
+    def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:
+        self.sequences: list[Sequence] | None = sequences
+        """None: these recipients are for one step only."""
+        by_session: dict[tuple[int, Form], list[tuple[int, Stream]]] = {}
+        for row, stream in enumerate(streams):
+            if stream is not None:
+                by_session.setdefault((stream.session, stream.form), []).append((row, stream))
+        ordered = [row for rows in by_session.values() for row in rows]
+        order = np.array([row for row, _ in ordered], dtype=np.intp)
+        self._order = None if np.array_equal(order, np.arange(len(sequences))) else order
+        self.requests = np.array([s.request for _, s in ordered], dtype="<u8")
+        """The request of each row that has a recipient."""
+        self.seqs = np.array([sequences[row].seq for row, _ in ordered], dtype="<u4")
+        ids = np.array([s.stream_id for _, s in ordered], dtype="<u8")
+        self._ids = list(zip(ids.tolist(), self.seqs.tolist(), strict=True))
+        self._parts: list[_Part] = []
+        first = 0
+        for (session, form), rows in by_session.items():
+            end = first + len(rows)
+            seqs = self.seqs[first:end]
+            packed = seqs.tobytes() if seqs.any() else b""
+            streams_of = ids[first:end].tobytes()
+            self._parts.append(_Part(session, form, first, end, streams_of, packed))
+            first = end
+        self._head = encode_token_header([session for session, _ in by_session])
+        self.streams: dict[Stream, int] = {}
+        """Each stream, and how many rows it has."""
+        for _, stream in ordered:
+            self.streams[stream] = self.streams.get(stream, 0) + 1
+        self._steps = 0
+        self.sent_at = math.nan
+        """When these streams got tokens last, by ``time.monotonic``, in seconds."""
+
+    def columns(self, rows: TokenColumns) -> Columns:
+        """The rows of a step that have recipients; copies, as they are kept."""
+        tokens, logprobs, positions = rows.tokens, rows.logprobs, rows.positions
+        if self._order is not None:
+            tokens, logprobs = tokens[self._order], logprobs[self._order]
+            positions = positions[self._order]
+        return Columns(self, tokens.astype("<u4"), logprobs.astype("<f8"), positions.astype("<u4"))
+
+    def frames(self, columns: Columns, entries: BySession, finished: list[int]) -> Frames:
+        """The ``TOKEN`` of a step: these rows, and the other entries of each session, which are
+        taken out of ``entries``."""
+        tokens, logprobs = columns.tokens.tobytes(), columns.logprobs.tobytes()
+        positions = columns.positions.tobytes()
+        bodies = []
+        for part in self._parts:
+            first, end, form = part.first, part.end, part.form
+            beside = entries.pop((part.session, form), []) if entries else []
+            if form == "columns":
+                body = ColumnsBody(
+                    streams=part.streams,
+                    tokens=tokens[4 * first : 4 * end],
+                    logprobs=logprobs[8 * first : 8 * end],
+                    positions=positions[4 * first : 4 * end],
+                    seqs=part.seqs,
+                    entries=beside,
+                )
+                bodies.append(encode_body(body, "msgpack"))
+            else:
+                bodies.append(encode_body(self._entries(columns, first, end) + beside, form))
+        if not entries and not finished:
+            return [b"TOKEN", self._head, *bodies]
+        sessions = [part.session for part in self._parts] + [session for session, _ in entries]
+        return [b"TOKEN", encode_token_header(sessions, finished), *bodies, *entry_bodies(entries)]
+
+    def _entries(self, columns: Columns, first: int, end: int) -> list[Token]:
+        """Rows as entries, for a client that takes no columns."""
+        rows = zip(
+            self._ids[first:end],
+            columns.tokens[first:end].tolist(),
+            columns.logprobs[first:end].tolist(),
+            columns.positions[first:end].tolist(),
+            strict=True,
+        )
+        return [plain_entry(id, token, lp, pos, seq) for (id, seq), token, lp, pos in rows]
+
+    def sent(self, now: float) -> None:
+        """Each row of these streams was sent once more."""
+        self._steps += 1
+        self.sent_at = now
+
+    def settle(self) -> None:
+        """Passes on to the streams what was counted for them."""
+        steps, self._steps = self._steps, 0
+        if steps:
+            for stream, rows in self.streams.items():
+                stream.num_tokens += steps * rows
+                stream.sent_at = self.sent_at
