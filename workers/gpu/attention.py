@@ -122,15 +122,40 @@ def paged_attention(
     heads, dim]``. ``attention_mask`` is None: each sequence attends over its own blocks.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = packed_batch.cache.layers[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, v.to(values.dtype))
+    found = attend(
+        layer,
+        q,
+        k,
+        v,
+        packed_batch,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return found.unsqueeze(0), None
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: PackedBatch,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same for ``query`` ``[num_tokens, heads, dim]``, which it returns like."""
+    keys, values = context.cache.layers[layer]
+    keys.flatten(0, 1).index_copy_(0, context.slot_mapping, key.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, context.slot_mapping, value.to(values.dtype))
     found = []
-    for group in packed_batch.groups:
-        seen = group.keys_values(layer, (keys, values), k, v)
-        found.append(_attend(group, q, *seen, scaling, sliding_window or 0, softcap))
-    return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0), None
+    for group in context.groups:
+        seen = group.keys_values(layer, (keys, values), key, value)
+        found.append(_attend(group, query, *seen, scaling, sliding_window or 0, softcap))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _attend(

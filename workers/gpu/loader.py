@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from . import embedded
 from .attention import dot_product, register
+from .fused import AttentionOptions, FusedDecoder
+from .fused_model import NotFusible, fused_model
 from .kv_cache import LayerShape
 from .ranks import Ranks
 
@@ -30,6 +32,9 @@ PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
 """How far the probe's logits may be from transformers' own, relative to their spread. A model that
 bends its attention in a way that we do not know is far beyond; rounding in bfloat16 is within."""
+
+FUSED_TOLERANCE = 1e-3
+"""The same for the fused decoder in float32, whose attention is the probe's in both."""
 
 
 class ModelLoadError(Exception):
@@ -60,6 +65,8 @@ class LoadedModel:
     """Of this rank."""
     soft_caps: bool = False
     """Its attention caps scores before the softmax (Gemma 2)."""
+    decoder: FusedDecoder | None = None
+    """The model's forward in few operations; None: the engine runs the model's own modules."""
     ranks: Ranks | None = None
     """The other ranks, where the model is spread over several."""
 
@@ -99,19 +106,22 @@ def load_model(
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
     progress(0.95, "trying the model")
-    return wrap_model(name, model, tokenizer)
+    return wrap_model(name, model, tokenizer, parallel=parallel)
 
 
-def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
+def wrap_model(
+    name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
+) -> LoadedModel:
     """A model that is in memory already, made ready for the engine.
 
-    Raises ModelLoadError where the engine cannot run it.
+    ``parallel``: it is one rank's part of a model, and runs as it is. Raises ModelLoadError where
+    the engine cannot run it.
     """
     config = model.config.get_text_config()
     embeddings = model.get_output_embeddings()
     vocab_size = embeddings.weight.shape[0] if embeddings is not None else config.vocab_size
     parameter = next(model.parameters())
-    layers, soft_caps = _probe(name, model)
+    layers, options = _probe(name, model)
     tokenizer_json = _tokenizer_json(tokenizer)
     return LoadedModel(
         name=name,
@@ -126,16 +136,17 @@ def wrap_model(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
         dtype=parameter.dtype,
         device=parameter.device,
         layers=layers,
-        soft_caps=soft_caps,
+        soft_caps=any(o.softcap is not None for o in options.values()),
+        decoder=None if parallel else _fused(name, model, layers, options),
     )
 
 
 # --- can the engine run it? -----------------------------------------------------------------------
 
 
-def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
-    """The shape of each layer's keys and values, seen in a forward over a few tokens, and whether
-    scores are capped.
+def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
+    """The shape of each layer's keys and values, and what its attention is called with, seen in a
+    forward over a few tokens.
 
     The same forward with transformers' own attention must give the same logits.
     """
@@ -144,7 +155,7 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
         raise ModelLoadError(f"{name!r} is an encoder-decoder ({kind}), not a causal model")
     before = model.config._attn_implementation
     layers: dict[int, LayerShape] = {}
-    caps = False
+    options: dict[int, AttentionOptions] = {}
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
@@ -155,10 +166,12 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
             raise ModelLoadError(f"{kind} uses attention sinks")
         if not getattr(module, "is_causal", True):
             raise ModelLoadError(f"{kind} has attention that is not causal")
-        nonlocal caps
-        caps |= given.get("softcap") is not None
-        layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        return _plain_attention(query, key, value, given)
+        layer = module.layer_idx
+        layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        options[layer] = AttentionOptions(
+            given.get("scaling"), given.get("sliding_window"), given.get("softcap")
+        )
+        return _plain_attention(query, key, value, options[layer]).unsqueeze(0), None
 
     ids = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
@@ -178,28 +191,76 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], bool]:
         raise ModelLoadError(
             f"the engine cannot run {name!r}: {kind} does not use transformers' attention interface"
         )
-    away = (found - expected).abs().max().item()
-    spread = expected.std().item()
-    if not away <= PROBE_TOLERANCE * spread + 1e-6:
+    away = _difference(found, expected)
+    if not away <= PROBE_TOLERANCE:
         raise ModelLoadError(
             f"the engine cannot run {name!r}: {kind} does something to its attention that the "
-            f"engine does not know (its logits are off by {away:.3g})"
+            f"engine does not know (its logits are off by {away:.3g} of their spread)"
         )
-    return layers, caps
+    return layers, options
 
 
-def _plain_attention(q: Any, k: Any, v: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Causal attention over one short sequence, with the arguments that we know."""
+def _fused(
+    name: str,
+    model: Any,
+    layers: dict[int, LayerShape],
+    options: dict[int, AttentionOptions],
+) -> FusedDecoder | None:
+    """The model as a FusedDecoder, where its structure is known and the logits are the model's
+    own, at positions far apart; else None."""
+
+    def attend(
+        layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any
+    ) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        return _plain_attention(q, k, v, AttentionOptions(**given))
+
+    before = model.config._attn_implementation
+    ids = torch.arange(PROBE_TOKENS, device=model.device)
+    furthest = (getattr(model.config, "max_position_embeddings", None) or 2048) - 1
+    positions = torch.tensor([0, 1, furthest // 3, furthest], device=model.device)
+    try:
+        decoder = fused_model(model, layers, options)
+        with torch.inference_mode():
+            model.set_attn_implementation(PROBE)
+            expected = model(
+                ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                packed_batch=PROBE,
+            ).logits[0]
+            found = decoder.forward(ids, positions, ids, None, attend)
+        away = _difference(found.float(), expected.float())
+        limit = FUSED_TOLERANCE if found.dtype == torch.float32 else PROBE_TOLERANCE
+        if not away <= limit:
+            raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+    except Exception as error:
+        why = _reason(error)
+        log.info("%s runs as transformers' modules, since it cannot be fused: %s", name, why)
+        return None
+    finally:
+        model.set_attn_implementation(before)
+    return decoder
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest difference of logits, relative to their standard deviation."""
+    away = (found - expected).abs().max() / (expected.std() + 1e-6)
+    return away.item()
+
+
+def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch.Tensor:
+    """Causal attention over one short sequence: ``[1, heads, num_tokens, dim]`` to ``[num_tokens,
+    heads, dim]``."""
     length = q.shape[2]
     positions = torch.arange(length, device=q.device)
     hidden = positions > positions.unsqueeze(-1)
-    window = given.get("sliding_window") or 0
-    if window:
-        hidden |= positions <= positions.unsqueeze(-1) - window
+    if options.sliding_window:
+        hidden |= positions <= positions.unsqueeze(-1) - options.sliding_window
     mask = torch.zeros(1, 1, length, length, dtype=q.dtype, device=q.device)
     mask = mask.masked_fill_(hidden, float("-inf"))
-    found = dot_product(q, k, v, mask, given.get("scaling"), given.get("softcap"), causal=False)
-    return found.transpose(1, 2), None
+    found = dot_product(q, k, v, mask, options.scaling, options.softcap, causal=False)
+    return found.transpose(1, 2)[0]
 
 
 # --- parts of loading -----------------------------------------------------------------------------

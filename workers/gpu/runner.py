@@ -9,12 +9,14 @@ from contextlib import nullcontext
 import torch
 
 from . import varlen
-from .attention import NAME, NAME_COMPILED, Group, PackedBatch
+from .attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
+from .fused import Attend
 from .graphs import DecodeGraphs
 from .head import packed_head
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
 from .loader import LoadedModel
 from .packing import Mirrors, Packed, PackedGroup, pack
+from .projections import packing_budget
 from .scheduler import Batch, Chunk
 
 
@@ -36,7 +38,11 @@ class Runner:
         model.set_attn_implementation(varlen.NAME if layout.in_place else gathered)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         plain = self._ranks is None and self._keeps_logits and not compiled
-        self._head = packed_head(model) if plain else None
+        self._decoder = loaded.decoder if plain else None
+        self._attend: Attend = varlen.attend if layout.in_place else attend
+        if self._decoder is not None:
+            self._decoder.pack(packing_budget())
+        self._head = packed_head(model) if plain and self._decoder is None else None
         self._model = torch.compile(model, dynamic=True) if compiled else model
         # One block more than is allocated: graphs write to it for rows that are padding.
         self._cache = KVCache(
@@ -90,6 +96,8 @@ class Runner:
         rows: torch.Tensor,
         context: PackedBatch | varlen.VarlenBatch,
     ) -> torch.Tensor:
+        if self._decoder is not None:
+            return self._decoder.forward(ids, positions, rows, context, self._attend)
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         with self._head.applied() if self._head is not None else nullcontext():
             logits: torch.Tensor = self._model(

@@ -77,26 +77,45 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads, dim]``."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = packed_batch.cache.layers[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, packed_batch.slot_mapping, v.to(values.dtype))
-    found = varlen_attn(
-        q.contiguous(),
+    found = attend(
+        layer, q, k, v, packed_batch, scaling=scaling, sliding_window=sliding_window, softcap=None
+    )
+    return found.unsqueeze(0), None
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: VarlenBatch,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same for ``query`` ``[T, heads, dim]``, which it returns like. Models whose scores are
+    capped are not run with it (``choose_layout``)."""
+    keys, values = context.cache.layers[layer]
+    keys.flatten(0, 1).index_copy_(0, context.slot_mapping, key.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, context.slot_mapping, value.to(values.dtype))
+    found: torch.Tensor = varlen_attn(
+        query.contiguous(),
         keys,
         values,
-        packed_batch.starts,
+        context.starts,
         None,
-        packed_batch.longest_chunk,
-        packed_batch.longest,
+        context.longest_chunk,
+        context.longest,
         scale=scaling,
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
-        enable_gqa=q.shape[1] != keys.shape[2],
-        seqused_k=packed_batch.lengths,
-        block_table=packed_batch.block_table,
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=context.lengths,
+        block_table=context.block_table,
         num_splits=1,
-    )
-    return found.unsqueeze(0), None  # type: ignore[union-attr]
+    )  # type: ignore[assignment]
+    return found
 
 
 register(NAME, varlen_attention)

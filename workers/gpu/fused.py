@@ -1,0 +1,251 @@
+"""A decoder's forward in few operations, over the weights of a transformers model.
+
+One token of a small model costs more in small operations than in matrix products: transformers'
+modules run some hundred of them for each token. ``FusedDecoder`` is the same computation with one
+product for queries, keys and values, one for both halves of a gated MLP, the rotary embedding in
+place, the residual added by the product, and no module calls. It is read from a model's structure
+(``fused_model``), and a model is used through it only where its logits are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from .projections import Projection
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of each token's position, ``[num_tokens, 1, rotary_dim]``; the first half of
+the sines is negated."""
+
+
+class Attend(Protocol):
+    """Attention over all that a layer has seen."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: Any,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """``query`` ``[num_tokens, heads, dim]``, ``key`` and ``value`` ``[num_tokens, kv_heads,
+        dim]`` of the new tokens; returns ``[num_tokens, heads, dim]``."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionOptions:
+    """What a model passes to the attention of one layer."""
+
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class RmsNorm:
+    """``x / sqrt(mean(x ** 2) + eps) * gain`` over the last dimension."""
+
+    def __init__(self, gain: torch.Tensor, eps: float) -> None:
+        self._gain = gain
+        self._eps = eps
+        # rms_norm is a dozen operations on a CPU, this is four: x * gain * sqrt(dim) over the
+        # hypotenuse of its norm and sqrt(dim * eps).
+        self._few = gain.device.type == "cpu" and gain.dtype == torch.float32
+        self._scaled = gain * len(gain) ** 0.5
+        self._floor = torch.tensor((len(gain) * eps) ** 0.5, dtype=gain.dtype, device=gain.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._few:
+            return rms_norm(x, self._gain.shape, self._gain, self._eps)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scaled: torch.Tensor = x * self._scaled
+        return scaled.div_(torch.hypot(norm, self._floor))
+
+
+@dataclass(slots=True)
+class HeadNorms:
+    """Norms of queries and keys: over each head, or over all heads together."""
+
+    query: Function
+    key: Function
+    per_head: bool
+
+    def apply_(self, heads: torch.Tensor, num_heads: int, num_keys: int) -> None:
+        """Normalizes the queries and keys in ``heads`` ``[num_tokens, heads, dim]``, in place."""
+        for norm, part in (
+            (self.query, heads[:, :num_heads]),
+            (self.key, heads[:, num_heads:num_keys]),
+        ):
+            if self.per_head:
+                part.copy_(norm(part))
+            else:
+                part.copy_(norm(part.flatten(1)).view(part.shape))
+
+
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``, with one product for gate and up."""
+
+    def __init__(self, gate_up: Projection, down: Projection, activation: Function) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
+        self._is_silu = activation is silu
+
+    def add_to(self, residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """The result, added to ``residual`` if there is one."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        product = self._activation(gate).mul_(up)
+        return self.down(product) if residual is None else self.down.add_to(residual, product)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer. A norm that the model does not have is None."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    qkv: Projection
+    head_norms: HeadNorms | None
+    rotation: str | None
+    """Which of the model's rotary embeddings; None: the layer has none."""
+    options: AttentionOptions
+    output: Projection
+    mlp: GatedMlp
+    before_attention: Function | None
+    after_attention: Function | None
+    before_mlp: Function | None
+    after_mlp: Function | None
+    residual_scale: float = 1.0
+
+    def __call__(
+        self, hidden: torch.Tensor, rotations: dict[str, Rotation], context: Any, attend: Attend
+    ) -> torch.Tensor:
+        x = hidden if self.before_attention is None else self.before_attention(hidden)
+        num_tokens, keys = x.shape[0], self.num_heads + self.num_kv_heads
+        heads = self.qkv(x).view(num_tokens, keys + self.num_kv_heads, -1)
+        if self.head_norms is not None:
+            self.head_norms.apply_(heads, self.num_heads, keys)
+        if self.rotation is not None:
+            rotate_(heads[:, :keys], rotations[self.rotation])
+        options = self.options
+        attended = attend(
+            self.index,
+            heads[:, : self.num_heads],
+            heads[:, self.num_heads : keys],
+            heads[:, keys:],
+            context,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+        ).reshape(num_tokens, -1)
+        if self.after_attention is None and self.residual_scale == 1:
+            hidden = self.output.add_to(hidden, attended)
+        else:
+            hidden = self._added(hidden, self.output(attended), self.after_attention)
+        x = hidden if self.before_mlp is None else self.before_mlp(hidden)
+        if self.after_mlp is None and self.residual_scale == 1:
+            return self.mlp.add_to(hidden, x)
+        return self._added(hidden, self.mlp.add_to(None, x), self.after_mlp)
+
+    def _added(
+        self, hidden: torch.Tensor, update: torch.Tensor, norm: Function | None
+    ) -> torch.Tensor:
+        if norm is not None:
+            update = norm(update)
+        return hidden.add_(update, alpha=self.residual_scale)
+
+
+class FusedDecoder:
+    """The forward of a whole model.
+
+    ``rotary``: cosines and sines ``[1, num_tokens, rotary_dim]`` for hidden states, positions
+    ``[1, num_tokens]`` and one of ``kinds``, as the model computes them.
+    """
+
+    def __init__(
+        self,
+        embed: Function,
+        embedding_scale: float,
+        layers: Sequence[Layer],
+        norm: Function,
+        head: Projection,
+        rotary: Callable[[torch.Tensor, torch.Tensor, str], Rotation],
+        logits_scale: float,
+        logits_cap: float | None,
+    ) -> None:
+        self._embed = embed
+        self._embedding_scale = embedding_scale
+        self.layers = list(layers)
+        self._kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
+        self._norm = norm
+        self.head = head
+        self._rotary = rotary
+        self._logits_scale = logits_scale
+        self._logits_cap = logits_cap
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        context: Any,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``;
+        ``rows`` of the length of ``ids`` are all of them, in order. ``context`` goes to
+        ``attend`` as it is."""
+        hidden = self._embed(ids)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
+        places = positions.unsqueeze(0)
+        rotations = {kind: self._rotation(hidden, places, kind) for kind in self._kinds}
+        for layer in self.layers:
+            hidden = layer(hidden, rotations, context, attend)
+        if len(rows) != len(ids):
+            hidden = hidden.index_select(0, rows)
+        logits = self.head(self._norm(hidden))
+        if self._logits_scale != 1:
+            logits = logits.mul_(self._logits_scale)
+        if self._logits_cap is not None:
+            logits = logits.div_(self._logits_cap).tanh_().mul_(self._logits_cap)
+        return logits
+
+    def pack(self, budget: int) -> int:
+        """Packs weights within ``budget`` bytes, the output layer's first, as it is the largest
+        product. Returns the bytes taken."""
+        left = budget
+        projections = [self.head]
+        for layer in self.layers:
+            projections += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+        for projection in projections:
+            left -= projection.pack(left)
+        return budget - left
+
+    def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
+        cos, sin = self._rotary(hidden, positions, kind)
+        half = sin.shape[-1] // 2
+        signed = torch.cat((sin[0, :, :half].neg(), sin[0, :, half:]), -1)
+        return cos[0].unsqueeze(1), signed.unsqueeze(1)
+
+
+def rotate_(heads: torch.Tensor, rotation: Rotation) -> None:
+    """Rotates the first ``rotary_dim`` entries of ``heads`` ``[num_tokens, heads, dim]`` in place:
+    entry i together with entry i + rotary_dim / 2, as in GPT-NeoX."""
+    cos, sin = rotation
+    size = cos.shape[-1]
+    part = heads if size == heads.shape[-1] else heads[..., :size]
+    swapped = part.roll(size // 2, -1)
+    part.mul_(cos).addcmul_(swapped, sin)
