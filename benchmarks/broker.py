@@ -26,6 +26,7 @@ from _report import arguments, report
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import decode_header, encode_header, encode_token_header
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
 from zmq.backend import Socket as BackendSocket
 
@@ -101,8 +102,8 @@ def _register(back: str) -> Socket:
     body = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
     )
-    worker.send_multipart([b"REGISTER", encode_header(), encode_body(body, "msgpack")])
-    assert worker.recv_multipart()[0] == b"REGISTERED"
+    worker.send_multipart(pack([b"REGISTER", encode_header(), encode_body(body, "msgpack")]))
+    assert unpack(worker.recv_multipart())[0] == b"REGISTERED"
     return worker
 
 
@@ -110,7 +111,7 @@ def _sessions(worker: Socket, count: int) -> list[int]:
     """The sessions of ``count`` clients, from the headers of their requests."""
     found: list[int] = []
     while len(found) < count:
-        frames = worker.recv_multipart()
+        frames = unpack(worker.recv_multipart())
         if frames[0] == b"GENERATE":
             found.append(decode_header(frames[1]).address)
     return found
@@ -172,11 +173,9 @@ def frames_through_broker(folder: Path, count: int) -> float:
         process, pipe = _start_receiver(front, True, 1, count, False)
         pipe.send(True)
         [session] = _sessions(worker, 1)
-        head = encode_token_header([session])
+        [message] = pack([b"TOKEN", encode_token_header([session]), BODY])
         for _ in range(count):
-            _SEND(worker, b"TOKEN", _MORE)
-            _SEND(worker, head, _MORE)
-            _SEND(worker, BODY)
+            _SEND(worker, message)
         seconds: float = pipe.recv()
         process.join()
         worker.close()
@@ -221,9 +220,10 @@ def tokens_per_s(folder: Path, steps: int) -> float:
         worker = _register(back)
         process, pipe = _start_receiver(front, True, CLIENTS, steps, True)
         pipe.send(True)
-        frames = [b"TOKEN", encode_token_header(_sessions(worker, CLIENTS)), *[body] * CLIENTS]
+        head = encode_token_header(_sessions(worker, CLIENTS))
+        [message] = pack([b"TOKEN", head, *[body] * CLIENTS])
         for _ in range(steps):
-            worker.send_multipart(frames)
+            _SEND(worker, message)
         seconds: float = pipe.recv()
         process.join()
         worker.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from ..protocol.bodies import decode_as
+from ..protocol.bodies import decode_as, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
-from ..protocol.messages import Buffer
+from ..protocol.messages import PROTOCOL_VERSION, Buffer
 from ..protocol.worker_messages import (
     Drain,
     Heartbeat,
@@ -101,11 +101,8 @@ class Back:
                     f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
                 )
         except (TokenbusError, IndexError) as error:
-            # It is unknown which streams miss tokens now, so none of this worker's can continue.
             self._counters.bad_worker_messages += 1
-            self._lose(worker, f"its TOKEN message cannot be read: {error}")
-            reason = "a TOKEN message of this worker cannot be read"
-            self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
+            self._lose_unread(worker, error)
             return
         known = self._sessions.by_id
         out = self._out
@@ -121,6 +118,15 @@ class Back:
                     self._dispatcher.forget(request)
             except Exception as error:
                 self._on_failure(worker, peer, frames, error)
+
+    def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
+        """A message whose frames cannot be told apart, or that is in another version's form."""
+        self._counters.bad_worker_messages += 1
+        worker = self._by_peer.get(peer)
+        if worker is None:
+            self._refuse(peer, peer.hex(), error)
+        else:
+            self._lose_unread(worker, error)
 
     def on_gone(self, peer: bytes) -> None:
         """A worker's connection closed: its lease ends."""
@@ -210,6 +216,15 @@ class Back:
 
     def _register(self, peer: bytes, frames: list[bytes], now: float) -> None:
         message: Register = decode_as(Register, frames[2], "msgpack")
+        if message.version != PROTOCOL_VERSION:
+            self._counters.bad_worker_messages += 1
+            error = RequestError(
+                Code.UNSUPPORTED_VERSION,
+                f"the worker {message.name} speaks version {message.version} of the protocol; this "
+                f"broker speaks version {PROTOCOL_VERSION}; run broker and workers of one release",
+            )
+            self._refuse(peer, message.name, error)
+            return
         known = self._by_peer.get(peer)
         if known is not None:
             self._update(known, message)
@@ -299,6 +314,18 @@ class Back:
             if request is not None:
                 error.path = "$.save"
                 self._dispatcher.abandon(request, error)
+
+    def _refuse(self, peer: bytes, name: str, error: TokenbusError) -> None:
+        """Answers a connection that cannot be a worker's here with the reason."""
+        log.warning("the worker %s was refused: %s", name, error)
+        self._out.to_worker(peer, b"ERROR", error_body(error))
+
+    def _lose_unread(self, worker: Worker, error: Exception) -> None:
+        """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
+        of the worker's can continue."""
+        self._lose(worker, f"a message of it cannot be read: {error}")
+        reason = "a message of this worker cannot be read"
+        self._out.to_worker(worker.peer, b"REREGISTER", Reregister(reason=reason))
 
     def _lose(self, worker: Worker, why: str) -> None:
         self._by_peer.pop(worker.peer, None)

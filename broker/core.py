@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..protocol.errors import Code, UnavailableError
+from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.ids import counting_ids
+from ..protocol.packing import unpack
 from .admission import Admission
 from .back import Back
 from .buffers import Buffers
@@ -20,6 +21,9 @@ from .status import Counters
 from .tables import SessionTable
 
 log = logging.getLogger(__name__)
+
+Message = tuple[bytes, list[bytes]]
+"""A connection (on a socket its routing id), and the frames of a message that came on it."""
 
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
@@ -70,6 +74,30 @@ class Broker:
             self._back.on_tokens(peer, frames, now)
         else:
             self._back.on_frames(peer, frames, now)
+        return self._taken()
+
+    def on_clients(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
+        """Several messages of clients: the connections and their frames."""
+        self.dispatcher.now = now
+        for peer, frames in messages:
+            self._guarded(self._front.on_frames, peer, frames, "", now)
+        return self._taken()
+
+    def on_workers(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
+        """Several messages of workers, each packed as it is on a socket."""
+        self.dispatcher.now = now
+        back = self._back
+        for peer, received in messages:
+            try:
+                frames = unpack(received)
+                if frames[0] == b"TOKEN":
+                    back.on_tokens(peer, frames, now)
+                else:
+                    back.on_frames(peer, frames, now)
+            except RequestError as error:
+                self._guarded(back.on_unreadable, peer, error)
+            except Exception:
+                self._failed("a worker's message")
         return self._taken()
 
     def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
@@ -123,12 +151,15 @@ class Broker:
         try:
             part(*args)
         except Exception:
-            self.counters.internal_errors += 1
-            log.exception("a defect of the broker in %s", part.__qualname__)
+            self._failed(part.__qualname__)
+
+    def _failed(self, where: str) -> None:
+        self.counters.internal_errors += 1
+        log.exception("a defect of the broker in %s", where)
 
     def _taken(self) -> list[Outgoing]:
         if not self._out:
             return []
-        taken = list(self._out)
+        taken = self._out[:]
         self._out.clear()
         return taken

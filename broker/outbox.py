@@ -45,24 +45,28 @@ class Outbox:
         self._send = send
         self._max_bytes = max_pending_bytes
         self._max_must_bytes = max_must_bytes
-        self.waiting: dict[bytes, deque[Frames]] = {}
+        self.waiting: dict[bytes, deque[tuple[Frames, int]]] = {}
+        """By peer: frames, and how many bytes they are together."""
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
         """Messages that went out after waiting."""
 
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or queues it behind those that wait for its peer."""
-        _, peer, frames, must = message
-        if peer not in self.waiting:
+        peer, frames = message.peer, message.frames
+        queue = self.waiting.get(peer)
+        if queue is None:
             sent = self._send(peer, frames)
             if sent is not _FULL:
                 return sent
         size = sum(map(len, frames))
         held = self._bytes.get(peer, 0)
-        bound = self._max_must_bytes if must else self._max_bytes
+        bound = self._max_must_bytes if message.must else self._max_bytes
         if bound is not None and held + size > bound:
             return _FULL
-        self.waiting.setdefault(peer, deque()).append(frames)
+        if queue is None:
+            queue = self.waiting[peer] = deque()
+        queue.append((frames, size))
         self._bytes[peer] = held + size
         return _OK
 
@@ -72,14 +76,16 @@ class Outbox:
         for peer in list(self.waiting):
             queue = self.waiting[peer]
             while queue:
-                sent = self._send(peer, queue[0])
+                frames, size = queue[0]
+                sent = self._send(peer, frames)
                 if sent is _FULL:
                     break
                 if sent is _GONE:
                     gone.append(peer)
                     queue.clear()
                     break
-                self._bytes[peer] -= sum(map(len, queue.popleft()))
+                queue.popleft()
+                self._bytes[peer] -= size
                 self.sent += 1
             if not queue:
                 self.forget(peer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ..protocol.bodies import Encoding, encode_body, error_body
 from ..protocol.errors import TokenbusError
@@ -21,7 +23,7 @@ class Side(Enum):
     BACK = "back"
 
 
-class Outgoing(NamedTuple):
+class Outgoing(Struct, frozen=True, gc=False):
     """Frames for a peer. One that ``must`` go out may wait beyond the bound of its peer's queue."""
 
     side: Side

@@ -1,8 +1,9 @@
 """ROUTER sockets: set up, received from and sent to without waiting.
 
-The loops call pyzmq's backend directly, one call a frame: a message of three frames costs 0.9 µs to
-send this way, against 3.8 µs with ``send_multipart``; receiving uncopied frames, which know whether
-more follow, costs 2.3 µs against 3.8 µs (measured on a 2-core machine).
+The loops call pyzmq's backend directly, one call a frame: a message of three frames costs 0.5 µs to
+send this way, against 3.8 µs with ``send_multipart``. The routing id is received as a copy (0.2
+µs), as a frame always follows it; the others are received uncopied (0.65 µs), as only these know
+whether more follow (measured on a 2-core machine).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from zmq.backend import Socket as BackendSocket
 
 from ..protocol.endpoints import is_loopback
 from ..protocol.messages import MAX_ATTACHMENT_BYTES, MAX_BODY_BYTES
+from ..protocol.packing import pack
+from .core import Message
 from .outbox import Sent
 
 log = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _NOBLOCK = int(zmq.NOBLOCK)
-_OK = Sent.OK
+_OK, _FULL, _GONE = Sent.OK, Sent.FULL, Sent.GONE
 
 
 class BindError(Exception):
@@ -94,32 +97,57 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(_GET(socket, _EVENTS) & _POLLIN)
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """One message's frames; None where no message waits."""
+def receive(socket: zmq.Socket[bytes], most: int) -> list[Message]:
+    """The messages that have arrived, up to ``most``.
+
+    To receive where nothing waits costs twice as much as to look whether something does (3.3
+    against 1.4 µs), so the first message is preceded and followed by a look; in a burst, each
+    message is received without one.
+    """
+    messages: list[Message] = []
+    if not readable(socket):
+        return messages
+    receive, flags = _RECV, _NOBLOCK
     try:
-        frame = _RECV(socket, _NOBLOCK, False)
+        while len(messages) < most:
+            peer = receive(socket, flags)
+            frame = receive(socket, flags, False)
+            frames = [frame.bytes]
+            while frame.more:
+                frame = receive(socket, flags, False)
+                frames.append(frame.bytes)
+            messages.append((peer, frames))
+            if len(messages) == 1 and not readable(socket):
+                break
     except zmq.Again:
-        return None
-    frames = [frame.bytes]
-    while frame.more:
-        frame = _RECV(socket, _NOBLOCK, False)
-        frames.append(frame.bytes)
-    return frames
+        pass
+    return messages
 
 
-def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes]) -> Sent:
-    """Sends a message to a peer without waiting, whole or not at all."""
-    try:
-        _SEND(socket, peer, _MORE)
-    except zmq.Again:
-        return Sent.FULL
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            log.warning(
-                "a send to %s failed, its connection counts as closed: %s", peer.hex(), error
-            )
-        return Sent.GONE
-    for frame in frames[:-1]:
-        _SEND(socket, frame, _MORE)
-    _SEND(socket, frames[-1], _NOBLOCK)
-    return _OK
+def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent]:
+    """A function that sends a message to a peer without waiting, whole or not at all."""
+
+    def send(peer: bytes, frames: Sequence[bytes]) -> Sent:
+        try:
+            _SEND(socket, peer, _MORE)
+        except zmq.Again:
+            return _FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                log.warning(
+                    "a send to %s failed, its connection counts as closed: %s", peer.hex(), error
+                )
+            return _GONE
+        last = len(frames) - 1
+        for i in range(last):
+            _SEND(socket, frames[i], _MORE)
+        _SEND(socket, frames[last], _NOBLOCK)
+        return _OK
+
+    return send
+
+
+def packing_sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent]:
+    """The same, in the form between broker and workers."""
+    send = sender(socket)
+    return lambda peer, frames: send(peer, pack(frames))

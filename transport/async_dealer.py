@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import zmq
 
 from ..protocol.frames import Frames
-from .dealer import Context, open_dealer
+from .dealer import Context, open_dealer, receive, send
 
 PIPE = 64
 """Messages that ZeroMQ keeps in each direction; more wait at the sender."""
@@ -50,7 +50,7 @@ class AsyncDealer:
         """Sends a message, once there is room for it."""
         while True:
             try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK)
+                send(self._socket, frames)
                 break
             except zmq.Again:
                 self._sender = self._loop.create_future()
@@ -67,11 +67,11 @@ class AsyncDealer:
 
     def _take(self) -> list[Frames]:
         messages: list[Frames] = []
-        for _ in range(TAKE_AT_ONCE):
-            try:
-                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
+        while len(messages) < TAKE_AT_ONCE:
+            frames = receive(self._socket)
+            if frames is None:
                 break
+            messages.append(frames)
         return messages
 
     def _look(self) -> None:

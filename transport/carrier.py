@@ -30,11 +30,14 @@ class Carrier(Protocol):
         """Sends what the peer has to send, and ends the connection and its thread."""
 
 
-def carrier(address: str, peer: Peer, name: str, linger_ms: int) -> Carrier:
+def carrier(
+    address: str, peer: Peer, name: str, linger_ms: int, *, packed: bool = False
+) -> Carrier:
     """Carries ``peer`` to the broker at ``address``; the thread is called ``name``.
 
-    ``linger_ms`` is how long an orderly close goes on sending. Raises AddressError.
+    ``linger_ms`` is how long an orderly close goes on sending. ``packed``: on a socket, messages
+    are in the form between broker and workers. Raises AddressError.
     """
     if address.startswith(memory.SCHEME):
         return memory.MemoryCarrier(address, peer, name)
-    return Dealer(address, peer, name, linger_ms)
+    return Dealer(address, peer, name, linger_ms, packed=packed)

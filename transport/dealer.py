@@ -13,16 +13,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import zmq
+from zmq.backend import Socket as BackendSocket
 
+from ..protocol.errors import RequestError
 from ..protocol.frames import Frames
+from ..protocol.packing import pack, unpack
 
 log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+_SEND = BackendSocket.send
+_RECV = BackendSocket.recv
+_GET: Callable[[zmq.Socket[bytes], int], Any] = BackendSocket.get
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RECEIVE_AT_ONCE = 256
 """Messages taken from the socket before the peer sees them and may send."""
@@ -63,6 +72,31 @@ def open_dealer(context: Context, address: str, pipe_messages: int = 0) -> zmq.S
     return socket
 
 
+def receive(socket: zmq.Socket[bytes]) -> Frames | None:
+    """A message that has arrived, or None.
+
+    By pyzmq's backend: 0.7 µs a frame, against 1.1 µs of ``recv_multipart``. Uncopied frames know
+    whether more follow.
+    """
+    try:
+        frame = _RECV(socket, _NOBLOCK, False)
+    except zmq.Again:
+        return None
+    frames = [frame.bytes]
+    while frame.more:
+        frame = _RECV(socket, _NOBLOCK, False)
+        frames.append(frame.bytes)
+    return frames
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Sends a message without waiting; raises zmq.Again where there is no room for it."""
+    more = _MORE
+    for frame in frames[:-1]:
+        _SEND(socket, frame, more)
+    _SEND(socket, frames[-1], _NOBLOCK)
+
+
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
@@ -101,14 +135,18 @@ class Dealer:
 
     ZeroMQ queues what is sent without a bound, so that no send blocks; what is queued is bounded
     by the time after which the peer says ``lost``, as closing the socket discards it. ``linger_ms``
-    is how long an orderly close goes on sending. Raises AddressError.
+    is how long an orderly close goes on sending. ``packed``: messages are in the form between
+    broker and workers (``protocol/packing.py``). Raises AddressError.
     """
 
-    def __init__(self, address: str, peer: Peer, name: str, linger_ms: int) -> None:
+    def __init__(
+        self, address: str, peer: Peer, name: str, linger_ms: int, *, packed: bool = False
+    ) -> None:
         self.address = address
         self._peer = peer
         self._name = name
         self._linger_ms = linger_ms
+        self._packed = packed
         self._context: Context = zmq.Context.instance()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
@@ -234,7 +272,7 @@ class Dealer:
             # Read before ``outgoing``: what was handed over before the close is sent.
             closing = self._closing
             for frames in peer.outgoing(now):
-                socket.send_multipart(frames)
+                send(socket, pack(frames) if self._packed else frames)
             if closing:
                 return
             if peer.lost(now):
@@ -242,15 +280,28 @@ class Dealer:
             if len(messages) < RECEIVE_AT_ONCE:
                 poller.poll(int(peer.wait_s(now) * 1000) + 1)
 
-    @staticmethod
-    def _receive(socket: zmq.Socket[bytes]) -> list[Frames]:
+    def _receive(self, socket: zmq.Socket[bytes]) -> list[Frames]:
+        """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
         messages: list[Frames] = []
-        for _ in range(RECEIVE_AT_ONCE):
-            try:
-                messages.append(socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
+        while len(messages) < RECEIVE_AT_ONCE:
+            # A look costs half of an attempt to receive where no message waits, so that it pays
+            # where one at most is expected.
+            if len(messages) < 2 and not _GET(socket, _EVENTS) & _POLLIN:
                 break
-        return messages
+            frames = receive(socket)
+            if frames is None:
+                break
+            messages.append(frames)
+        return self._unpacked(messages) if self._packed else messages
+
+    def _unpacked(self, messages: list[Frames]) -> list[Frames]:
+        unpacked = []
+        for frames in messages:
+            try:
+                unpacked.append(unpack(frames))
+            except RequestError as error:
+                log.warning("dropped a message from the broker at %s: %s", self.address, error)
+        return unpacked
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -21,7 +21,7 @@ from ..protocol.header import Header, decode_header
 from ..protocol.metrics import Series
 from ..protocol.worker_messages import Heartbeat, Register
 from ..transport.carrier import carrier
-from .lease import Lease
+from .lease import Lease, RefusedError
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Bus:
         lease = Lease(registration, self._beat, time.monotonic())
         self._lease = lease
         peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end, self._drop)
-        self._carrier = carrier(endpoint, peer, "bus", LINGER_MS)
+        self._carrier = carrier(endpoint, peer, "bus", LINGER_MS, packed=True)
 
     def start(self) -> None:
         """Connects and registers."""
@@ -222,6 +222,8 @@ class _WorkerPeer:
                 if not consumed:
                     header = decode_header(frames[1])
                     taken.append(FromBus(frames[0], header, frames[2], frames[3:]))
+            except RefusedError as error:
+                log.error("the broker at %s refuses this worker: %s", self._address, error)
             except TokenbusError as error:
                 log.warning("dropped an invalid message from the broker: %s", error)
         self._hand_on(taken)

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.frames import Frames
 from ..protocol.header import encode_header
+from ..protocol.messages import Error
 from ..protocol.worker_messages import Drain, Heartbeat, Register, Registered, Unregister
 
 DEFAULT_HEARTBEAT_S = 1.0
 DEFAULT_EXPIRY_S = 5.0
+
+
+class RefusedError(Exception):
+    """The broker does not accept this worker; the message says why."""
 
 
 class Lease:
@@ -45,7 +50,7 @@ class Lease:
         """A message from the broker: whether it is for the lease only, and the answers to it.
 
         The message must have at least three frames. A ``REGISTERED`` with live requests that the
-        broker does not know is for the worker too.
+        broker does not know is for the worker too. Raises RefusedError.
         """
         self._heard = now
         match frames[0]:
@@ -60,6 +65,9 @@ class Lease:
                 self._heartbeat_s, self._expiry_s = answer.heartbeat_s, answer.expiry_s
                 drain = [self._frames(b"DRAIN", self._draining)] if self._draining else []
                 return not answer.unknown, drain
+            case b"ERROR":
+                refused: Error = decode_as(Error, frames[2], "msgpack")
+                raise RefusedError(refused.message)
             case _:
                 return False, []
 

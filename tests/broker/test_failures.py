@@ -19,6 +19,7 @@ from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.header import Header, encode_header, encode_token_header
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
 
 from ..processes import until
@@ -79,8 +80,8 @@ def register(endpoint: str) -> Socket:
     """A worker that serves the model ``m`` and never sends a heartbeat."""
     worker = connect(endpoint)
     body = Register(name="w", role="gpu", version=1, pid=1, host="h", capacity=9, patterns=["m"])
-    worker.send_multipart([b"REGISTER", encode_header(), encode_body(body, "msgpack")])
-    assert worker.recv_multipart()[0] == b"REGISTERED"
+    worker.send_multipart(pack([b"REGISTER", encode_header(), encode_body(body, "msgpack")]))
+    assert unpack(worker.recv_multipart())[0] == b"REGISTERED"
     return worker
 
 
@@ -103,7 +104,7 @@ def test_a_tick_that_fails_is_not_the_last_one(server: BrokerServer) -> None:
     until(lambda: server.core.counters.internal_errors == 1, 60.0, "a tick failed")
     send(client, b"GENERATE", generate(1, timeout_s=0.001))
     # The deadline has passed, which only a later tick notices.
-    while worker.recv_multipart()[0] != b"CANCEL":
+    while unpack(worker.recv_multipart())[0] != b"CANCEL":
         pass
     worker.close()
     client.close()
@@ -126,13 +127,13 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
     worker, client = register(server.back_endpoint), connect(server.front_endpoint)
     server._to_front.flush = fail_once(server._to_front.flush)  # type: ignore[method-assign]
     send(client, b"GENERATE", generate(1))
-    while worker.recv_multipart()[0] != b"GENERATE":
+    while unpack(worker.recv_multipart())[0] != b"GENERATE":
         pass
     # More than the client's pipe holds, before the client reads anything.
     head = encode_token_header([next(iter(server.core.session_table)).id])
     count = 3000
     for i in range(count):
-        worker.send_multipart([b"TOKEN", head, b"%d" % i])
+        worker.send_multipart(pack([b"TOKEN", head, b"%d" % i]))
     got: list[int] = []
     while len(got) < count:
         kind, body = client.recv_multipart()
@@ -197,6 +198,50 @@ def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams(
     assert bench.sent[-1].frames[0] == b"REREGISTER"
     assert bench.broker.counters.bad_worker_messages == 1
     assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_worker_whose_frames_cannot_be_told_apart_loses_its_streams(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    head = encode_token_header([header.address])
+    messages = [(peer_of("a"), [b"\x02\x00\x09\x00"]), (peer_of("a"), pack([b"TOKEN", head, b""]))]
+    out = bench.broker.on_workers(messages, bench.now)
+    # What comes behind it is of a worker that is not registered any more.
+    assert [m.frames[0] for m in out] == [b"ERROR", b"REREGISTER", b"REREGISTER"]
+    assert bench.broker.counters.bad_worker_messages == 1
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_worker_of_another_version_is_refused_with_both_versions(bench: Bench) -> None:
+    register = Register(name="w", role="gpu", version=7, pid=1, host="h", capacity=1)
+    body = encode_body(register, "msgpack")
+    unpacked = (peer_of("old"), [b"REGISTER", encode_header(), body])
+    packed = (peer_of("new"), pack([b"REGISTER", encode_header(), body]))
+    old, new = bench.broker.on_workers([unpacked, packed], bench.now)
+    messages = []
+    for refused in (old, new):
+        assert refused.frames[0] == b"ERROR"
+        error = msgspec.msgpack.decode(refused.frames[2])
+        assert error["code"] == "unsupported_version"
+        messages.append(error["message"])
+    assert "version 1" in messages[0]
+    assert "version 2 is required" in messages[0]
+    assert "version 7" in messages[1]
+    assert "speaks version 1" in messages[1]
+    assert bench.broker.dispatcher.workers == {}
+
+
+def test_a_message_that_fails_does_not_take_those_of_other_workers_with_it(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    back = bench.broker._back
+    back.on_tokens = fail_once(back.on_tokens)  # type: ignore[method-assign]
+    message = pack([b"TOKEN", encode_token_header([header.address]), b"body"])
+    out = bench.broker.on_workers([(peer_of("a"), message)] * 2, bench.now)
+    assert [m.frames[1] for m in out] == [b"body"]
+    assert bench.broker.counters.internal_errors == 1
 
 
 def test_a_request_that_cannot_be_forgotten_does_not_keep_those_that_ended_with_it(

@@ -10,7 +10,8 @@ import pytest
 import zmq
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
-from tokenbus.protocol.messages import PROTOCOL_VERSION
+from tokenbus.protocol.messages import PROTOCOL_VERSION, Error
+from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register, Registered
 from tokenbus.transport.dealer import AddressError
 from tokenbus.workers.bus import Bus as Connection
@@ -73,17 +74,40 @@ def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
     worker = connection(router.address, first)
     worker.start()
     sender, *register = router.receive()
-    assert register[0] == b"REGISTER"
+    assert unpack(register)[0] == b"REGISTER"
     for kind, body in ((b"SEEN", b"1"), (b"TAKEN", b"2"), (b"SEEN", b"bad"), (b"SEEN", b"3")):
-        router.send([sender, kind, encode_header(), body])
-    router.send([sender, b"TAKEN", encode_header(), b"4"])
+        router.send([sender, *pack([kind, encode_header(), body])])
+    router.send([sender, *pack([b"TAKEN", encode_header(), b"4"])])
     taken: list[bytes] = []
     while b"4" not in taken:
         taken += [message.body for message in worker.take(WAIT_S)]
     assert taken == [b"2", b"4"]
     assert seen == [b"1", b"3"]
     worker.close("the test is over")
-    assert router.receive()[1] in (b"HEARTBEAT", b"UNREGISTER"), "the same connection"
+    assert unpack(router.receive()[1:])[0] in (b"HEARTBEAT", b"UNREGISTER"), "the same connection"
+    router.close()
+
+
+def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So that it serves as soon as a broker of its own version runs there."""
+    router = Router(zmq.Context.instance())
+    worker = connection(router.address)
+    worker.start()
+    sender, *_ = router.receive()
+    error = Error(code="unsupported_version", message="version 1 is not supported")
+    refusal = [b"ERROR", encode_header(), encode_body(error, "msgpack")]
+    router.send([sender, *pack(refusal)])
+    # One of a broker that does not pack its messages.
+    router.send([sender, *refusal])
+    until(lambda: "version 2 is required" in caplog.text, WAIT_S, "both messages were logged")
+    assert "refuses this worker: version 1 is not supported" in caplog.text
+    answer = encode_body(Registered(worker=1, heartbeat_s=600.0, expiry_s=0.05), "msgpack")
+    router.send([sender, *pack([b"REGISTERED", encode_header(), answer])])
+    while router.receive()[0] == sender:
+        pass
+    worker.close("the test is over")
     router.close()
 
 
@@ -93,15 +117,15 @@ def test_what_is_about_requests_of_an_earlier_registration_is_dropped() -> None:
     worker = connection(router.address)
     worker.start()
     sender, *register = router.receive()
-    assert register[0] == b"REGISTER"
+    assert unpack(register)[0] == b"REGISTER"
     for frames in (
         [b"GENERATE", encode_header(7), b"stale"],
         [b"DRAIN", encode_header(), b"of the worker"],
         [b"REREGISTER", encode_header(), b""],
         [b"GENERATE", encode_header(8), b"new"],
     ):
-        router.send([sender, *frames])
-    while router.receive()[1] != b"REGISTER":
+        router.send([sender, *pack(frames)])
+    while unpack(router.receive()[1:])[0] != b"REGISTER":
         pass
     taken: list[bytes] = []
     while b"new" not in taken:
@@ -124,11 +148,11 @@ def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
         """Answers each registration with a request, until one has arrived."""
         answer = Registered(worker=1, heartbeat_s=0.05, expiry_s=expiry_s)
         while body not in arrived:
-            sender, kind, *_ = router.receive()
-            if kind == b"REGISTER":
+            sender, *received = router.receive()
+            if unpack(received)[0] == b"REGISTER":
                 registered = encode_body(answer, "msgpack")
-                router.send([sender, b"REGISTERED", encode_header(), registered])
-                router.send([sender, b"GENERATE", encode_header(7), body])
+                router.send([sender, *pack([b"REGISTERED", encode_header(), registered])])
+                router.send([sender, *pack([b"GENERATE", encode_header(7), body])])
 
     worker = connection(router.address, first)
     worker.start()

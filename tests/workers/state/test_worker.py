@@ -16,6 +16,7 @@ import zmq
 from msgspec import msgpack
 from tokenbus.protocol.header import Header, decode_header, encode_header, encode_token_header
 from tokenbus.protocol.messages import PROTOCOL_VERSION, ModelInfo, WorkerStatus
+from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register, Role, Variable, VariableAnswer
 
 from ...processes import Bus, Process, clean_environment, until
@@ -82,12 +83,12 @@ class Worker(Dealer):
         self.hear(b"REGISTERED")
 
     def say(self, word: bytes, body: bytes, request: int = 0) -> None:
-        self.socket.send_multipart([word, encode_header(request), body])
+        self.socket.send_multipart(pack([word, encode_header(request), body]))
 
     def hear(self, word: bytes) -> tuple[Header, bytes]:
         """The next message of that type."""
         while True:
-            frames = self.socket.recv_multipart()
+            frames = unpack(self.socket.recv_multipart())
             if frames[0] == word:
                 return decode_header(frames[1]), frames[2]
 
@@ -147,7 +148,7 @@ class System:
     def answers(self, wait_s: float) -> Iterator[bytes]:
         """The answers that come, until none came for ``wait_s``."""
         while self.controller.socket.poll(int(1000 * wait_s)):
-            frames = self.controller.socket.recv_multipart()
+            frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":
                 yield frames[2]
 
@@ -228,7 +229,7 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     system.client.say(b"CANCEL", {"stream_id": stream})
     system.gpu.hear(b"CANCEL")
     end = encode_token_header([], [request])
-    system.gpu.socket.send_multipart([b"TOKEN", end])
+    system.gpu.socket.send_multipart(pack([b"TOKEN", end]))
     until(lambda: system.status.load.get("variables") == 1, 120.0, "its variables are gone")
     assert "has ended" in str(system.one(Variable(request, 0, 50, "get", "x0")).error)
     assert system.one(Variable(other, 0, 1, "get", "x0")).value == b"b"

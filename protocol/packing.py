@@ -1,0 +1,104 @@
+"""The form of a message between broker and workers on a socket: its small frames in one.
+
+To take a frame off a socket costs more than all else that the broker does with it, so the frames
+``[TYPE][header][body][attachment…]`` of a message travel packed::
+
+    [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
+
+Numbers are little-endian. ``count`` frames of the message, at least one, are in the first one, each
+directly behind the one before; the last of them has no size, as it ends with that frame. From the
+first large frame on, each follows as a frame of its own and is not copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+from .errors import Code, RequestError
+from .frames import Frames
+
+PACKING_VERSION = 2
+"""The version of this form. In version 1, which was not packed, the first byte was a letter."""
+MAX_PACKED_BYTES = 2**16
+"""A larger frame is not packed, unless it is the first one, which is the type."""
+MAX_PACKED = 2**16 - 1
+"""Most frames in one."""
+
+_THREE = struct.Struct("<BBHII")
+_PACK, _UNPACK = _THREE.pack, _THREE.unpack_from
+_THREE_SIZE = _THREE.size
+
+
+@lru_cache(maxsize=1024)
+def _sizes(count: int) -> struct.Struct:
+    return struct.Struct(f"<BBH{count - 1}I")
+
+
+def pack(frames: Sequence[bytes]) -> Frames:
+    """The frames to send for the frames of a message, which has at least one."""
+    if len(frames) == 3:
+        # Most messages: type, header and body.
+        kind, header, body = frames
+        if len(header) <= MAX_PACKED_BYTES >= len(body):
+            return [_PACK(PACKING_VERSION, 0, 3, len(kind), len(header)) + kind + header + body]
+    sizes = [len(frame) for frame in frames]
+    count = min(len(frames), MAX_PACKED)
+    if max(sizes) > MAX_PACKED_BYTES:
+        large = (i for i, size in enumerate(sizes) if i and size > MAX_PACKED_BYTES)
+        count = min(next(large, count), count)
+    start = _sizes(count).pack(PACKING_VERSION, 0, count, *sizes[: count - 1])
+    return [b"".join((start, *frames[:count])), *frames[count:]]
+
+
+def unpack(received: Frames) -> Frames:
+    """The frames of a message from those that were received, at least one.
+
+    Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` where the
+    sizes do not match what is there.
+    """
+    packed = received[0]
+    if len(packed) >= _THREE_SIZE and len(received) == 1:
+        version, _, count, kind_size, header_size = _UNPACK(packed)
+        if version == PACKING_VERSION and count == 3:
+            header = _THREE_SIZE + kind_size
+            body = header + header_size
+            if body <= len(packed):
+                return [packed[_THREE_SIZE:header], packed[header:body], packed[body:]]
+    return _unpack_any(received)
+
+
+def _unpack_any(received: Frames) -> Frames:
+    packed = received[0]
+    if packed[:1] != bytes((PACKING_VERSION,)):
+        raise _another_version(packed)
+    count = int.from_bytes(packed[2:4], "little")
+    at = 4 * count
+    if not 4 <= at <= len(packed):
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"a packed frame of {len(packed)} bytes has a count of {count}; the count is at least "
+            "1, and the frame has 4 bytes for each",
+        )
+    frames = []
+    for size in _sizes(count).unpack_from(packed)[3:]:
+        frames.append(packed[at : at + size])
+        at += size
+    if at > len(packed):
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"a packed frame of {len(packed)} bytes has sizes that add up to {at}; they add up to "
+            "no more than the frame has",
+        )
+    return [*frames, packed[at:], *received[1:]]
+
+
+def _another_version(packed: bytes) -> RequestError:
+    version = int.from_bytes(packed[:1], "little")
+    shown = 1 if version >= ord("A") else version
+    return RequestError(
+        Code.UNSUPPORTED_VERSION,
+        f"this message is in version {shown} of the protocol between broker and workers, and "
+        f"version {PACKING_VERSION} is required; run broker and workers of one release",
+    )
