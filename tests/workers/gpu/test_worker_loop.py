@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Header, decode_header
+from tokenbus.protocol.messages import Cancel
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import Lost, Result, StepResult
 from tokenbus.workers.bus import FromBus
@@ -116,6 +117,31 @@ def test_deferred_outputs_are_sent_before_the_worker_waits(
     loop.turn()
     assert [entry["finish_reason"] for entry in loop.entries(2)] == ["length"]
     assert len(loop.entries(1)) == 1
+
+
+@pytest.mark.parametrize("device", ["synchronous", "asynchronous"])
+def test_a_cancelled_stream_gets_one_more_token_at_most(
+    tmp_path: Path, embedded: LoadedModel, request: pytest.FixtureRequest, device: str
+) -> None:
+    if device == "asynchronous":
+        request.getfixturevalue(device)
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1)
+    loop.generate(2)
+    while len(loop.entries(1)) < 3:
+        loop.turn()
+    before = len(loop.entries(1))
+    loop.give(b"CANCEL", Cancel(stream_id=1), 1)
+    loop.turn()
+    assert loop.worker._models.engines["m"].stats()["running"] == 1
+    while loop.entries(1)[-1]["finish_reason"] is None:
+        loop.turn()
+    *tokens, end = loop.entries(1)[before:]
+    assert (end["token"], end["finish_reason"]) == (None, "cancelled")
+    assert len(tokens) <= 1
+    while loop.entries(2)[-1]["finish_reason"] is None:
+        loop.turn()
+    assert len(loop.entries(2)) == 50
 
 
 @pytest.mark.usefixtures("asynchronous")

@@ -1,0 +1,152 @@
+"""A GPU worker whose steps are the test's: it sends a token only when the test says so."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from tokenbus.protocol.bodies import Encoding, decode_as, encode_body
+from tokenbus.protocol.frames import Frames
+from tokenbus.protocol.header import Flag, Header, encode_header, encode_token_header
+from tokenbus.protocol.messages import (
+    FinishReason,
+    Generate,
+    ModelInfo,
+    ModelTokenizerRequest,
+    Msg,
+    Token,
+    TokenizerFiles,
+)
+from tokenbus.protocol.worker_messages import Register
+from tokenbus.workers.bus import Bus, FromBus
+from tokenbus.workers.gpu import embedded
+
+WAIT_S = 120.0
+"""Bounds a hang, in seconds."""
+
+
+def encoding_to(header: Header) -> Encoding:
+    """The encoding of a request's client."""
+    return "msgpack" if header.flags & Flag.MSGPACK else "json"
+
+
+class Stepped:
+    """A request that such a worker runs."""
+
+    def __init__(self, post: Callable[[Frames], None], message: FromBus) -> None:
+        self._post = post
+        self.request = message.header.request
+        self._session = message.header.address
+        self._encoding = encoding_to(message.header)
+        self._stream_id = decode_as(Generate, message.body).stream_id
+        self.sent = 0
+        """Tokens that were sent."""
+
+    def step(self, count: int = 1, finish_reason: FinishReason | None = None) -> None:
+        """Sends the next ``count`` tokens; with a finish reason, the last one ends the request."""
+        entries = [
+            Token(
+                token=7,
+                stream_id=self._stream_id,
+                logprob=-1.0,
+                finish_reason=None,
+                pos=self.sent + i,
+                text="x",
+            )
+            for i in range(count)
+        ]
+        self.sent += count
+        if finish_reason is not None:
+            entries[-1].finish_reason = finish_reason
+        finished = [] if finish_reason is None else [self.request]
+        body = encode_body(entries, self._encoding)
+        self._post([b"TOKEN", encode_token_header([self._session], finished), body])
+
+
+class SteppedWorker:
+    """Serves the model ``stepped``, with the tokenizer of the embedded one."""
+
+    def __init__(self, back: str, capacity: int) -> None:
+        self._capacity = capacity
+        self._arrived: deque[FromBus] = deque()
+        self._bus = Bus(back, self._registration, lambda: (0, {}), self._tokenizer)
+        self._bus.start()
+
+    def begun(self) -> Stepped:
+        """The next request."""
+        return Stepped(self._bus.post, self._next(b"GENERATE"))
+
+    def cancelled(self) -> int:
+        """Which request the next CANCEL ends."""
+        return self._next(b"CANCEL").header.request
+
+    def was_cancelled(self, stream: Stepped) -> bool:
+        """Whether a CANCEL of a request has arrived."""
+        self._arrived.extend(self._bus.take(0.0))
+        return any(
+            m.type == b"CANCEL" and m.header.request == stream.request for m in self._arrived
+        )
+
+    def close(self) -> None:
+        """Leaves the bus."""
+        self._bus.close("the test is over")
+
+    def _next(self, kind: bytes) -> FromBus:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            for message in self._arrived:
+                if message.type == kind:
+                    self._arrived.remove(message)
+                    return message
+            if time.monotonic() > deadline:
+                pytest.fail(f"no {kind.decode()} within {WAIT_S} s")
+            self._arrived.extend(self._bus.take(1.0))
+
+    def _registration(self) -> Register:
+        info = ModelInfo(
+            name="stepped",
+            vocab_size=4096,
+            context_length=2**20,
+            eos_token_ids=[0],
+            fingerprint="stepped",
+        )
+        return Register(
+            name="gpu-stepped",
+            role="gpu",
+            version=1,
+            pid=os.getpid(),
+            host="here",
+            capacity=self._capacity,
+            models=[info],
+            default="stepped",
+        )
+
+    def _tokenizer(self, messages: list[FromBus]) -> list[FromBus]:
+        """On the bus thread: answers requests for the tokenizer."""
+        others = []
+        for message in messages:
+            if message.type != b"TOKENIZER":
+                others.append(message)
+                continue
+            header, encoding = message.header, encoding_to(message.header)
+            asked = decode_as(ModelTokenizerRequest, message.body)
+            json = (embedded.path() / "tokenizer.json").read_text()
+            files = TokenizerFiles(fingerprint="stepped", json=json)
+            answer = encode_body(Msg(stream_id=asked.stream_id, tokenizer=files), encoding)
+            head = encode_header(header.request, header.address, Flag.FINAL)
+            self._bus.post([b"MSG", head, answer])
+        return others
+
+
+@contextmanager
+def stepped_worker(back: str, capacity: int = 64) -> Iterator[SteppedWorker]:
+    """Such a worker, registered with the broker at ``back``."""
+    worker = SteppedWorker(back, capacity)
+    try:
+        yield worker
+    finally:
+        worker.close()
