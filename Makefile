@@ -10,7 +10,7 @@ PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install demo test test-quick test-long lint bench clean
+.PHONY: install demo test test-quick test-long lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -57,6 +57,10 @@ lint: install
 bench: install
 	$(PY) -m pip install --quiet --no-deps 'xgrammar==0.2.8' 'apache-tvm-ffi'
 	@set -e; for b in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
+
+# llama.cpp's server, which benchmarks/serving.py measures beside: some ten minutes, once.
+bench-peers: install
+	$(PY) benchmarks/_llamacpp.py
 
 clean:
 	rm -f grammars/guest/*.wasm

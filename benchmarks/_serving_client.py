@@ -1,0 +1,260 @@
+"""Clients that read streams as fast as they arrive, each in a process of its own.
+
+``python _serving_client.py KIND ADDRESS MODEL`` takes runs from a ``Loader`` (``_served.py``):
+``prompts``, a list of token ids for each stream, all begun at once; ``tokens``, how many each gets;
+``options``, further fields of the request. It answers with tokens per second: ``whole`` from the
+first request to the last token, ``middle`` from a tenth to eight tenths of the tokens, while all
+streams run; and ``client_us``, the CPU time of this process for each token, in microseconds.
+
+- ``count`` has one connection, takes tokens in columns, and decodes no more than how many tokens
+  and ends of streams there are;
+- ``python`` is our ``AsyncClient``. Its runs may have ``seconds`` in place of prompts: one stream
+  after another for so long; the answer has ``per_second``, the tokens of each second;
+- ``llamacpp`` is an HTTP client of llama.cpp's server, one connection for each stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+from _served import answer, orders
+from tokenbus.clients import AsyncClient
+
+SILENCE_MS = 60_000
+"""After this long without a message a run has failed."""
+
+Order = Mapping[str, Any]
+
+
+class Clock:
+    """When the tokens of a run arrived."""
+
+    def __init__(self, total: int) -> None:
+        self.count = 0
+        self._total = total
+        self._low, self._high = total // 10, 8 * total // 10
+        self._marks: list[tuple[int, float]] = []
+        self._cpu = time.process_time()
+        self._began = time.perf_counter()
+
+    def add(self, count: int) -> None:
+        """So many tokens have arrived now."""
+        self.count += count
+        if self.count >= (self._high if self._marks else self._low) and len(self._marks) < 2:
+            self._marks.append((self.count, time.perf_counter()))
+
+    def found(self) -> dict[str, float]:
+        """At the end of a run. Raises RuntimeError where tokens are missing.
+
+        A constraint may end its text a few tokens before the limit, where it is complete.
+        """
+        seconds = time.perf_counter() - self._began
+        if not 0.8 * self._total <= self.count <= self._total:
+            raise RuntimeError(f"{self.count} tokens have arrived; there should be {self._total}")
+        (low, since), (high, until) = self._marks
+        return {
+            "whole": self.count / seconds,
+            "middle": (high - low) / (until - since),
+            "client_us": 1e6 * (time.process_time() - self._cpu) / self.count,
+        }
+
+
+# --- a client that only counts --------------------------------------------------------------------
+
+
+class Counted(msgspec.Struct):
+    """As much of an entry as has to be known to count it."""
+
+    token: int | None = None
+    finish_reason: str | None = None
+
+
+class CountedColumns(msgspec.Struct):
+    """As much of a ``TOKEN`` in columns."""
+
+    tokens: bytes = b""
+    entries: list[Counted] = []
+
+
+_body: Any = msgspec.msgpack.Decoder(list[Counted] | CountedColumns)
+
+
+def tokens_and_ends(body: bytes) -> tuple[int, int]:
+    """How many tokens the body of a ``TOKEN`` has, and how many ends of streams."""
+    found = _body.decode(body)
+    columns = isinstance(found, CountedColumns)
+    tokens, entries = (len(found.tokens) // 4, found.entries) if columns else (0, found)
+    tokens += sum(entry.token is not None for entry in entries)
+    return tokens, sum(entry.finish_reason is not None for entry in entries)
+
+
+class Counting:
+    """One session, which reads frames and nothing in them but how many tokens there are."""
+
+    def __init__(self, front: str, model: str) -> None:
+        self._model = model
+        self._stream_id = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, SILENCE_MS)
+        self._socket.connect(front)
+        self._send(b"HELLO", {"encodings": ["msgpack"], "capabilities": ["columns"]})
+        assert self._socket.recv_multipart()[0] == b"WELCOME"
+
+    def run(self, order: Order) -> dict[str, float]:
+        """Reads these streams to their ends."""
+        prompts, tokens = order["prompts"], order["tokens"]
+        clock = Clock(len(prompts) * tokens)
+        for prompt in prompts:
+            self._stream_id += 1
+            request = {"stream_id": self._stream_id, "model": self._model, "prompt": prompt}
+            request |= {"max_tokens": tokens, "ignore_eos": True, **order["options"]}
+            self._send(b"GENERATE", request)
+        live = len(prompts)
+        while live:
+            try:
+                frames = self._socket.recv_multipart()
+            except zmq.Again:
+                raise RuntimeError(
+                    f"{clock.count} tokens, then none; {live} streams live"
+                ) from None
+            if frames[0] == b"TOKEN":
+                count, ends = tokens_and_ends(frames[1])
+                clock.add(count)
+                live -= ends
+            elif frames[0] == b"ERROR":
+                raise RuntimeError(f"a stream has failed: {frames[1]!r}")
+        return clock.found()
+
+    def _send(self, kind: bytes, body: Mapping[str, Any]) -> None:
+        self._socket.send_multipart([kind, msgspec.msgpack.encode(body)])
+
+
+# --- our own client -------------------------------------------------------------------------------
+
+
+class OurClient:
+    """One ``AsyncClient``, a task for each stream."""
+
+    def __init__(self, client: AsyncClient, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    async def run(self, order: Order) -> dict[str, Any]:
+        """Reads these streams to their ends."""
+        if "seconds" in order:
+            return await self._one_after_another(order)
+        prompts, tokens = order["prompts"], order["tokens"]
+        clock = Clock(len(prompts) * tokens)
+
+        async def read(prompt: list[int]) -> None:
+            async for _ in self._client.generate(
+                prompt, model=self._model, max_tokens=tokens, ignore_eos=True, **order["options"]
+            ):
+                clock.add(1)
+
+        await asyncio.gather(*map(read, prompts))
+        return clock.found()
+
+    async def _one_after_another(self, order: Order) -> dict[str, list[int]]:
+        """How many tokens arrived in each second."""
+        counts = [0] * int(order["seconds"])
+        began = 0.0
+        for prompt in itertools.cycle(order["prompts"]):
+            async for _ in self._client.generate(
+                prompt, model=self._model, max_tokens=order["tokens"], ignore_eos=True
+            ):
+                now = time.perf_counter()
+                began = began or now
+                if now - began >= len(counts):
+                    return {"per_second": counts}
+                counts[int(now - began)] += 1
+        raise ValueError("the run has no prompts")
+
+
+# --- llama.cpp's server ---------------------------------------------------------------------------
+
+
+class LlamaClient:
+    """Connections to llama.cpp's server, kept open, each for one stream at a time."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._open: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def run(self, order: Order) -> dict[str, float]:
+        """Reads these streams to their ends. An event may have the text of several tokens, as half
+        a character is never sent, so that only whole streams can be counted."""
+        prompts, tokens = order["prompts"], order["tokens"]
+        while len(self._open) < len(prompts):
+            self._open.append(await asyncio.open_connection(*self._address))
+        clock = Clock(len(prompts) * tokens)
+
+        async def read(number: int, prompt: list[int]) -> None:
+            clock.add(await self._stream(*self._open[number], prompt, tokens))
+
+        await asyncio.gather(*(read(number, prompt) for number, prompt in enumerate(prompts)))
+        return {"whole": clock.found()["whole"]}
+
+    async def _stream(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        prompt: list[int],
+        tokens: int,
+    ) -> int:
+        """Reads one stream; how many tokens the server says that it had."""
+        body = {"prompt": prompt, "n_predict": tokens, "stream": True, "ignore_eos": True}
+        # The likeliest token, by the shortest way; nothing is taken from earlier prompts.
+        body |= {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0, "cache_prompt": False}
+        data = json.dumps(body).encode()
+        head = "POST /completion HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        begun = await reader.readuntil(b"\r\n\r\n")
+        if not begun.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"llama.cpp's server refused: {begun + await reader.read(4096)!r}")
+        found = 0
+        while True:
+            size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+            event = await reader.readexactly(size + 2)
+            if size == 0:
+                return found
+            if b'"stop":true' in event:
+                found = json.loads(event.split(b"data: ", 1)[1])["tokens_predicted"]
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+async def _serve(run: Callable[[Order], Any]) -> None:
+    loop = asyncio.get_running_loop()
+    waiting = orders()
+    while (order := await loop.run_in_executor(None, next, waiting, None)) is not None:
+        answer(await run(order))
+
+
+async def main(kind: str, address: str, model: str) -> None:
+    """Until the end of the input."""
+    if kind == "count":
+        counting = Counting(address, model)
+        for order in orders():
+            answer(counting.run(order))
+    elif kind == "python":
+        async with AsyncClient(address) as client:
+            await _serve(OurClient(client, model).run)
+    else:
+        host, port = address.split(":")
+        await _serve(LlamaClient(host, int(port)).run)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

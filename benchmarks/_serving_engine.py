@@ -1,0 +1,48 @@
+"""The engine of a GPU worker without a bus: ``python _serving_engine.py MODEL``.
+
+It loads the model as a worker does, by the same settings, and takes the same runs as
+``_serving_client.py``; its answers have ``whole`` only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from _served import answer, orders
+from tokenbus.protocol.settings import load
+
+
+def main(model: str) -> None:
+    """Until the end of the input."""
+    settings = load(model=model)
+    if settings.threads:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    # As in the worker: torch is imported when the number of its threads is set.
+    from tokenbus.protocol.sampling import Sampling
+    from tokenbus.workers.gpu.models import Failed, Models, Ready
+
+    models = Models(settings, lambda: None)
+    models.want(model)
+    while not isinstance(event := models.events.get(), Ready):
+        if isinstance(event, Failed):
+            raise event.error
+    engine = event.engine
+    request = 0
+    for order in orders():
+        began = time.perf_counter()
+        for prompt in order["prompts"]:
+            request += 1
+            sampling = Sampling(max_tokens=order["tokens"], ignore_eos=True)
+            engine.add(request, prompt, sampling)
+        count = 0
+        while engine.has_work:
+            count += len(engine.step())
+        seconds = time.perf_counter() - began
+        assert count == len(order["prompts"]) * order["tokens"]
+        answer({"whole": count / seconds})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

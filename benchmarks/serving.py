@@ -1,0 +1,228 @@
+"""Tokens per second of a whole system over those of its forward, its engine and llama.cpp's server.
+
+- ``served_vs_forward_*``: the forward is a sleep on the device's queue (``_standin_gpu.py``), which
+  leaves the CPU free as a GPU does. Tokens of all streams per second, over as many as there would
+  be if no step took longer than its forward. The client only counts what it receives (``_python``:
+  our ``AsyncClient``); timed from a tenth to eight tenths of the tokens, while all streams run.
+- ``served_vs_engine_*``: a Llama of 21 million parameters, through the bus to our ``AsyncClient``,
+  over the same engine within a process. Prompts of 32 tokens; a stream of 192 tokens, or 32 of 64.
+- ``vs_llamacpp_*``: the same requests over llama.cpp's server, float32 and greedy too, its streams
+  read over HTTP. Without that server, which ``make bench-peers`` builds, these figures are absent.
+- ``slowest_second_vs_median``: of a minute of streams of 1,000 tokens, one after another.
+
+All rounds alternate. A figure is the median, over the rounds, of the ratio of two runs of the same
+round. The machine is shared by all processes of a system and its clients; those that are not
+measured are idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from _llamacpp import HOW, SERVER, LlamaServer
+from _models import VOCAB, llama_folder
+from _report import report
+from _served import HERE, Loader, System
+
+ROUNDS = 5
+SHORT = 0.15
+"""Part of a run that only warms up."""
+MINUTE_S = 60.0
+REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
+
+
+class Load(NamedTuple):
+    """A run: so many streams of so many tokens each, from a system read by a client."""
+
+    system: str
+    client: str
+    streams: int
+    tokens: int
+    prompt: int = 8
+    options: dict[str, Any] = {}
+    rate: str = "middle"
+
+
+LOADS = {
+    "forward_1": Load("standin_5ms", "count", 1, 500),
+    "forward_64": Load("standin_5ms", "count", 64, 500),
+    "forward_256": Load("standin_5ms", "count", 256, 400),
+    "forward_64_regex": Load("standin_5ms", "count", 64, 500, options=REGEX),
+    "forward_64_python": Load("standin_5ms", "python", 64, 500),
+    "forward_64_2ms": Load("standin_2ms", "count", 64, 1_000),
+    "bus_1": Load("model", "python", 1, 192, 32, rate="whole"),
+    "engine_1": Load("model", "engine", 1, 192, 32, rate="whole"),
+    "llamacpp_1": Load("llamacpp", "llamacpp", 1, 192, 32, rate="whole"),
+    "bus_32": Load("model", "python", 32, 64, 32, rate="whole"),
+    "engine_32": Load("model", "engine", 32, 64, 32, rate="whole"),
+    "llamacpp_32": Load("llamacpp", "llamacpp", 32, 64, 32, rate="whole"),
+}
+FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
+"""Seconds of the forward of a stand-in."""
+
+
+class Figure(NamedTuple):
+    """The ratio of the rates of two loads; without ``over``, to a system that never waits."""
+
+    load: str
+    over: str
+    note: str
+
+
+FIGURES = {
+    "served_vs_forward_1": Figure("forward_1", "", "1 stream, forward of 5 ms; at least 0.95"),
+    "served_vs_forward_64": Figure("forward_64", "", "64 streams; at least 0.95"),
+    "served_vs_forward_256": Figure("forward_256", "", "256 streams; at least 0.80"),
+    "served_vs_forward_64_regex": Figure(
+        "forward_64_regex", "", "64 streams under a regex; at least 0.90"
+    ),
+    "served_vs_forward_64_python": Figure(
+        "forward_64_python", "", "64 streams to our AsyncClient; at least 0.90"
+    ),
+    "served_vs_forward_64_2ms": Figure(
+        "forward_64_2ms", "", "64 streams, forward of 2 ms; at least 0.80"
+    ),
+    "served_vs_engine_1": Figure(
+        "bus_1", "engine_1", "through the bus over within a process, 1 stream; at least 0.85"
+    ),
+    "served_vs_engine_32": Figure("bus_32", "engine_32", "32 streams; at least 0.85"),
+    "vs_llamacpp_1": Figure(
+        "bus_1", "llamacpp_1", "over llama.cpp's server, 1 stream; at least 0.6"
+    ),
+    "vs_llamacpp_32": Figure("bus_32", "llamacpp_32", "32 streams; at least 1.2"),
+}
+MINUTE = "slowest_second_vs_median"
+NOTES = {
+    **{name: figure.note for name, figure in FIGURES.items()},
+    MINUTE: "the slowest second of a minute of one stream over the median; at least 0.6",
+    **{f"{name}_tokens_per_s": "" for name in LOADS},
+}
+
+
+class Runs(Protocol):
+    """What takes runs: a ``Loader``."""
+
+    def run(self, **order: Any) -> dict[str, Any]: ...
+
+
+class Systems:
+    """The systems that some loads need, and their clients, by what they are called in ``LOADS``."""
+
+    def __init__(self, stack: ExitStack, folder: Path, needed: set[tuple[str, str]]) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._model = llama_folder(folder / "llama", eos=False)
+        systems = {name for name, client in needed if client != "engine"}
+        started = {name: stack.enter_context(self._system(name)) for name in sorted(systems)}
+        for system in started.values():
+            system.wait()
+        self._clients: dict[tuple[str, str], Runs] = {}
+        for name, client in sorted(needed):
+            self._clients[name, client] = self._client(started.get(name), client)
+
+    def _system(self, name: str) -> System | LlamaServer:
+        folder = self._folder / name
+        if name == "llamacpp":
+            return LlamaServer(folder, self._model)
+        if name == "model":
+            return System(folder, self._model)
+        standin = [str(HERE / "_standin_gpu.py"), str(FORWARDS[name]), str(folder / "waits")]
+        return System(folder, self._model, standin, steered=True)
+
+    def _client(self, system: System | LlamaServer | None, client: str) -> Loader:
+        script, address = "_serving_client.py", [str(self._model)]
+        if isinstance(system, LlamaServer):
+            address = [client, system.address, str(self._model)]
+        elif client != "engine":
+            assert system is not None
+            address = [client, system.front, str(self._model)]
+        else:
+            script = "_serving_engine.py"
+        return self._stack.enter_context(Loader(script, *address))
+
+    def rate(self, name: str, number: int, part: float) -> float:
+        """Tokens per second of a load in the round of this number; ``part`` of its tokens."""
+        load = LOADS[name]
+        found = self._clients[load.system, load.client].run(
+            # New ones in each round, the same for all: nothing is in a cache.
+            prompts=prompts(random.Random(number), load.streams, load.prompt),
+            tokens=max(10, int(load.tokens * part)),
+            options=load.options,
+        )
+        return float(found[load.rate])
+
+    def slowest_second(self, seconds: float) -> float:
+        """Tokens of the slowest second of one stream, over the median second."""
+        found = self._clients["model", "python"].run(
+            prompts=prompts(random.Random(0), 100, 32), tokens=1_000, seconds=seconds
+        )
+        counts = found["per_second"]
+        return float(min(counts) / statistics.median(counts))
+
+
+def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
+    """So many prompts of this length in tokens."""
+    return [[chosen.randrange(300, VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def ideal(load: Load) -> float:
+    """Tokens per second of a stand-in if no step took longer than its forward."""
+    return load.streams / FORWARDS[load.system]
+
+
+def measure(names: list[str], quick: bool) -> dict[str, float]:
+    """The figures of these names."""
+    figures = {name: FIGURES[name] for name in names if name in FIGURES}
+    used = {f.load for f in figures.values()} | {f.over for f in figures.values()}
+    loads = [name for name in LOADS if name in used]
+    needed = {LOADS[name][:2] for name in loads}
+    if MINUTE in names:
+        needed.add(("model", "python"))
+    rates: dict[str, list[float]] = {name: [] for name in loads}
+    results: dict[str, float] = {}
+    part = SHORT if quick else 1.0
+    with tempfile.TemporaryDirectory(prefix="tb-") as name, ExitStack() as stack:
+        systems = Systems(stack, Path(name), needed)
+        for load in loads:
+            systems.rate(load, -1, SHORT)
+        for number in range(1 if quick else ROUNDS):
+            for load, found in rates.items():
+                found.append(systems.rate(load, number, part))
+        if MINUTE in names:
+            results[MINUTE] = systems.slowest_second(MINUTE_S * (0.1 if quick else 1.0))
+    for name, figure in figures.items():
+        ours = rates[figure.load]
+        over = rates.get(figure.over) or [ideal(LOADS[figure.load])] * len(ours)
+        results[name] = statistics.median(a / b for a, b in zip(ours, over, strict=True))
+    for load, found in rates.items():
+        results[f"{load}_tokens_per_s"] = statistics.median(found)
+    return {name: results[name] for name in NOTES if name in results}
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
+    choices = [*FIGURES, MINUTE]
+    parser.add_argument("--only", nargs="+", choices=choices, default=choices, metavar="NAME")
+    options = parser.parse_args()
+    # Ended by a signal, it ends what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    names = options.only
+    if not SERVER.exists() and any(name.startswith("vs_llamacpp") for name in names):
+        print(HOW, file=sys.stderr)
+        names = [name for name in names if not name.startswith("vs_llamacpp")]
+    report(measure(names, options.quick), NOTES, options.json)
+
+
+if __name__ == "__main__":
+    main()
