@@ -1,8 +1,13 @@
 """A GPU worker whose forward is a sleep, which leaves the CPU free as a GPU does.
 
-``python benchmarks/_standin_gpu.py SECONDS FILE``: everything else is the worker as it is. At its
-end it writes to FILE how long each step waited for decisions after its logits were ready, as JSON:
-``[[sequences, seconds], …]``.
+``python benchmarks/_standin_gpu.py SECONDS FILE``: everything else is the worker as it is. The
+device does its work in order, as a CUDA stream does: a forward takes SECONDS from when the one
+before it is over, and the tokens of a step are drawn within it. What the host does meanwhile costs
+the device nothing; a device without work waits. Steps overlap unless ``TOKENBUS_OVERLAP`` is
+``off``.
+
+At its end it writes to FILE how long each step waited for decisions after its logits were ready, as
+JSON: ``[[sequences, seconds], …]``.
 """
 
 from __future__ import annotations
@@ -12,50 +17,118 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 from tokenbus.protocol.settings import load
+from tokenbus.workers.gpu import engine as engine_module
+from tokenbus.workers.gpu import step as step_module
+from tokenbus.workers.gpu.device_queue import Work
 from tokenbus.workers.gpu.engine import Engine, PendingStep
+from tokenbus.workers.gpu.packing import Packed
 from tokenbus.workers.gpu.runner import Runner
-from tokenbus.workers.gpu.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.sampler import Drawn, Rows
 from tokenbus.workers.gpu.steering import Steering
 from tokenbus.workers.gpu.worker import GpuWorker
+
+T = TypeVar("T")
+
+
+class TimedWork(Work[T]):
+    """Work that is over at a time; its result is known before, but not given."""
+
+    over_at = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether that time has come."""
+        return time.monotonic() >= self.over_at
+
+    def wait(self) -> None:
+        """Sleeps until then."""
+        left = self.over_at - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+
+class SleepingDevice:
+    """A queue whose forwards take ``seconds`` each, and everything else no time."""
+
+    overlaps = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._busy_until = 0.0
+
+    def submit(self, run: Callable[[], T]) -> Work[T]:
+        """Hands work over."""
+        work = TimedWork(run)
+        work.do()
+        work.over_at = self._busy_until
+        return work
+
+    def compute(self) -> None:
+        """A forward begins when what is before it is over."""
+        self._busy_until = max(time.monotonic(), self._busy_until) + self._seconds
+
+
+def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
+    """Tokens as if they had been drawn on the device: any, or one that its mask allows."""
+    count, vocab = len(rows.parameters), logits.shape[-1]
+    tokens = (np.arange(count) * 7919 + 101) % vocab
+    allowed = np.ones(count)
+    if rows.masks:
+        masked = list(rows.masks)
+        words = np.stack(list(rows.masks.values()))
+        # Not the first of the vocabulary: they end a text.
+        first = 8 + int(rows.positions[0]) * 37 % (words.shape[1] // 2)
+        at = first + (words[:, first:] != 0).argmax(1)
+        found = words[np.arange(len(masked)), at].astype(np.int64)
+        for i in np.flatnonzero(found == 0):
+            at[i] = (words[i] != 0).argmax()
+            found[i] = words[i, at[i]]
+        tokens[masked] = at * 32 + np.log2(np.maximum(found & -found, 1)).astype(np.int64)
+        allowed[masked] = found != 0
+    fixed = np.full(count, -1.0)
+    numbers = torch.from_numpy(np.stack([tokens.astype(np.float64), fixed, allowed, -fixed]))
+    return Drawn(rows, vocab, torch.from_numpy(tokens), numbers)
 
 
 def main() -> None:
     """Serves until SIGTERM."""
     seconds, out = float(sys.argv[1]), Path(sys.argv[2])
     settings = load()
+    if settings.overlap == "auto":
+        settings = msgspec.structs.replace(settings, overlap="on")
     logging.basicConfig(level=settings.log_level.upper())
     worker = GpuWorker(settings)
     waits: list[tuple[int, float]] = []
     decide = Steering.decide
-    logits: dict[str, torch.Tensor] = {}
+    device = SleepingDevice(seconds)
 
-    def run(self: Runner, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
-        rows = sum(chunk.end - chunk.first_row for chunk in batch.chunks)
+    def forward(self: Runner, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        device.compute()
         vocab = next(iter(worker._models.engines.values())).loaded.vocab_size
-        if not logits:
-            logits["all"] = torch.randn(256, vocab, generator=torch.Generator().manual_seed(0))
-        time.sleep(seconds)
-        return batch.chunks, logits["all"][:rows]
+        return torch.zeros(1, 1).expand(len(packed.rows), vocab)
 
     def timed(
-        self: Steering,
-        engine: Engine,
-        step: PendingStep,
-        forward_s: float,
-        receive: Callable[..., Any],
+        self: Steering, engine: Engine, step: PendingStep, receive: Callable[..., Any]
     ) -> None:
         ready = len(step.ready)
-        began = time.perf_counter()
-        decide(self, engine, step, forward_s, receive)
-        waits.append((ready, time.perf_counter() - began))
+        began = time.monotonic()
+        decide(self, engine, step, receive)
+        work = step.forward.work if step.forward is not None else None
+        if isinstance(work, TimedWork):
+            began = max(began, work.over_at)
+        waits.append((ready, max(0.0, time.monotonic() - began)))
 
-    Runner.run = run  # type: ignore[method-assign]
+    engine_module.device_queue = lambda *_: device  # type: ignore[assignment]
+    step_module.draw = draw
+    Runner.forward = forward  # type: ignore[method-assign]
     Steering.decide = timed  # type: ignore[method-assign]
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("the benchmark is over"))
     worker.run()

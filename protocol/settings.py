@@ -64,6 +64,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Requests assigned to one GPU worker, waiting ones included; others queue at the broker."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Launch the forward of a step before the tokens of the step before it are taken, so that the
+    device does not wait for the worker's Python. ``auto``: on a GPU."""
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0

@@ -6,9 +6,9 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves, so that a program can decide how each sequence goes on: ``begin`` runs the
-forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask`` may be
-called between the two, for the sequences in ``PendingStep.ready``, and at any other time.
+A step has two halves, so that a program can decide how each sequence goes on: ``begin`` launches
+the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask`` may
+be called between the two, for the sequences in ``PendingStep.ready``, and at any other time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import FinishReason
@@ -26,12 +25,14 @@ from ...protocol.metrics import Histogram
 from ...protocol.sampling import Sampling
 from .allocator import keep_freed_memory
 from .block_manager import BlockManager
+from .device_queue import device_queue
 from .intake import Intake
 from .kv_cache import default_bytes, token_bytes
 from .loader import LoadedModel
+from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import PendingStep, PromptUsage, StepOutputs, TokenOutput
+from .sequence import PromptUsage, StepOutputs, TokenOutput
 from .sequences import LiveSequences
 from .step import Stepper
 from .varlen import choose_layout
@@ -55,6 +56,8 @@ class EngineConfig:
     """Memory of the KV cache, in bytes; None: a part of the memory that is free."""
     compiled: bool = False
     """Run the model through torch.compile."""
+    overlap: bool = False
+    """Launch the forward of a step before the tokens of the step before it are taken."""
 
 
 class Engine:
@@ -78,13 +81,19 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        self._runner = Runner(loaded, num_blocks, layout, config.compiled)
+        # The other ranks get the ids of each forward from the host.
+        overlap = config.overlap and loaded.ranks is None
+        queue = device_queue(loaded.device, overlap)
+        self._runner = Runner(loaded, num_blocks, layout, config.compiled, queue)
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         self._live = LiveSequences(
             self._intake, self._scheduler, self._blocks, self._runner, config.max_forks
         )
-        self._stepper = Stepper(self._live, self._scheduler, self._blocks, self._runner)
+        self._overlaps = overlap
+        self._stepper = Stepper(
+            self._live, self._scheduler, self._blocks, self._runner, self._overlaps
+        )
         log.info(
             "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; attention: %s",
             loaded.name,
@@ -171,9 +180,9 @@ class Engine:
         return bool(self._live.requests)
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether the forward runs asynchronously on its device after ``begin`` has returned."""
-        return self.loaded.device.type == "cuda"
+    def overlaps(self) -> bool:
+        """Whether ``finish`` launches the forward of the next step."""
+        return self._overlaps
 
     @property
     def mask_words(self) -> int:
@@ -225,13 +234,9 @@ class Engine:
         """The first half of a step: the forward of what is scheduled."""
         return self._stepper.begin()
 
-    def wait_for_forward(self) -> None:
-        """Returns when the forward that ``begin`` has started is over on its device."""
-        if self.is_asynchronous:
-            torch.cuda.current_stream(self.loaded.device).synchronize()
-
     def finish(self, step: PendingStep) -> StepOutputs:
-        """The second half: samples the next token of each sequence that is ready."""
+        """The second half: samples the next token of each sequence that is ready, and launches the
+        forward of the next step before it waits for the tokens, where steps overlap."""
         return self._stepper.finish(step)
 
     # --- steering -------------------------------------------------------------------------------
@@ -294,8 +299,8 @@ class Engine:
     def defer(self, request: int, seq: int) -> None:
         """Defers a ready sequence until ``reschedule``: it keeps its logits, but no slot."""
         sequence, step = self._live.named(request, seq), self._live.step
-        if step is not None and step.logits is not None and sequence in step.rows:
-            sequence.row = step.logits[step.rows.pop(sequence)].clone()
+        if step is not None and sequence in step.rows:
+            sequence.row = step.keep(step.rows.pop(sequence))
             self._scheduler.defer(sequence)
 
     def reschedule(self, request: int, seq: int) -> None:

@@ -39,7 +39,7 @@ class Follower:
                 loaded = self._loaded.pop(name)
                 self._runners[name] = Runner(loaded, num_blocks, layout, compiled)
             case Forward(name, packed):
-                self._runners[name].forward(packed)
+                self._runners[name].follow(packed)
             case Clear(name, blocks):
                 self._runners[name].clear_blocks(blocks)
             case Drop(name):

@@ -56,8 +56,9 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
         self._off = False
 
-    def run(self, packed: Packed) -> torch.Tensor | None:
-        """The logits of a step that only decodes; None where it must run without a graph."""
+    def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor | None:
+        """The logits of a step that only decodes, of the tokens ``ids``; None where it must run
+        without a graph."""
         spans = packed.spans
         if self._off or spans is None or max(spans.queries) > 1 or len(packed.ids) > SIZES[-1]:
             return None
@@ -66,11 +67,11 @@ class DecodeGraphs:
         try:
             if recorded is None:
                 recorded = self._record(size)
-                self._fill(recorded, packed)
+                self._fill(recorded, packed, ids)
                 self._check(recorded, len(packed.ids))
                 self._recorded[size] = recorded
             else:
-                self._fill(recorded, packed)
+                self._fill(recorded, packed, ids)
             recorded.graph.replay()
         except Exception as error:
             log.warning("steps run without CUDA graphs: %s", error)
@@ -109,14 +110,14 @@ class DecodeGraphs:
             logits = self._forward(ids, positions, rows, batch)
         return _Recorded(graph, ids, positions, batch, logits)
 
-    def _fill(self, recorded: _Recorded, packed: Packed) -> None:
+    def _fill(self, recorded: _Recorded, packed: Packed, ids: torch.Tensor) -> None:
         """Writes a step into the buffers; what is beyond it writes to the spare block."""
         spans, count = packed.spans, len(packed.ids)
         assert spans is not None
         padding = len(recorded.ids) - count
         spare = self._spare * self._block_size
         batch = recorded.batch
-        recorded.ids.copy_(_tensor([*packed.ids, *[0] * padding]), non_blocking=True)
+        recorded.ids[:count].copy_(ids)
         recorded.positions.copy_(_tensor([*packed.positions, *[0] * padding]), non_blocking=True)
         batch.slot_mapping.copy_(
             _tensor([*packed.slot_mapping, *[spare] * padding]), non_blocking=True
@@ -140,4 +141,4 @@ class DecodeGraphs:
 
 
 def _tensor(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values)
+    return torch.tensor(values).pin_memory()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import psutil
 import torch
+
+from .device_queue import on_device
 
 BLOCK_SIZE = 16
 """Tokens of a block that is gathered."""
@@ -72,7 +75,7 @@ class KVCache:
         if not copies:
             return
         device = next(iter(self.layers.values()))[0].device
-        source, target = torch.tensor(copies, device=device).T
+        source, target = on_device(np.array(copies, dtype=np.int64), device).T
         for pair in self.layers.values():
             for tensor in pair:
                 tensor[target] = tensor[source]

@@ -53,7 +53,6 @@ class LiveStreams:
         self._history = History(self._streams)
         self._recipients: dict[str, Recipients] = {}
         """Of the batch of each model, while its streams stay as they are."""
-        self._unsent: list[StepOutputs] = []
         self.num_outputs = 0
         """Outputs that were sent, all streams together."""
         self.inconsistent = False
@@ -77,19 +76,10 @@ class LiveStreams:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    def defer(self, outputs: StepOutputs) -> None:
-        """Keeps outputs for the next ``send``, which comes while the next forward runs."""
-        self._unsent.append(outputs)
-
     def send(self, outputs: StepOutputs | list[TokenOutput]) -> None:
-        """Sends outputs, after those that were deferred; streams that end with them are over."""
+        """Sends outputs; streams that end with them are over."""
         if not isinstance(outputs, StepOutputs):
             outputs = StepOutputs(outputs)
-        unsent, self._unsent = self._unsent, []
-        for step in (*unsent, outputs):
-            self._send(step)
-
-    def _send(self, outputs: StepOutputs) -> None:
         new: dict[int, tuple[Stream, list[Token]]] = {}
         self._add(outputs.others, new)
         columns = None

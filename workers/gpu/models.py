@@ -160,6 +160,7 @@ class Models:
                 kv_cache_bytes=settings.kv_cache_bytes or None,
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,
+                overlap=_overlaps(settings, loaded),
             )
             self._report(Ready(name, Engine(loaded, config)))
         except ModelLoadError as error:
@@ -195,3 +196,11 @@ def model_info(loaded: LoadedModel) -> ModelInfo:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
     )
+
+
+def _overlaps(settings: Settings, loaded: LoadedModel) -> bool:
+    """Whether the steps of a model overlap. On a CPU its forward and the worker's Python would only
+    take each other's time."""
+    if settings.overlap == "auto":
+        return loaded.device.type != "cpu"
+    return settings.overlap == "on"

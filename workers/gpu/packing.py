@@ -75,6 +75,10 @@ class Packed(Struct, array_like=True):
     """Blocks to copy first, as (from, to)."""
     spans: PackedSpans | None = None
     """Instead of ``groups``, for FlashAttention."""
+    fed: list[int] = []
+    """The packed tokens whose ids are still on the device: those drawn in the step before."""
+    drawn: list[int] = []
+    """The row of that step in which each of them was drawn."""
 
 
 def pack(
@@ -98,7 +102,12 @@ def pack(
         at = len(packed.ids)
         if end - start == 1:
             block = sequence.block_table.blocks[start // block_size]
-            packed.ids.append(sequence.tokens[start])
+            if start < len(sequence.tokens):
+                packed.ids.append(sequence.tokens[start])
+            else:
+                packed.ids.append(0)
+                packed.fed.append(at)
+                packed.drawn.append(sequence.drawn)
             packed.positions.append(start)
             packed.slot_mapping.append(block * block_size + start % block_size)
         else:
@@ -126,6 +135,10 @@ class Mirrors:
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
         """By the sequences' identities: their last chunks, the mirror, and its capacity."""
         self._numbers = count(1)
+
+    def forget(self) -> None:
+        """What was to be added to the mirrors was not computed: none of them is valid."""
+        self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
         """Assigns each group of decodes its mirror: that of the step before, where it is valid."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from . import varlen
 from .attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
+from .device_queue import DeviceQueue, InlineQueue, Work, on_device
 from .fused import Attend
 from .graphs import DecodeGraphs
 from .head import packed_head
@@ -20,15 +23,34 @@ from .projections import packing_budget
 from .scheduler import Batch, Chunk
 
 
+@dataclass(slots=True)
+class Forward:
+    """A forward that was handed to the device."""
+
+    chunks: list[Chunk]
+    """In the order of their rows."""
+    num_rows: int
+    work: Work[torch.Tensor]
+    """Gives the logits ``[num_rows, vocab]`` (float32) of the tokens from each chunk's
+    ``first_row`` to its end."""
+
+
 class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``compiled``: through torch.compile, which makes the first steps slow.
+    ``compiled``: through torch.compile, which makes the first steps slow. ``queue``: where rank 0
+    hands its work to the device.
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_blocks: int, layout: Layout, compiled: bool = False
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        layout: Layout,
+        compiled: bool = False,
+        queue: DeviceQueue | None = None,
     ) -> None:
+        self.queue: DeviceQueue = queue or InlineQueue()
         self._device = loaded.device
         self._ranks = loaded.ranks
         self._name = loaded.name
@@ -61,33 +83,58 @@ class Runner:
         if self._ranks is not None:
             self._ranks.open(self._name, num_blocks, layout, compiled)
 
-    def run(self, batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
-        """The forward of a step: the chunks in the order of their rows, and the logits
-        ``[rows, vocab]`` (float32) of the tokens from each chunk's ``first_row`` to its end."""
+    def launch(self, batch: Batch, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
+        """Hands the forward of a step to the device. ``drawn`` gives, in the queue's turn, the
+        tokens of the sampling before it: the ids that are not known here."""
         size, in_place, _ = self._layout
         chunks, packed = pack(batch, size, spans=in_place, mirrors=self._mirrors)
-        if self._ranks is None:
-            return chunks, self.forward(packed)
-        with self._ranks.forward(self._name, packed):
-            return chunks, self.forward(packed)
+        if packed.copies:
+            # Not a part of the forward: where that fails, the blocks are in their tables all the
+            # same.
+            self.queue.submit(lambda: self._copy_blocks(packed))
+        work = self.queue.submit(lambda: self._run(packed, drawn))
+        return Forward(chunks, len(packed.rows), work)
+
+    def forget_mirrors(self) -> None:
+        """A forward that was launched was not computed."""
+        if self._mirrors is not None:
+            self._mirrors.forget()
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Sets blocks to zeros, since they contain NaN."""
-        self._cache.clear_blocks(blocks)
+        self.queue.submit(lambda: self._cache.clear_blocks(blocks))
         if self._ranks is not None:
             self._ranks.clear(self._name, blocks)
 
+    def follow(self, packed: Packed) -> None:
+        """A rank's part of a forward that rank 0 runs."""
+        self._copy_blocks(packed)
+        self.forward(packed)
+
     @torch.inference_mode()
-    def forward(self, packed: Packed) -> torch.Tensor:
+    def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of a forward: the logits of ``packed.rows``."""
-        self._cache.copy_blocks(packed.copies)
+        ids = self._tensor(packed.ids)
+        if drawn is not None:
+            ids[self._tensor(packed.fed)] = drawn[self._tensor(packed.drawn)]
         if self._graphs is not None:
-            logits = self._graphs.run(packed)
+            logits = self._graphs.run(packed, ids)
             if logits is not None:
                 return logits.float()
-        rows = self._tensor(packed.rows)
-        ids, positions = self._tensor(packed.ids), self._tensor(packed.positions)
+        rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()
+
+    def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        """Rank 0's part of a forward, in the queue's turn."""
+        tokens = drawn() if drawn is not None and packed.fed else None
+        if self._ranks is None:
+            return self.forward(packed, tokens)
+        with self._ranks.forward(self._name, packed):
+            return self.forward(packed, tokens)
+
+    @torch.inference_mode()
+    def _copy_blocks(self, packed: Packed) -> None:
+        self._cache.copy_blocks(packed.copies)
 
     def _forward(
         self,
@@ -141,4 +188,4 @@ class Runner:
         )
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        return on_device(np.array(values, dtype=np.int64), self._device)

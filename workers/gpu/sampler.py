@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from ...protocol.sampling import Sampling
+from .device_queue import on_device
 
 NAN = "the model's logits contain NaN"
+_MAX_INT64 = 2**63 - 1
 INSPECTED = 5
 """The most likely tokens that are looked at with ``inspect``, where the request wants none."""
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
@@ -39,6 +41,60 @@ class Row:
     """Report the likeliest tokens that the mask forbids."""
 
 
+class RowParameters:
+    """What does not change from token to token of how the tokens of n rows are chosen: the columns
+    of their requests' parameters."""
+
+    def __init__(self, rows: Sequence[tuple[Sampling, int, int]]) -> None:
+        """``rows``: sampling parameters, seed and number of the sequence of each row."""
+        samplings = [sampling for sampling, _, _ in rows]
+        self.seeds = np.array([seed for _, seed, _ in rows], dtype=np.uint64)
+        self.seqs = np.array([seq for _, _, seq in rows], dtype=np.uint64)
+        self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
+        self.top_k = np.array([min(s.top_k, _MAX_INT64) for s in samplings], dtype=np.int64)
+        self.top_p = np.array([s.top_p for s in samplings], dtype=np.float32)
+        self.min_p = np.array([s.min_p for s in samplings], dtype=np.float32)
+        self.cut = np.array([_cuts(s) for s in samplings], dtype=bool)
+        """Whether top_k, top_p or min_p leave tokens out."""
+        self.random: list[int] = np.flatnonzero(self.temperature > 0).tolist()
+        """The rows that are not greedy."""
+        self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
+        """The rows whose logits bias or penalties change."""
+        self.samplings = samplings
+        self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+
+@dataclass(slots=True)
+class Rows:
+    """How to choose from the n rows of a step."""
+
+    parameters: RowParameters
+    positions: np.ndarray
+    """int64 ``[n]``: the position of each one's token, counted from the first that was generated.
+    """
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    """By row, where it has one: the allowed tokens, as ``Row.mask``."""
+    seen: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    """By row, where the request has penalties: prompt, and generated tokens."""
+    inspected: Sequence[int] = ()
+    """The rows with ``inspect``."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Rows:
+        """The columns of these rows."""
+        parameters = RowParameters([(row.sampling, row.seed, row.seq) for row in rows])
+        return cls(
+            parameters,
+            np.array([row.position for row in rows], dtype=np.int64),
+            {i: row.mask for i, row in enumerate(rows) if row.mask is not None},
+            {i: (rows[i].prompt, rows[i].generated) for i in parameters.bent},
+            [i for i, row in enumerate(rows) if row.inspect],
+        )
+
+
 @dataclass(slots=True)
 class Sampled:
     """What was chosen from each row, as lists of the rows' length."""
@@ -46,20 +102,69 @@ class Sampled:
     tokens: list[int]
     logprobs: list[float]
     """Under the model's own distribution."""
-    top: list[dict[int, float]]
+    numbers: np.ndarray
+    """Both once more, as float64 ``[2, rows]``."""
+    top: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By row, where its request wants them: its most likely tokens and the chosen one."""
     errors: dict[int, str] = field(default_factory=dict)
     """Rows from which no token could be chosen."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """Of rows with ``inspect``: those of their most likely tokens that the mask forbids."""
+    """Of rows with ``inspect`` and a mask: those of their most likely tokens that it forbids."""
+    allowed: dict[int, int] = field(default_factory=dict)
+    """Of the same rows: how many tokens the mask allows."""
 
 
-@torch.inference_mode()
+@dataclass(slots=True)
+class Drawn:
+    """What was chosen from each row, on its way from the device: see ``fetch``."""
+
+    rows: Rows
+    vocab: int
+    tokens: torch.Tensor
+    """int64 ``[rows]``, on the device."""
+    numbers: torch.Tensor
+    """float64 ``[4, rows]``, on the host: tokens, log-probabilities, whether any token was allowed,
+    and the logarithm of the sum of exponentials, once the device has reached this point."""
+    likely: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The most likely tokens ``[rows, most]`` and their log-probabilities, on the host too."""
+
+    def fetch(self) -> Sampled:
+        """The same as Python's numbers. The device must have reached this point."""
+        numbers = self.numbers.numpy()
+        tokens, values, fine, totals = numbers
+        result = Sampled(list(map(int, tokens.tolist())), values.tolist(), numbers[:2])
+        if not np.isfinite(totals).all():
+            result.errors = dict.fromkeys(np.flatnonzero(~np.isfinite(totals)).tolist(), NAN)
+        if not fine.all():
+            forbidden = np.flatnonzero(fine == 0).tolist()
+            result.errors = dict.fromkeys(forbidden, NOTHING_ALLOWED) | result.errors
+        if self.likely is not None:
+            _report_likely(result, self.rows, *self.likely)
+        for i in self.rows.inspected:
+            mask = self.rows.masks.get(i)
+            if mask is not None:
+                result.allowed[i] = _count(mask, self.vocab)
+        return result
+
+
 def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> Sampled:
     """Chooses a token for each of ``rows``; row i is sampled from ``logits[which[i]]``.
 
     Several rows may use the same logits: the sequences that are forked from one prompt.
     """
-    own = logits if list(which) == list(range(len(logits))) else logits[list(which)]
+    drawn = draw(logits, which, Rows.of(rows))
+    if drawn.tokens.is_cuda:
+        torch.cuda.current_stream(drawn.tokens.device).synchronize()
+    return drawn.fetch()
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
+    """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
+    rows of ``logits`` as they are."""
+    own = logits
+    if which is not None and list(which) != list(range(len(logits))):
+        own = logits[_ints(which, logits)]
     # On a CPU, max is two and a half times as fast as argmax, and its result serves logsumexp too.
     best = own.max(-1)
     log_total = (own - best.values.unsqueeze(-1)).exp_().sum(-1).log_() + best.values
@@ -68,39 +173,54 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     results = torch.stack(
         [chosen.double(), logprobs.double(), allowed.double(), log_total.double()]
     )
-    tokens, values, fine, totals = results.tolist()
-    result = Sampled([int(t) for t in tokens], values, [])
-    for i, total in enumerate(totals):
-        if total != total or total in (float("inf"), float("-inf")):
-            result.errors[i] = NAN
-        elif not fine[i]:
-            result.errors[i] = NOTHING_ALLOWED
-    result.top = _top(own, log_total, rows, result)
-    return result
+    numbers = results.to("cpu", non_blocking=True)
+    return Drawn(rows, own.shape[-1], chosen, numbers, _likely(own, log_total, rows))
 
 
-def scores(
-    logits: torch.Tensor, tokens: Sequence[int], most: int = 0
-) -> tuple[list[float], Sequence[dict[int, float] | None]]:
-    """The natural log-probability of each of ``tokens``, given the row of logits before it; and the
-    ``most`` likely tokens of each row together with that token, None if ``most`` is 0."""
-    at = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+@dataclass(slots=True)
+class Scores:
+    """The log-probabilities of scored tokens, on their way from the device: see ``fetch``."""
+
+    tokens: Sequence[int]
+    values: torch.Tensor
+    """``[tokens]``, on the host once the device has reached this point; so are the others."""
+    likely: tuple[torch.Tensor, torch.Tensor] | None
+    """The most likely tokens ``[tokens, most]`` and their log-probabilities."""
+
+    def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
+        """The log-probability of each token; and the most likely tokens of its row together with
+        it, None where none are wanted. The device must have reached this point."""
+        values: list[float] = self.values.tolist()
+        if self.likely is None:
+            return values, [None] * len(values)
+        ids, logprobs = (tensor.tolist() for tensor in self.likely)
+        rows = zip(ids, logprobs, self.tokens, values, strict=True)
+        return values, [dict(zip(i, p, strict=True)) | {t: value} for i, p, t, value in rows]
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
+    """The natural log-probability of each of ``tokens``, given the row of logits before it, and the
+    ``most`` likely tokens of each row. On CUDA nothing here waits for the device."""
     every = torch.log_softmax(logits, -1)
-    values: list[float] = every.gather(-1, at).squeeze(-1).tolist()
-    if not most:
-        return values, [None] * len(values)
-    likely = every.topk(min(most, every.shape[-1]), -1)
-    rows = zip(likely.indices.tolist(), likely.values.tolist(), tokens, values, strict=True)
-    return values, [dict(zip(ids, p, strict=True)) | {t: value} for ids, p, t, value in rows]
+    values = every.gather(-1, _ints(tokens, logits).unsqueeze(-1)).squeeze(-1)
+    likely = None
+    if most:
+        found = every.topk(min(most, every.shape[-1]), -1)
+        likely = (
+            found.indices.to("cpu", non_blocking=True),
+            found.values.to("cpu", non_blocking=True),
+        )
+    return Scores(tokens, values.to("cpu", non_blocking=True), likely)
 
 
-def uniforms(rows: Sequence[Row]) -> np.ndarray:
+def uniforms(seeds: np.ndarray, seqs: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each row, from (seed, sequence, position): splitmix64, chained
     (Steele, Lea, Flood 2014)."""
-    state = np.array([row.seed for row in rows], dtype=np.uint64)
+    state = seeds.astype(np.uint64)
     with np.errstate(over="ignore"):
-        for part in ([row.seq for row in rows], [row.position for row in rows]):
-            state = _mix(state + np.array(part, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        for part in (seqs, positions):
+            state = _mix(state + part.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -111,28 +231,29 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return np.asarray(z ^ (z >> np.uint64(31)))
 
 
-def _choose(
-    own: torch.Tensor, best: torch.Tensor, rows: Sequence[Row]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(own: torch.Tensor, best: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """The token of each row, and whether the row allows any token at all."""
-    chosen = best.clone()
-    allowed = torch.ones(len(rows), dtype=torch.bool, device=own.device)
+    chosen = best
+    random = rows.parameters.random
+    allowed = torch.ones(len(best), dtype=torch.bool, device=own.device)
     bending = _changed_rows(rows, best)
+    if not bending and not random:
+        return chosen, allowed
     places = {i: place for place, i in enumerate(bending)}
     at = _ints(bending, own)
-    bent = _bend(own[at], [rows[i] for i in bending]) if bending else own
+    bent = _bend(own[at], bending, rows) if bending else own
     if bending:
         chosen[at] = bent.max(-1).indices
-    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if random == bending and random:
-        chosen[at] = _draw(bent, [rows[i] for i in random])
+    if random == bending:
+        chosen[at] = _draw(bent, random, rows)
     elif random:
         index = _ints(random, own)
         drawn = own[index]
-        for k, i in enumerate(random):
-            if i in places:
-                drawn[k] = bent[places[i]]
-        chosen[index] = _draw(drawn, [rows[i] for i in random])
+        both = [(k, places[i]) for k, i in enumerate(random) if i in places]
+        if both:
+            to, of = zip(*both, strict=True)
+            drawn[_ints(to, own)] = bent[_ints(of, own)]
+        chosen[index] = _draw(drawn, random, rows)
     if bending:
         allowed[at] = bent.gather(-1, chosen[at].unsqueeze(-1)).squeeze(-1) > float("-inf")
     return chosen, allowed
@@ -141,38 +262,44 @@ def _choose(
 # --- what changes the logits ----------------------------------------------------------------------
 
 
-def _changed_rows(rows: Sequence[Row], best: torch.Tensor) -> list[int]:
+def _changed_rows(rows: Rows, best: torch.Tensor) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
-    A greedy row with a mask and nothing else is not among them where the mask allows the best
-    token: no other token would be chosen.
+    On a CPU, a greedy row with a mask and nothing else is not among them where the mask allows the
+    best token: no other token would be chosen. Elsewhere that is not known on the host.
     """
-    found = []
+    found = set(rows.parameters.bent)
     tokens: list[int] | None = None
-    for i, row in enumerate(rows):
-        if row.mask is not None and not row.sampling.temperature and not _bends(row):
+    for i, mask in rows.masks.items():
+        if i not in found and not best.is_cuda and not rows.parameters.temperature[i]:
             tokens = best.tolist() if tokens is None else tokens
-            if not _allows(row.mask, tokens[i]):
-                found.append(i)
-        elif row.mask is not None or _bends(row):
-            found.append(i)
-    return found
+            if _allows(mask, tokens[i]):
+                continue
+        found.add(i)
+    return sorted(found)
 
 
 def _allows(mask: np.ndarray | None, token: int) -> bool:
     return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
 
 
-def _bend(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _count(mask: np.ndarray, vocab: int) -> int:
+    """How many of ``vocab`` tokens a mask allows."""
+    bits = int.from_bytes(mask.tobytes(), "little")
+    return (bits & ((1 << vocab) - 1)).bit_count()
+
+
+def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
     """Bias, penalties and masks put into the logits of these rows, which are changed."""
-    _add_bias(bent, rows)
-    _penalise(bent, rows)
-    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    samplings = [rows.parameters.samplings[i] for i in which]
+    _add_bias(bent, samplings)
+    _penalise(bent, samplings, [rows.seen.get(i, ((), ())) for i in which])
+    masked = [place for place, i in enumerate(which) if i in rows.masks]
     if masked:
-        words = np.stack([~row.mask for row in rows if row.mask is not None])
+        words = ~np.stack([rows.masks[which[place]] for place in masked])
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        forbidden = torch.from_numpy(bits[:, : bent.shape[1]]).view(torch.bool).to(bent.device)
-        if len(masked) == len(rows):
+        forbidden = on_device(bits[:, : bent.shape[1]].view(np.bool_), bent.device)
+        if len(masked) == len(which):
             bent.masked_fill_(forbidden, float("-inf"))
         else:
             index = _ints(masked, bent)
@@ -180,75 +307,82 @@ def _bend(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return bent
 
 
-def _bends(row: Row) -> bool:
+def _bends(s: Sampling) -> bool:
     """Whether bias or penalties change a row's logits."""
-    s = row.sampling
     return bool(
         s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
     )
 
 
-def _add_bias(bent: torch.Tensor, rows: Sequence[Row]) -> None:
-    entries = [(i, t, b) for i, row in enumerate(rows) for t, b in row.sampling.logit_bias.items()]
+def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
+    entries = [(i, t, b) for i, s in enumerate(samplings) for t, b in s.logit_bias.items()]
     if entries:
         where, tokens, amounts = zip(*entries, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
-        bent.index_put_(index, torch.tensor(amounts, device=bent.device), accumulate=True)
+        bent.index_put_(index, _floats(amounts, bent), accumulate=True)
 
 
-def _penalise(bent: torch.Tensor, rows: Sequence[Row]) -> None:
+def _penalise(
+    bent: torch.Tensor,
+    samplings: Sequence[Sampling],
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> None:
     seen: list[tuple[int, int, float]] = []
     less: list[tuple[int, int, float]] = []
-    for i, row in enumerate(rows):
-        s = row.sampling
+    for i, (s, (prompt, generated)) in enumerate(zip(samplings, texts, strict=True)):
         if s.repetition_penalty != 1:
-            every = set(row.prompt) | set(row.generated)
+            every = set(prompt) | set(generated)
             seen += [(i, t, s.repetition_penalty) for t in every]
         if s.presence_penalty or s.frequency_penalty:
-            for token, count in Counter(row.generated).items():
+            for token, count in Counter(generated).items():
                 less.append((i, token, s.presence_penalty + s.frequency_penalty * count))
     if seen:
         where, tokens, amounts = zip(*seen, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
-        factor = torch.tensor(amounts, device=bent.device, dtype=bent.dtype)
+        factor = _floats(amounts, bent)
         old = bent[index]
         bent[index] = torch.where(old > 0, old / factor, old * factor)
     if less:
         where, tokens, amounts = zip(*less, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
-        change = -torch.tensor(amounts, device=bent.device, dtype=bent.dtype)
-        bent.index_put_(index, change, accumulate=True)
+        bent.index_put_(index, -_floats(amounts, bent), accumulate=True)
+
+
+def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return on_device(np.array(values, dtype=np.float32), like.device).to(like.dtype)
 
 
 def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, device=like.device)
+    return on_device(np.array(values, dtype=np.int64), like.device)
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
 
-def _draw(bent: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """A token for each row, at its temperature, from the tokens that its cuts leave.
+def _draw(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+    """A token for each of these rows, at its temperature, from the tokens that its cuts leave.
 
     Rows with cuts are sorted, the others are not: a row must not depend on the others in its batch.
     """
     device = bent.device
-    temperature = torch.tensor([r.sampling.temperature for r in rows], device=device)
-    scaled = bent.double() / temperature.double().unsqueeze(-1)
-    at = torch.from_numpy(uniforms(rows)).to(device)
-    chosen = torch.empty(len(rows), dtype=torch.long, device=device)
-    cut = [_cuts(r.sampling) for r in rows]
-    whole = [i for i, c in enumerate(cut) if not c]
-    if whole:
-        index = _ints(whole, bent)
+    p = rows.parameters
+    own = np.array(which, dtype=np.int64)
+    temperature = on_device(p.temperature[own].astype(np.float64), device)
+    scaled = bent.double() / temperature.unsqueeze(-1)
+    at = on_device(uniforms(p.seeds[own], p.seqs[own], rows.positions[own]), device)
+    cut = p.cut[own]
+    if not cut.any():
+        return _invert(torch.softmax(scaled, -1), at)
+    chosen = torch.empty(len(which), dtype=torch.long, device=device)
+    if not cut.all():
+        index = on_device(np.flatnonzero(~cut), device)
         chosen[index] = _invert(torch.softmax(scaled[index], -1), at[index])
-    some = [i for i, c in enumerate(cut) if c]
-    if some:
-        index = _ints(some, bent)
-        ordered, ids = scaled[index].sort(dim=-1, descending=True, stable=True)
-        kept = _cut(torch.softmax(ordered, -1), [rows[i].sampling for i in some])
-        place = _invert(kept, at[index])
-        chosen[index] = ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    some = np.flatnonzero(cut)
+    index = on_device(some, device)
+    ordered, ids = scaled[index].sort(dim=-1, descending=True, stable=True)
+    kept = _cut(torch.softmax(ordered, -1), own[some], p)
+    place = _invert(kept, at[index])
+    chosen[index] = ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
     return chosen
 
 
@@ -256,13 +390,13 @@ def _cuts(s: Sampling) -> bool:
     return bool(s.top_k or s.top_p < 1 or s.min_p)
 
 
-def _cut(probabilities: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+def _cut(probabilities: torch.Tensor, which: np.ndarray, p: RowParameters) -> torch.Tensor:
     """Sorted probabilities with those set to 0 that top_k, top_p and min_p leave out, in turn."""
     device, size = probabilities.device, probabilities.shape[-1]
-    most = [min(s.top_k or size, size) for s in samplings]
-    top_k = torch.tensor(most, device=device).unsqueeze(-1)
-    top_p = torch.tensor([s.top_p for s in samplings], device=device).unsqueeze(-1)
-    min_p = torch.tensor([s.min_p for s in samplings], device=device).unsqueeze(-1)
+    most = np.where(p.top_k[which] == 0, size, np.minimum(p.top_k[which], size))
+    top_k = on_device(most, device).unsqueeze(-1)
+    top_p = on_device(p.top_p[which], device).unsqueeze(-1)
+    min_p = on_device(p.min_p[which], device).unsqueeze(-1)
     kept = probabilities * (torch.arange(size, device=device) < top_k)
     before = kept.cumsum(-1) - kept
     kept = kept * (before < top_p * kept.sum(-1, keepdim=True))
@@ -282,25 +416,30 @@ def _invert(probabilities: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 # --- the most likely tokens -----------------------------------------------------------------------
 
 
-def _top(
-    own: torch.Tensor, log_total: torch.Tensor, rows: Sequence[Row], result: Sampled
-) -> list[dict[int, float]]:
-    """For each row its most likely tokens and the chosen one, with their log-probabilities."""
-    chosen = [{t: p} for t, p in zip(result.tokens, result.logprobs, strict=True)]
-    inspected = [i for i, row in enumerate(rows) if row.inspect and row.mask is not None]
-    most = max(row.sampling.top_logprobs for row in rows)
-    if inspected:
+def _likely(
+    own: torch.Tensor, log_total: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The most likely tokens of all rows and their log-probabilities, where any request wants some;
+    on their way to the host."""
+    most = max(rows.parameters.top_logprobs.values(), default=0)
+    if any(i in rows.masks for i in rows.inspected):
         most = max(most, INSPECTED)
     if not most:
-        return chosen
+        return None
     values, ids = own.topk(min(most, own.shape[-1]), -1)
-    logprobs = (values - log_total.unsqueeze(-1)).tolist()
-    likely = ids.tolist()
-    for i in inspected:
-        n = rows[i].sampling.top_logprobs or INSPECTED
-        result.cut[i] = [t for t in likely[i][:n] if not _allows(rows[i].mask, t)]
-    found = []
-    for i, (row, tokens) in enumerate(zip(rows, likely, strict=True)):
-        n = row.sampling.top_logprobs
-        found.append(dict(zip(tokens[:n], logprobs[i][:n], strict=True)) | chosen[i])
-    return found
+    logprobs = values - log_total.unsqueeze(-1)
+    return ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+
+
+def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """For each row whose request wants them its most likely tokens, and what its mask forbade."""
+    likely, values = ids.tolist(), logprobs.tolist()
+    wanted = rows.parameters.top_logprobs
+    for i, n in wanted.items():
+        top = dict(zip(likely[i][:n], values[i][:n], strict=True))
+        result.top[i] = top | {result.tokens[i]: result.logprobs[i]}
+    for i in rows.inspected:
+        mask = rows.masks.get(i)
+        if mask is not None:
+            n = wanted.get(i, INSPECTED)
+            result.cut[i] = [t for t in likely[i][:n] if not _allows(mask, t)]

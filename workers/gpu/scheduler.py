@@ -9,6 +9,7 @@ blocks back, waits, and is computed again later.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import NamedTuple
@@ -44,6 +45,11 @@ class Chunk(NamedTuple):
         if self.sequence.scored:
             return min(max(self.start, self.sequence.num_prompt - 1), self.end)
         return self.end - 1 if self.completes else self.end
+
+    @property
+    def scored_tokens(self) -> Tokens[int]:
+        """Of a score: the tokens that follow those whose logits are needed."""
+        return self.sequence.tokens[self.first_row + 1 : self.end + 1]
 
 
 @dataclass(slots=True)
@@ -159,6 +165,9 @@ class Scheduler:
         if len(self.running) > self._max_num_seqs:
             active = nlargest(self._max_num_seqs, self.running, key=_rank)
         # Those that are rescheduled have their logits already: they need no forward.
+        ending = [s for s in active if s.ends_with_next]
+        if ending:
+            active = [s for s in active if not s.ends_with_next]
         decodes = [s for s in active if s.target - s.num_computed_tokens == 1]
         prefills = [s for s in active if s.target - s.num_computed_tokens > 1]
         scheduled: set[int] = set()
@@ -170,10 +179,13 @@ class Scheduler:
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         while room > 0 and self.waiting:
-            slots = len(self.running) + sum(s.pending_forks for s in self.running)
+            slots = len(self.running) - len(ending) + sum(s.pending_forks for s in self.running)
             if self.running and slots >= self._max_num_seqs:
                 break
             sequence = self.waiting.first()
+            if sequence.drawn >= 0:
+                # It was preempted just now, and its token is still on the device.
+                break
             if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
                 break
             if sequence.row is not None:

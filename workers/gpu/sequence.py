@@ -1,4 +1,4 @@
-"""A sequence and its outputs; the logits from which the sequences of a step are sampled."""
+"""A sequence and its outputs."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ class PromptUsage:
     """When that was, by ``time.monotonic``."""
 
 
+@dataclass(slots=True)
+class KeptRow:
+    """The logits of a deferred sequence; its forks share them."""
+
+    logits: torch.Tensor | None = None
+    """``[vocab]``; None until the device has copied them."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of a request, from its arrival to its end."""
@@ -107,19 +115,36 @@ class Sequence:
     """Later arrivals that were admitted before it."""
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
-    row: torch.Tensor | None = None
-    """The logits ``[vocab]`` that it is sampled from when it has been deferred."""
+    row: KeptRow | None = None
+    """What it is sampled from when it has been deferred."""
+    drawn: int = -1
+    """While its next token is on the device and not here yet: its row among those drawn with it."""
 
     @property
     def target(self) -> int:
         """Tokens that must be in the cache before it has a result: for a score, all but the last,
         whose own distribution is not needed."""
-        return len(self.tokens) - self.scored
+        return len(self.tokens) + (self.drawn >= 0) - self.scored
+
+    @property
+    def gives_columns(self) -> bool:
+        """Whether its tokens are reported in columns, but for the last."""
+        return self.text is None and not self.inspect and not self.sampling.top_logprobs
+
+    @property
+    def ends_with_next(self) -> bool:
+        """Whether the token that is on the device is its last, by its length."""
+        return self.drawn >= 0 and len(self.tokens) + 1 >= self.max_length
 
     @property
     def num_generated(self) -> int:
         """Tokens after the prompt."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt(self) -> Tokens[int]:
+        """The tokens of the prompt."""
+        return self.tokens[: self.num_prompt]
 
     @property
     def generated(self) -> Tokens[int]:
@@ -173,24 +198,3 @@ class StepOutputs:
     def as_outputs(self) -> list[TokenOutput]:
         """All of them as a list of outputs."""
         return list(self)
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A step between its forward and its sampling."""
-
-    logits: torch.Tensor | None = None
-    """``[rows, vocab]``, float32."""
-    rows: dict[Sequence, int] = field(default_factory=dict)
-    """The sequences that will be sampled, and the row of the logits that each is sampled from."""
-
-    @property
-    def ready(self) -> list[tuple[int, int]]:
-        """The sequences that will be sampled, as (request, seq)."""
-        return [(s.request, s.seq) for s in self.rows]
-
-    def add(self, logits: torch.Tensor) -> int:
-        """Appends rows of logits; returns the number of the first."""
-        first = 0 if self.logits is None else len(self.logits)
-        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
-        return first

@@ -10,9 +10,10 @@ from ...protocol.logs import about
 from ...protocol.messages import FinishReason
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
+from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import Inspected, PendingStep, Sequence, TokenOutput
+from .sequence import Inspected, Sequence, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class LiveSequences:
         self._next_fork: dict[int, int] = {}
         """By request: the number of its next fork."""
         self.step: PendingStep | None = None
-        """The step that has computed its logits and has not been sampled."""
+        """The step whose forward was launched, and which has not been sampled."""
         self.outputs: list[TokenOutput] = []
         """What the next step returns first."""
         self.forks = 0
@@ -69,6 +70,13 @@ class LiveSequences:
                 Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq} to steer"
             )
         return sequence
+
+    def has_any_of(self, step: PendingStep) -> bool:
+        """Whether any sequence that a step computes or samples is still alive."""
+        if step.rows:
+            return True
+        chunks = (part.chunk.sequence for part in step.parts)
+        return any(self.find(s.request, s.seq) is s for s in chunks)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of the table and of every step; its blocks are given back."""

@@ -38,6 +38,8 @@ PATIENCE = 0.25
 """How long a batch waits for missing decisions, as a part of the time its forward took."""
 PATIENCE_S = (0.0003, 0.005)
 """At least and at most."""
+POLL_S = 0.0005
+"""How often it is looked whether the forward is over, in seconds, while a decision is missing."""
 CHECK_S = 1.0
 """How often overdue decisions are looked for, in seconds."""
 
@@ -147,21 +149,22 @@ class Steering:
 
     # --- the step -------------------------------------------------------------------------------
 
-    def decide(
-        self, engine: Engine, step: PendingStep, forward_s: float, receive: Callable[[float], None]
-    ) -> None:
-        """Between forward and sampling: takes in decisions, waits a moment for missing ones, and
-        defers the sequences that still have none.
+    def decide(self, engine: Engine, step: PendingStep, receive: Callable[[float], None]) -> None:
+        """Between forward and sampling: takes in decisions while the forward runs, waits a moment
+        more for missing ones, and defers the sequences that still have none.
 
         ``receive`` takes the messages of the bus, waiting up to so many seconds for the first.
         """
         receive(0.0)
         undecided = self._undecided(step)
+        while undecided and not step.computed:
+            receive(POLL_S)
+            undecided = self._undecided(step)
         waited = 0.0
         if undecided and len(undecided) < len(step.ready):
             low, high = PATIENCE_S
             began = now = time.monotonic()
-            until = began + min(high, max(low, PATIENCE * forward_s))
+            until = began + min(high, max(low, PATIENCE * (began - step.launched_at)))
             while undecided and (left := until - now) > 0:
                 receive(left)
                 undecided = self._undecided(step)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from .attention import register
+from .device_queue import on_device
 from .kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache, Layout
 from .loader import LoadedModel
 from .packing import PackedSpans
@@ -50,7 +52,7 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
     starts = [0, *accumulate(spans.queries)]
 
     def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(slot_mapping.device, non_blocking=True)
+        return on_device(np.array(values, dtype=np.int32), slot_mapping.device)
 
     return VarlenBatch(
         cache=cache,

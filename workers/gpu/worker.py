@@ -119,9 +119,6 @@ class GpuWorker:
     def _take(self) -> None:
         """Takes the messages that have arrived; waits for one while there is nothing to step."""
         busy = any(engine.has_work for engine in self._models.engines.values())
-        if not busy:
-            # The step that deferred outputs are kept for will not come before something changes.
-            self._streams.send([])
         self._receive(0 if busy else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
@@ -156,11 +153,7 @@ class GpuWorker:
             if not engine.has_work:
                 continue
             try:
-                outputs = self._computed(engine)
-                if engine.is_asynchronous and engine.has_work:
-                    self._streams.defer(outputs)
-                else:
-                    self._streams.send(outputs)
+                self._streams.send(self._computed(engine))
             except Exception as error:
                 self._step_failed(model, engine, error)
             self._bus.flush()
@@ -168,19 +161,14 @@ class GpuWorker:
     def _computed(self, engine: Engine) -> StepOutputs:
         """What one step of an engine gives its clients.
 
-        On a GPU the forward runs on while the tokens of the step before are sent and new requests
-        are read; on a CPU it is over when ``begin`` returns, so they are sent at once.
+        Where steps overlap, this step's forward has been running since ``finish`` of the step
+        before, while that one's tokens were sent; and the next one runs when this returns.
         """
         with self._bus.stepping():
-            began = time.monotonic()
             step = engine.begin()
-            if engine.is_asynchronous:
-                self._streams.send([])
-                self._receive()
+            self._receive()
             if self._steering.active:
-                engine.wait_for_forward()
-                forward_s = time.monotonic() - began
-                self._steering.decide(engine, step, forward_s, self._receive)
+                self._steering.decide(engine, step, self._receive)
             outputs = engine.finish(step)
         if self._steering.active:
             outputs = StepOutputs(self._steering.sampled(engine, outputs.as_outputs()))
@@ -201,8 +189,6 @@ class GpuWorker:
     def _step_failed(self, model: str, engine: Engine, error: Exception) -> None:
         """Ends the streams of a model whose step has failed as a whole; the worker ends where its
         device or its tables cannot be trusted any more."""
-        # Those that ended in the step before are over: they do not fail with this one.
-        self._streams.send([])
         for stream in self._streams:
             if stream.model == model:
                 self._streams.fail(stream, error, f"computing a step of {model}")
@@ -265,7 +251,6 @@ class GpuWorker:
 
     def _lost(self, lost: Lost) -> None:
         """Requests that have no controller any more end, after what they have computed."""
-        self._streams.send([])
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)

@@ -21,7 +21,8 @@ from tokenbus.protocol.worker_messages import (
 )
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel
-from tokenbus.workers.gpu.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.runner import Forward
+from tokenbus.workers.gpu.scheduler import Batch
 from tokenbus.workers.gpu.steering import Steering
 from tokenbus.workers.machine import machine_id
 
@@ -42,13 +43,13 @@ class CountingEngine(Engine):
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         super().__init__(loaded, config)
-        run = self._runner.run
+        launch = self._runner.launch
 
-        def counted(batch: Batch) -> tuple[list[Chunk], torch.Tensor]:
+        def counted(batch: Batch, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
             self.forwarded += batch.num_tokens
-            return run(batch)
+            return launch(batch, drawn)
 
-        self._runner.run = counted  # type: ignore[method-assign]
+        self._runner.launch = counted  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -148,7 +149,7 @@ class Bench:
         if not engine.has_work:
             return
         step = engine.begin()
-        self.steering.decide(engine, step, 0.0, self._receive)
+        self.steering.decide(engine, step, self._receive)
         self._receive_outputs(self.steering.sampled(engine, engine.finish(step).as_outputs()))
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 

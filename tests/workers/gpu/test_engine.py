@@ -176,14 +176,16 @@ def test_a_sequence_whose_logits_are_nan_ends_alone() -> None:
 def test_a_forward_that_raises_ends_only_the_sequence_that_causes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = engine._runner.run
+    real = engine._runner.launch
 
-    def run_or_raise(batch: Any) -> Any:
+    def launch_or_fail(batch: Any, drawn: Any = None) -> Any:
+        forward = real(batch, drawn)
         if any(chunk.sequence.request == 2 for chunk in batch.chunks):
-            raise RuntimeError("out of memory")
-        return real(batch)
+            forward.work.wait()
+            forward.work.error = RuntimeError("out of memory")
+        return forward
 
-    monkeypatch.setattr(engine._runner, "run", run_or_raise)
+    monkeypatch.setattr(engine._runner, "launch", launch_or_fail)
     for number in (1, 2, 3):
         engine.add(number, [5, 6, number], Sampling(max_tokens=5, ignore_eos=True))
     outputs = run(engine)

@@ -152,9 +152,10 @@ def test_top_logprobs_are_the_best_and_the_chosen_one() -> None:
 
 
 def test_random_numbers_are_even_and_independent_of_seed_sequence_and_position() -> None:
-    by_position = uniforms([row(seed=1, position=i) for i in range(4000)])
-    by_seed = uniforms([row(seed=i) for i in range(4000)])
-    by_sequence = uniforms([row(seed=1, seq=i) for i in range(4000)])
+    zeros, counted = np.zeros(4000, dtype=np.int64), np.arange(4000)
+    by_position = uniforms(zeros + 1, zeros, counted)
+    by_seed = uniforms(counted, zeros, zeros)
+    by_sequence = uniforms(zeros + 1, counted, zeros)
     for numbers in (by_position, by_seed, by_sequence):
         assert numbers.min() >= 0
         assert numbers.max() < 1

@@ -26,15 +26,18 @@ CONTROLLER = 7
 class Loop:
     """A worker whose messages a test writes and reads."""
 
-    def __init__(self, folder: Path, loaded: LoadedModel, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, loaded: LoadedModel, overlap: bool = False, **settings: Any
+    ) -> None:
         back = f"ipc://{folder}/back.sock"
         self.worker = GpuWorker(Settings(back=back, model="auto", allow=["*"], **settings))
         self.loaded = loaded
+        self.overlap = overlap
         self.load("m")
 
     def load(self, model: str) -> None:
         """A model is loaded."""
-        config = EngineConfig(kv_cache_bytes=2**22)
+        config = EngineConfig(kv_cache_bytes=2**22, overlap=self.overlap)
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()
 
@@ -95,37 +98,11 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
-@pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines work as on a GPU."""
-    monkeypatch.setattr(Engine, "is_asynchronous", True)
-    monkeypatch.setattr(Engine, "wait_for_forward", lambda self: None)
-
-
-@pytest.mark.usefixtures("asynchronous")
-def test_deferred_outputs_are_sent_before_the_worker_waits(
-    tmp_path: Path, embedded: LoadedModel
-) -> None:
-    loop = Loop(tmp_path, embedded)
-    loop.generate(1, controller="c")
-    loop.generate(2, max_tokens=1)
-    loop.decide(1, "sample")
-    loop.turn()
-    assert loop.entries(2) == [], "they wait for the next forward"
-    loop.decide(1, "suspend")
-    loop.turn()
-    loop.turn()
-    assert [entry["finish_reason"] for entry in loop.entries(2)] == ["length"]
-    assert len(loop.entries(1)) == 1
-
-
-@pytest.mark.parametrize("device", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_cancelled_stream_gets_one_more_token_at_most(
-    tmp_path: Path, embedded: LoadedModel, request: pytest.FixtureRequest, device: str
+    tmp_path: Path, embedded: LoadedModel, overlap: bool
 ) -> None:
-    if device == "asynchronous":
-        request.getfixturevalue(device)
-    loop = Loop(tmp_path, embedded)
+    loop = Loop(tmp_path, embedded, overlap=overlap)
     loop.generate(1)
     loop.generate(2)
     while len(loop.entries(1)) < 3:
@@ -144,11 +121,11 @@ def test_a_cancelled_stream_gets_one_more_token_at_most(
     assert len(loop.entries(2)) == 50
 
 
-@pytest.mark.usefixtures("asynchronous")
-def test_a_stream_that_has_ended_gets_no_error_of_what_comes_after(
-    tmp_path: Path, embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_fails_the_streams_that_are_left(
+    tmp_path: Path, embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    loop = Loop(tmp_path, embedded)
+    loop = Loop(tmp_path, embedded, overlap=overlap)
     loop.generate(1)
     loop.generate(2, max_tokens=1)
     loop.turn()
@@ -158,11 +135,11 @@ def test_a_stream_that_has_ended_gets_no_error_of_what_comes_after(
     assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [1]
 
 
-@pytest.mark.usefixtures("asynchronous")
+@pytest.mark.parametrize("overlap", [False, True])
 def test_what_was_computed_is_sent_before_a_lost_controller_ends_its_stream(
-    tmp_path: Path, embedded: LoadedModel
+    tmp_path: Path, embedded: LoadedModel, overlap: bool
 ) -> None:
-    loop = Loop(tmp_path, embedded)
+    loop = Loop(tmp_path, embedded, overlap=overlap)
     loop.generate(1)
     loop.generate(2, controller="c")
     loop.decide(2, "sample")

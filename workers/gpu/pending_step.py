@@ -1,0 +1,86 @@
+"""A step between its forward and its sampling: rows of logits, and what is sampled from them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .runner import Forward
+from .scheduler import Chunk
+from .sequence import KeptRow, Sequence
+
+
+class Part(NamedTuple):
+    """A chunk, and its rows of the forward's logits: ``[row, row + rows)``."""
+
+    chunk: Chunk
+    row: int
+    rows: int
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its rows give log-probabilities of a score."""
+        return self.chunk.sequence.scored and self.rows > 0
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step whose forward has been handed to the device, and which has not been sampled.
+
+    Rows are numbered: first those of the forward, then those that were kept.
+    """
+
+    forward: Forward | None = None
+    """None where all of its sequences are sampled from logits that they kept."""
+    kept: list[KeptRow] = field(default_factory=list)
+    """The logits of sequences that had been deferred and are in this step again."""
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    """The sequences that will be sampled, and the row that each is sampled from."""
+    keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
+    """Rows of the forward that are kept for sequences that were deferred in this step."""
+    parts: list[Part] = field(default_factory=list)
+    """What the forward computes, in the order of its rows."""
+    launched_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def ready(self) -> list[tuple[int, int]]:
+        """The sequences that will be sampled, as (request, seq)."""
+        return [(s.request, s.seq) for s in self.rows]
+
+    @property
+    def num_forward_rows(self) -> int:
+        """Rows of the forward."""
+        return self.forward.num_rows if self.forward is not None else 0
+
+    @property
+    def computed(self) -> bool:
+        """Whether the device is over with the forward."""
+        return self.forward is None or self.forward.work.done
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """``[rows, vocab]``, float32, once the device has them; None where there are none. Raises
+        the error of the forward."""
+        if self.forward is not None:
+            self.forward.work.wait()
+        return self.device_logits()
+
+    def device_logits(self) -> torch.Tensor | None:
+        """The same for work that is behind the forward in the device's queue."""
+        parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
+        if self.forward is not None and self.forward.num_rows:
+            parts.insert(0, self.forward.work.value)
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return torch.cat(parts)
+
+    def keep(self, row: int) -> KeptRow:
+        """Keeps a row beyond this step."""
+        if row >= self.num_forward_rows:
+            return self.kept[row - self.num_forward_rows]
+        kept = KeptRow()
+        self.keeping.append((row, kept))
+        return kept

@@ -1,0 +1,109 @@
+"""What a step has given: its tokens are appended to their sequences, and become outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .sampler import NAN, Rows, Sampled, Scores
+from .scheduler import Chunk
+from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
+from .sequences import LiveSequences
+
+
+class Results:
+    """Takes what was computed for the live sequences."""
+
+    def __init__(self, live: LiveSequences) -> None:
+        self._live = live
+        self.sampled_tokens = 0
+
+    def take(
+        self, sequences: list[Sequence], rows: Rows, sampled: Sampled, in_columns: bool = True
+    ) -> TokenColumns | None:
+        """Appends a token to each of ``sequences``. Returns those that are nothing but a token, if
+        ``in_columns``; the others are among the outputs of the live sequences."""
+        self.sampled_tokens += len(sequences)
+        others = {s.request for s in sequences}
+        if in_columns:
+            others = self._others(sequences, sampled)
+        for i in rows.masks:
+            sequences[i].mask = None
+        if not others:
+            for sequence, token in zip(sequences, sampled.tokens, strict=True):
+                sequence.tokens.append(token)
+            return _columns(sequences, rows, sampled)
+        plain: list[int] = []
+        for i, sequence in enumerate(sequences):
+            if sequence.request not in others:
+                sequence.tokens.append(sampled.tokens[i])
+                plain.append(i)
+            elif i in sampled.errors:
+                self._live.fail(sequence, sampled.errors[i])
+            else:
+                self._append(i, sequence, rows, sampled)
+        if not plain:
+            return None
+        every = _columns(sequences, rows, sampled)
+        return TokenColumns(
+            [sequences[i] for i in plain],
+            every.tokens[plain],
+            every.logprobs[plain],
+            every.positions[plain],
+        )
+
+    def take_scores(self, chunk: Chunk, scores: Scores) -> None:
+        """The log-probabilities of the tokens that follow a chunk's rows become outputs."""
+        sequence, live = chunk.sequence, self._live
+        if live.find(sequence.request, sequence.seq) is not sequence:
+            return
+        tokens = chunk.scored_tokens
+        first = chunk.first_row + 1 - sequence.num_prompt
+        found, tops = scores.fetch()
+        if any(value != value for value in found):
+            live.fail(sequence, NAN)
+            return
+        texts: list[str | None] = [None] * len(tokens)
+        if sequence.text is not None:
+            try:
+                texts = [sequence.text.push(token).certain for token in tokens]
+                if chunk.completes:
+                    texts.append((texts.pop() or "") + sequence.text.finish().certain)
+            except Exception as error:
+                live.fail_text(sequence, error)
+                return
+        request, seq = sequence.request, sequence.seq
+        outputs = [
+            TokenOutput(request, seq, token, value, first + i, None, top, text)
+            for i, (token, value, top, text) in enumerate(
+                zip(tokens, found, tops, texts, strict=True)
+            )
+        ]
+        if chunk.completes:
+            outputs[-1] = outputs[-1]._replace(finish_reason="length")
+            live.remove(sequence)
+        live.outputs += outputs
+
+    def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
+        """The requests that have more in this step than plain tokens."""
+        others = {output.request for output in self._live.outputs}
+        others.update(sequences[i].request for i in sampled.errors)
+        others.update(
+            s.request
+            for s, token in zip(sequences, sampled.tokens, strict=True)
+            if not s.gives_columns or token in s.stop_ids or len(s.tokens) + 1 >= s.max_length
+        )
+        return others
+
+    def _append(self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled) -> None:
+        """Appends the token of row i, with all that there is to report of it."""
+        token, logprob = sampled.tokens[i], sampled.logprobs[i]
+        top = sampled.top.get(i) or {token: logprob}
+        inspected = None
+        if sequence.inspect:
+            inspected = Inspected(sampled.allowed.get(i), sampled.cut.get(i, ()))
+        self._live.append(sequence, token, logprob, top, inspected=inspected)
+
+
+def _columns(sequences: list[Sequence], rows: Rows, sampled: Sampled) -> TokenColumns:
+    tokens, logprobs = sampled.numbers
+    return TokenColumns(sequences, tokens.astype(np.int64), logprobs, rows.positions)
