@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import traceback
 from contextvars import ContextVar
@@ -18,6 +19,8 @@ import msgspec
 from .settings import Settings
 
 _HUMAN = "%(asctime)s %(levelname)s %(message)s"
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
+"""What would begin another line, or steer the terminal on which a line is shown."""
 
 task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
 """Request id and trace id of what the current task does, for a process that has it from outside."""
@@ -73,7 +76,7 @@ def ids_of(record: logging.LogRecord) -> tuple[str, str]:
 
 
 class HumanFormatter(logging.Formatter):
-    """``2026-11-22 08:20:01,123 INFO message [request id]``."""
+    """``2026-11-22 08:20:01,123 INFO message [request id]``, control characters escaped."""
 
     def __init__(self) -> None:
         super().__init__(_HUMAN)
@@ -82,6 +85,8 @@ class HumanFormatter(logging.Formatter):
         """The line without a traceback."""
         request_id, _ = ids_of(record)
         line = super().formatMessage(record)
+        if _CONTROL.search(line):
+            line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
         return f"{line} [{request_id}]" if request_id else line
 
 

@@ -51,6 +51,12 @@ def test_a_line_for_people_ends_with_the_id() -> None:
     assert line.endswith("WARNING request 7 failed [my-id]")
 
 
+def test_control_characters_in_a_line_for_people_are_escaped() -> None:
+    path = "/a\r\n2026-11-22 INFO forged\x1b[2J\x9b1m\u2028é"
+    line = logs.HumanFormatter().format(record("GET %s", path))
+    assert line.endswith(r"GET /a\r\n2026-11-22 INFO forged\x1b[2J\x9b1m\u2028é")
+
+
 def test_a_request_with_a_trace_only_is_named_by_it() -> None:
     logs.begin(8, "", TRACE)
     line = as_json(record("it began", **logs.about(8)))
