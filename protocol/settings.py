@@ -103,6 +103,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     """The certificate (PEM) of the gateways, for HTTPS; with ``tls_key``."""
     tls_key: str = ""
     """The private key of the certificate."""
+    max_connections: AtLeastOne = 10_000
+    """Open connections of one gateway, WebSockets among them."""
+    max_unread: AtLeastOne = 16_384
+    """Entries of a stream that a gateway keeps for a client over HTTP that does not read; beyond
+    it, the stream ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
     drain_s: Positive = 30.0

@@ -13,16 +13,13 @@ from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
 
-MAX_UNREAD = 65_536
-"""Entries of a stream that are kept for a client over HTTP that does not read: some 30 MB."""
-
 
 class Gateway:
     """One gateway process. Made inside the event loop that serves it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.client = AsyncClient(settings.front, max_unread=MAX_UNREAD)
+        self.client = AsyncClient(settings.front, max_unread=settings.max_unread)
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
         self.traffic = Counts()

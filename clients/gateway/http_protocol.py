@@ -1,25 +1,42 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds for what comes before and after a request's body.
+"""HTTP/1.1 as uvicorn speaks it, with bounds for what a client keeps open, sends and leaves unread.
 
-uvicorn itself keeps headers of any size, and waits for the rest of them for ever; both before
-anybody has looked for an API key.
+uvicorn itself takes any number of connections, keeps headers of any size, and waits for ever for
+the rest of a request and for a client that does not read; all before anybody has looked for an API
+key.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .errors import ApiError
+from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of a request's headers and trailers together, and about the most of its first line."""
 HEAD_S = 30.0
-"""How long the headers of a request may take from their first byte to the last, in seconds."""
+"""How long the headers of a request may take from their first byte to the last, in seconds, and the
+first byte of a connection."""
+BODY_S = 30.0
+"""How long a body may take, in seconds, and the time that ``BODY_BYTES_S`` gives it."""
+BODY_BYTES_S = 1024
+"""The bytes for each of which a body gets one more second: how slowly a long one may arrive."""
+UNREAD_S = 300.0
+"""How long a client may read nothing of an answer that waits for it, in seconds."""
+RESERVE = 64
+"""Connections beyond the most that there may be: probes over them are answered."""
 
 _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Beyond a bound it is closed, where possible after a 431 or 408."""
+    """One connection. Beyond a bound it is closed, where possible after a 431, 408 or 503."""
+
+    max_connections = 10_000
+    """Of one process, WebSockets among them."""
 
     _head_bytes = 0
     """The headers and trailers of the current request."""
@@ -27,6 +44,45 @@ class BoundedHttp(HttpToolsProtocol):
     """What has arrived since then of the first line, or of one header."""
     _finished = False
     _late: asyncio.TimerHandle | None = None
+    """For the headers."""
+    _body_late: asyncio.TimerHandle | None = None
+    _body_due = 0.0
+    """When the rest of the body has to be there, by the clock of the event loop."""
+    _in_body = False
+    """The headers of the current request are over, and its body is not."""
+    _unread: asyncio.TimerHandle | None = None
+
+    # --- the connection -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        beyond = len(self.connections) - self.max_connections
+        if beyond > RESERVE:
+            self._refuse(b"503 Service Unavailable")
+        elif beyond > 0:
+            self.app = self._probes_only
+        self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._in_time()
+        self._body_in_time()
+        self._read_again()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """The connection becomes a WebSocket, and this object gets no event of it any more."""
+        self._in_body = False
+        self._in_time()
+        self._body_in_time()
+        self._read_again()
+        if self.app == self._probes_only:
+            self._refuse(b"503 Service Unavailable")
+        else:
+            super().handle_websocket_upgrade()
+
+    # --- what the client sends ------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """The client has sent something."""
@@ -35,6 +91,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
         if self._unfinished_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
+        if self._in_body and self._body_late is None:
+            self._body_due += self.loop.time() + BODY_S
+            self._body_late = self.loop.call_later(BODY_S, self._check_body)
 
     def send_400_response(self, msg: str) -> None:
         """The request is not valid; a header that ``on_header`` has refused is one reason."""
@@ -42,11 +101,6 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large")
         else:
             super().send_400_response(msg)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
-        self._in_time()
-        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -67,21 +121,87 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The headers are over."""
         self._in_time()
+        self._in_body = True
+        self._body_due = 0.0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         self._finished = True
+        self._body_due += len(body) / BODY_BYTES_S
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is over."""
+        self._in_body = False
+        self._body_in_time()
+        super().on_message_complete()
 
     def _in_time(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
+    def _body_in_time(self) -> None:
+        if self._body_late is not None:
+            self._body_late.cancel()
+            self._body_late = None
+
+    def _check_body(self) -> None:
+        left_s = self._body_due - self.loop.time()
+        if self.flow.read_paused:
+            # It waits for the application, not for the client.
+            left_s = BODY_S
+            self._body_due = self.loop.time() + left_s
+        if left_s > 0:
+            self._body_late = self.loop.call_later(left_s, self._check_body)
+        else:
+            self._refuse(b"408 Request Timeout")
+
+    # --- what the client reads ------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        super().pause_writing()
+        self._read_again()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read nearly all."""
+        self._read_again()
+        super().resume_writing()
+
+    def _read_again(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    # --- refusals -------------------------------------------------------------------------------
+
+    async def _probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application where there are too many connections."""
+        if scope["path"] in PROBES:
+            await self.config.loaded_app(scope, receive, send)
+            return
+        refusal = ApiError(
+            503,
+            f"this gateway has {self.max_connections} open connections, which is the most; close "
+            "some, or try again later",
+            code="too_many_connections",
+            retry_after_s=1.0,
+            headers={"connection": "close"},
+        )
+        await refusal.response(scope["path"])(scope, receive, send)
+
     def _refuse(self, status: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        answered = self.cycle is not None and self.cycle.response_started
+        if self.cycle is None or (not answered if self._in_body else self.cycle.response_complete):
             self.transport.write(_REFUSAL % status)
         self.transport.close()
+
+
+def http_protocol(max_connections: int) -> type[BoundedHttp]:
+    """The protocol of a gateway with at most so many connections."""
+    return type("GatewayHttp", (BoundedHttp,), {"max_connections": max_connections})

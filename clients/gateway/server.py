@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from ...protocol.endpoints import host_and_port, is_loopback
 from ...protocol.settings import Settings
 from .context import Gateway
-from .http_protocol import BoundedHttp
+from .http_protocol import http_protocol
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class GatewayServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=BoundedHttp,
+            http=http_protocol(settings.max_connections),
             ws="websockets-sansio",
             ws_max_size=MAX_WEBSOCKET_BYTES,
             # A compressor for each connection takes some 300 KiB, and tokens are short.

@@ -46,8 +46,11 @@ class Stepped:
         self.sent = 0
         """Tokens that were sent."""
 
-    def step(self, count: int = 1, finish_reason: FinishReason | None = None) -> None:
-        """Sends the next ``count`` tokens; with a finish reason, the last one ends the request."""
+    def step(
+        self, count: int = 1, finish_reason: FinishReason | None = None, text: str = "x"
+    ) -> None:
+        """Sends the next ``count`` tokens, each with ``text``; with a finish reason, the last one
+        ends the request."""
         entries = [
             Token(
                 token=7,
@@ -55,7 +58,7 @@ class Stepped:
                 logprob=-1.0,
                 finish_reason=None,
                 pos=self.sent + i,
-                text="x",
+                text=text,
             )
             for i in range(count)
         ]

@@ -1,10 +1,11 @@
-"""Connections that send headers without an end, or too slowly."""
+"""Connections that send without an end or too slowly, that do not read, and that are too many."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -57,6 +58,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = asyncio.Event()
+        self.aborted = False
 
     def write(self, data: object) -> None:
         assert isinstance(data, bytes)
@@ -65,12 +67,40 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.closed.set()
 
+    def abort(self) -> None:
+        self.aborted = True
+        self.closed.set()
+
     def is_closing(self) -> bool:
         return self.closed.is_set()
 
+    def pause_reading(self) -> None:
+        pass
 
-async def _no_app(scope: object, receive: object, send: object) -> None:
-    pass
+    def resume_reading(self) -> None:
+        pass
+
+    async def ended(self) -> None:
+        """Waits until it is closed."""
+        await asyncio.wait_for(self.closed.wait(), 60.0)
+
+
+async def _reads(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, as far as it comes."""
+    while (await receive()).get("more_body"):
+        pass
+
+
+async def _reads_nothing(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def connected(app: Any = _reads) -> tuple[BoundedHttp, Transport]:
+    """A connection that has just been opened."""
+    transport = Transport()
+    protocol = BoundedHttp(uvicorn.Config(app), ServerState(), {})
+    protocol.connection_made(transport)
+    return protocol, transport
 
 
 @pytest.mark.anyio
@@ -78,9 +108,66 @@ async def test_headers_that_take_too_long_are_answered_by_408(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
-    transport = Transport()
-    protocol = BoundedHttp(uvicorn.Config(_no_app), ServerState(), {})
-    protocol.connection_made(transport)
+    protocol, transport = connected()
     protocol.data_received(HALF_A_REQUEST)
-    await asyncio.wait_for(transport.closed.wait(), 30.0)
+    await transport.ended()
     assert transport.written.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.anyio
+async def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
+    _, transport = connected()
+    await transport.ended()
+    assert transport.written.startswith(b"HTTP/1.1 408 ")
+
+
+HALF_A_BODY = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n{"
+
+
+@pytest.mark.anyio
+async def test_a_body_that_takes_too_long_is_answered_by_408(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_S", 0.01)
+    protocol, transport = connected()
+    protocol.data_received(HALF_A_BODY)
+    await transport.ended()
+    assert transport.written.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.anyio
+async def test_a_long_body_has_more_time_and_one_that_nobody_reads_has_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_S", 0.01)
+    late, closed = connected()
+    late.data_received(HALF_A_BODY)
+    long, open_1 = connected()
+    long.data_received(HALF_A_BODY + b" " * 2000)
+    waiting, open_2 = connected(_reads_nothing)
+    waiting.data_received(HALF_A_BODY.replace(b"4000", b"400000") + b" " * 70_000)
+    whole, open_3 = connected(_reads_nothing)
+    whole.data_received(HALF_A_BODY.replace(b"4000", b"1"))
+    await closed.ended()
+    assert [t.written for t in (open_1, open_2, open_3) if t.is_closing()] == []
+    for protocol in (long, waiting, whole):
+        protocol.connection_lost(None)
+
+
+@pytest.mark.anyio
+async def test_an_answer_of_which_nothing_is_read_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.01)
+    protocol, transport = connected(_reads_nothing)
+    protocol.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    slow, read = connected(_reads_nothing)
+    slow.pause_writing()
+    slow.resume_writing()
+    protocol.pause_writing()
+    await transport.ended()
+    assert transport.aborted
+    assert not read.is_closing()
+    for connection in (protocol, slow):
+        connection.connection_lost(None)

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from http.client import HTTPConnection, HTTPResponse
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, create_connection
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from ...processes import Bus, Gateway
+from ...processes import Bus, Gateway, until
 from .stepped import WAIT_S, SteppedWorker, stepped_worker
 
 pytestmark = pytest.mark.process
+
+MAX_CONNECTIONS = 12
+MAX_UNREAD = 2000
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def worker(quiet: Bus) -> Iterator[SteppedWorker]:
 @pytest.fixture(scope="module")
 def served(quiet: Bus, worker: SteppedWorker) -> Gateway:
     """A gateway in front of that worker."""
-    return quiet.start_gateway()
+    return quiet.start_gateway(max_connections=MAX_CONNECTIONS, max_unread=MAX_UNREAD)
 
 
 BODIES: dict[str, Any] = {
@@ -124,3 +130,63 @@ def test_a_websocket_that_closes_cancels_its_stream_before_another_token(
             socket.socket.shutdown(SHUT_RDWR)
     assert worker.cancelled() == stream.request
     stream.step(1, "cancelled")
+
+
+# --- clients that do not read ---------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_ends_its_own_stream_and_delays_no_other(
+    worker: SteppedWorker, served: Gateway
+) -> None:
+    slow = Request(served, "/v1/completions", stream=True)
+    unread = worker.begun()
+    unread.step()
+    assert next(slow.events())["choices"][0]["text"] == "x"
+    other = Request(served, "/v1/completions", stream=True)
+    read = worker.begun()
+    read.step()
+    texts = other.events()
+    next(texts)
+    # The system keeps a few megabytes for a connection.
+    while not worker.was_cancelled(unread):
+        assert unread.sent < 200_000, "nothing bounds what is kept for a client that does not read"
+        unread.step(200, text="x" * 200)
+        read.step()
+        assert next(texts)["choices"][0]["text"] == "x"
+    assert unread.sent > MAX_UNREAD
+    assert worker.cancelled() == unread.request
+    unread.step(1, "cancelled")
+    read.step(1, "length")
+    *_, end = texts
+    assert end["choices"][0]["finish_reason"] == "length"
+    # Reading again, it gets what was kept, and is told.
+    *_, last = slow.events()
+    assert last["error"]["code"] == "slow_client"
+    assert f"more than {MAX_UNREAD} entries" in last["error"]["message"]
+    slow.leave()
+    other.leave()
+
+
+# --- too many of them -----------------------------------------------------------------------------
+
+
+def test_beyond_the_most_connections_only_probes_are_answered(
+    worker: SteppedWorker, served: Gateway
+) -> None:
+    address = urlsplit(served.url)
+    to = (str(address.hostname), address.port)
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(create_connection(to))
+        refused = httpx.get(f"{served.url}/v1/models", timeout=WAIT_S)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        with pytest.raises(InvalidStatus, match="503"):
+            connect(served.ws_url)
+        assert httpx.get(f"{served.url}/live", timeout=WAIT_S).status_code == 200
+    until(
+        lambda: httpx.get(f"{served.url}/v1/models", timeout=WAIT_S).status_code == 200,
+        WAIT_S,
+        "room for another connection",
+    )
