@@ -108,8 +108,8 @@ class Back:
         out = self._out
         for i, number in enumerate(sessions, 2):
             session = known.get(number)
-            if session is not None and session.peer is not None:
-                out.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
+            if session is not None:
+                out.tokens(session, frames[i])
         self._counters.token_bodies += len(sessions)
         for number in finished:
             try:

@@ -158,8 +158,4 @@ class Broker:
         log.exception("a defect of the broker in %s", where)
 
     def _taken(self) -> list[Outgoing]:
-        if not self._out:
-            return []
-        taken = self._out[:]
-        self._out.clear()
-        return taken
+        return self._out.take() if self._out else []

@@ -80,8 +80,11 @@ class Sessions:
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.pings = "ping" in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
+        session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities
         session.client = hello.client
         session.last_seen = now
+        optional = {"columns": session.columns, "bodies": session.bodies}
+        granted = [name for name, given in optional.items() if given]
         welcome = Welcome(
             version=PROTOCOL_VERSION,
             encoding=encoding,
@@ -89,7 +92,7 @@ class Sessions:
             resumed=resumed,
             streams=list(session.streams) if resumed else [],
             server="tokenbus",
-            capabilities=["buffers", "attach", "text", *(["columns"] if session.columns else [])],
+            capabilities=["buffers", "attach", "text", *granted],
             ping_s=self._settings.ping_s,
             expiry_s=self._settings.session_expiry_s,
         )

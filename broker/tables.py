@@ -45,6 +45,8 @@ class Session:
     """Whether the client sends PINGs, so that its silence means that it is gone."""
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
+    bodies: bool = False
+    """Whether the client takes several bodies in one TOKEN."""
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
