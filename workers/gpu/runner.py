@@ -167,12 +167,9 @@ class Runner:
 
     def _group(self, group: PackedGroup) -> Group:
         shape = (group.batch, group.width)
-        mirror = added = None
+        mirror = None
         if group.mirror:
             mirror = self._mirror.setdefault(group.mirror, Mirror(group.batch, group.room))
-            if group.continues:
-                places = [i * group.room + at for i, at in enumerate(group.positions)]
-                added = self._tensor(places)
         return Group(
             start=group.start,
             end=group.end,
@@ -183,8 +180,9 @@ class Runner:
             rows=None if group.rows is None else self._tensor(group.rows).view(shape),
             places=None if group.places is None else self._tensor(group.places),
             fresh=group.fresh,
+            level=group.width == 1 and len(set(group.positions)) == 1,
             mirror=mirror,
-            added=added,
+            continues=group.continues,
         )
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
