@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .loader import LoadedModel
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
 from .scheduler import Batch, Chunk
+from .threads import ThreadChooser
 
 
 @dataclass(slots=True)
@@ -39,7 +41,8 @@ class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
     ``compiled``: through torch.compile, which makes the first steps slow. ``queue``: where rank 0
-    hands its work to the device.
+    hands its work to the device. ``fixed_threads``: forwards on a CPU use all threads of torch,
+    even where fewer are faster.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Runner:
         layout: Layout,
         compiled: bool = False,
         queue: DeviceQueue | None = None,
+        fixed_threads: bool = False,
     ) -> None:
         self.queue: DeviceQueue = queue or InlineQueue()
         self._device = loaded.device
@@ -76,7 +80,10 @@ class Runner:
             self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
         self._mirrors: Mirrors | None = None
+        self._threads: ThreadChooser | None = None
         if self._device.type == "cpu":
+            if self._ranks is None and not fixed_threads:
+                self._threads = ThreadChooser(torch.get_num_threads())
             per_token = token_bytes(loaded.layers, loaded.dtype)
             self._mirrors = Mirrors(per_token, layout.block_size)
         self._mirror: dict[int, Mirror] = {}
@@ -137,6 +144,23 @@ class Runner:
         self._cache.copy_blocks(packed.copies)
 
     def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        context: PackedBatch | varlen.VarlenBatch,
+    ) -> torch.Tensor:
+        if self._threads is None:
+            return self._compute(ids, positions, rows, context)
+        torch.set_num_threads(self._threads.choose(len(ids)))
+        began = time.perf_counter()
+        try:
+            return self._compute(ids, positions, rows, context)
+        finally:
+            self._threads.observe(len(ids), time.perf_counter() - began)
+            torch.set_num_threads(self._threads.most)
+
+    def _compute(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
