@@ -94,6 +94,7 @@ class Stepper:
     def finish(self, step: PendingStep) -> StepOutputs:
         """The second half: samples the next token of each sequence that is ready."""
         self._live.step = None
+        step.add_kept(self._scheduler.take_rescheduled())
         sampling = self._sample(step)
         if self._overlap:
             self._live.step = self._ahead = self._launch(sampling)
@@ -115,10 +116,7 @@ class Stepper:
             tokens = before.device_tokens if before is not None else None
             step.forward = self._runner.launch(batch, tokens)
             self._take_in(step, step.forward.chunks)
-        for sequence in batch.rescheduled:
-            assert sequence.row is not None
-            step.rows[sequence] = step.num_forward_rows + len(step.kept)
-            step.kept.append(sequence.row)
+        step.add_kept(batch.rescheduled)
         return step
 
     def _sample(self, step: PendingStep) -> Sampling:
@@ -135,8 +133,7 @@ class Stepper:
             logits = step.device_logits()
             if logits is None:
                 return None, []
-            for row, kept in step.keeping:
-                kept.logits = logits[row].clone()
+            step.keep_rows(logits)
             found = [
                 score(
                     logits[part.row : part.row + part.rows],
