@@ -104,6 +104,7 @@ class Broker:
         """A connection has closed."""
         self.dispatcher.now = now
         if side is Side.FRONT:
+            self.session_table.unread.on_gone(peer)
             self._guarded(self._sessions.on_gone, peer, now)
         else:
             self._guarded(self._back.on_gone, peer)

@@ -103,6 +103,7 @@ class Sessions:
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
         known = session is not None and session.greeted
+        self._table.unread.add(peer, 0)
         self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
 
     def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:
