@@ -64,13 +64,15 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Requests assigned to one GPU worker, waiting ones included; others queue at the broker."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
+    speculation: Literal["auto", "off"] = "auto"
+    """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the step before it are taken, so that the
     device does not wait for the worker's Python. ``auto``: on a GPU."""
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """CPU threads of torch in a GPU worker; 0: as many as are fastest, up to the cores."""
+    """CPU threads of torch in a GPU worker; 0: torch's default."""
 
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of the start of a module, in milliseconds."""

@@ -72,6 +72,9 @@ FAMILIES = {
     "request_prompt_tokens": Family("histogram", "Tokens of a request's prompt."),
     "request_generation_tokens": Family("histogram", "Tokens of a request's answer."),
     "iteration_tokens_total": Family("histogram", "Tokens of a step, of prompts and decodes."),
+    "spec_decode_num_drafts": Family("counter", "Drafts of sequences that were verified."),
+    "spec_decode_num_draft_tokens": Family("counter", "Tokens of these drafts."),
+    "spec_decode_num_accepted_tokens": Family("counter", "Tokens of drafts that were sampled."),
     # What only a steered system has.
     "mask_wait_seconds": Family(
         "histogram", "How long a step waited for masks when its logits were ready."

@@ -181,7 +181,9 @@ class Arrivals:
                 sampling,
                 text=message.text,
                 inspect=message.inspect,
-                **common,
+                speculate=message.controller is None,
+                priority=message.priority,
+                client=stream.session,
             )
             if message.controller is not None:
                 self._steering.start(stream.request, engine, _start(message, stream, engine))

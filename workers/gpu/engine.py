@@ -34,6 +34,8 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import PromptUsage, StepOutputs, TokenOutput
 from .sequences import LiveSequences
+from .speculation.drafts import Speculation
+from .speculation.lengths import CPU, CUDA
 from .step import Stepper
 from .varlen import choose_layout
 
@@ -58,8 +60,8 @@ class EngineConfig:
     """Run the model through torch.compile."""
     overlap: bool = False
     """Launch the forward of a step before the tokens of the step before it are taken."""
-    fixed_threads: bool = False
-    """On a CPU, use all of torch's threads for every forward, even where fewer are faster."""
+    speculation: bool = False
+    """Give sequences drafts: the same tokens in fewer steps, several of a sequence in one."""
 
 
 class Engine:
@@ -86,17 +88,17 @@ class Engine:
         # The other ranks get the ids of each forward from the host.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
-        self._runner = Runner(
-            loaded, num_blocks, layout, config.compiled, queue, config.fixed_threads
-        )
+        self._runner = Runner(loaded, num_blocks, layout, config.compiled, queue)
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         self._live = LiveSequences(
             self._intake, self._scheduler, self._blocks, self._runner, config.max_forks
         )
         self._overlaps = overlap
+        costs = CUDA if loaded.device.type == "cuda" else CPU
+        self._speculation = Speculation(costs if config.speculation else None)
         self._stepper = Stepper(
-            self._live, self._scheduler, self._blocks, self._runner, self._overlaps
+            self._live, self._scheduler, self._blocks, self._runner, overlap, self._speculation
         )
         log.info(
             "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; attention: %s",
@@ -119,13 +121,16 @@ class Engine:
         client: int = 0,
         text: bool = False,
         inspect: bool = False,
+        speculate: bool = True,
     ) -> PromptUsage:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
         ``client`` identifies the client: requests of clients with the fewest running sequences go
-        first. ``text``: outputs carry text. ``inspect``: they say what the masks did. Raises
-        RequestError where the request cannot be run, and then nothing has changed. Returns the
-        usage of its prompt, which is complete with the first output.
+        first. ``text``: outputs carry text. ``inspect``: they say what the masks did.
+        ``speculate``: it may have drafts, where the engine makes any; without use where each of its
+        tokens is decided upon. Raises RequestError where the request cannot be run, and then
+        nothing has changed. Returns the usage of its prompt, which is complete with the first
+        output.
         """
         sequence = self._intake.generation(
             request,
@@ -136,6 +141,8 @@ class Engine:
             text=text,
             inspect=inspect,
         )
+        if speculate:
+            self._speculation.begin(sequence)
         self._live.begin(sequence)
         return sequence.prompt_usage
 
@@ -209,7 +216,7 @@ class Engine:
     def metrics(self) -> dict[str, float | Histogram]:
         """Gauges, and totals since the model was loaded; safe on another thread."""
         scheduler, live = self._scheduler, self._live
-        sampled = self._stepper.sampled_tokens
+        sampled, speculation = self._stepper.sampled_tokens, self._speculation
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -226,6 +233,9 @@ class Engine:
             "forks": live.forks,
             "splices": live.splices,
             "deferrals": scheduler.deferrals,
+            "spec_decode_num_drafts": speculation.drafts,
+            "spec_decode_num_draft_tokens": speculation.draft_tokens,
+            "spec_decode_num_accepted_tokens": speculation.accepted_tokens,
         }
 
     # --- the step -------------------------------------------------------------------------------

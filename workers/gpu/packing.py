@@ -98,7 +98,7 @@ def pack(
         if mirrors is not None:
             mirrors.assign(parts, packed.groups)
     for chunk in chunks:
-        sequence, start, end = chunk
+        sequence, start, end, _ = chunk
         at = len(packed.ids)
         if end - start == 1:
             block = sequence.block_table.blocks[start // block_size]
@@ -111,7 +111,7 @@ def pack(
             packed.positions.append(start)
             packed.slot_mapping.append(block * block_size + start % block_size)
         else:
-            packed.ids += sequence.tokens[start:end]
+            packed.ids += chunk.tokens
             packed.positions += range(start, end)
             packed.slot_mapping += _slot_mapping(
                 sequence.block_table.blocks, block_size, start, end
@@ -125,8 +125,8 @@ class Mirrors:
 
     Gathering blocks costs as much as attending over them. So where the same sequences decode step
     after step, the gathered copy (a mirror) is kept, and only the new tokens are added. It is
-    valid while every sequence continues exactly where the step before ended; after a splice, a
-    preemption or a step without it, a sequence starts elsewhere.
+    valid while every sequence continues where the step before ended, or before that: what it
+    computes now replaces refused drafts and dropped tokens. After a step without it, it is not.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:
@@ -144,12 +144,12 @@ class Mirrors:
         """Assigns each group of decodes its mirror: that of the step before, where it is valid."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
-            if group.width > 1:
+            if group.width > 1 and not all(c.draft for c in part.chunks):
                 continue
             key = tuple(id(c.sequence) for c in part.chunks)
             before, number, room = last.get(key, ([], 0, 0))
             group.continues = group.length <= room and all(
-                old.end == new.start for old, new in zip(before, part.chunks, strict=False)
+                new.start <= old.end for old, new in zip(before, part.chunks, strict=False)
             )
             if not group.continues:
                 number, room = next(self._numbers), self._room(group.length)

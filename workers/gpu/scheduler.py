@@ -33,18 +33,26 @@ class Chunk(NamedTuple):
     sequence: Sequence
     start: int
     end: int
+    draft: Tokens[int] = ()
+    """The last of them, where these are not the sequence's own but a draft behind its last."""
+
+    @property
+    def tokens(self) -> Tokens[int]:
+        """The ids of its tokens."""
+        own = self.sequence.tokens[self.start : self.end]
+        return [*own, *self.draft] if self.draft else own
 
     @property
     def completes(self) -> bool:
         """Whether the sequence has a result after it."""
-        return self.end == self.sequence.target
+        return self.end - len(self.draft) == self.sequence.target
 
     @property
     def first_row(self) -> int:
         """The first of its tokens whose logits are needed; ``end`` where none are."""
         if self.sequence.scored:
             return min(max(self.start, self.sequence.num_prompt - 1), self.end)
-        return self.end - 1 if self.completes else self.end
+        return self.end - len(self.draft) - 1 if self.completes else self.end
 
     @property
     def scored_tokens(self) -> Tokens[int]:
@@ -92,8 +100,6 @@ class Scheduler:
         self.deferred: dict[Sequence, bool] = {}
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
-        self._rescheduled: list[Sequence] = []
-        """Those that were rescheduled since the last step was scheduled."""
         self._stalled = False
         """No sequence runs, and the first waiting one is not admitted, as the deferred ones leave
         too few blocks or are too many: no step does anything until one of the tables changes."""
@@ -139,7 +145,6 @@ class Scheduler:
             return
         if had_slot:
             self.running[sequence] = None
-            self._rescheduled.append(sequence)
         else:
             self.waiting.put_back(sequence)
         self._stalled = False
@@ -160,17 +165,8 @@ class Scheduler:
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
 
-    def take_rescheduled(self) -> list[Sequence]:
-        """Sequences with logits of their own that were rescheduled since the last step was
-        scheduled: they can be sampled with that one. None while more run than there are slots."""
-        found, self._rescheduled = self._rescheduled, []
-        if len(self.running) > self._max_num_seqs:
-            return []
-        return [s for s in found if s.row is not None and s in self.running]
-
     def schedule(self) -> Batch:
         """The next step's work."""
-        self._rescheduled.clear()
         batch = Batch()
         room = self._max_num_batched_tokens
         active: Iterable[Sequence] = self.running
@@ -224,6 +220,8 @@ class Scheduler:
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
         """Adds a running sequence's next chunk, and preempts others where blocks run out."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
+        if sequence.draft and self._spare(len(sequence.draft), room):
+            chunk = chunk._replace(end=chunk.end + len(sequence.draft), draft=sequence.draft)
         while True:
             copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
             if copies is not None:
@@ -234,6 +232,12 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
+
+    def _spare(self, drafted: int, room: int) -> bool:
+        """Whether a draft takes neither tokens of the step nor blocks from other sequences."""
+        blocks = self._blocks.blocks_for(drafted) + 1
+        running = len(self.running)
+        return room >= running + drafted and self._blocks.num_available >= running + blocks
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Admits a waiting sequence, where blocks for all of its known tokens are available."""

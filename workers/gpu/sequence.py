@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from ...protocol.messages import ConstraintEnd, FinishReason
 from ...protocol.sampling import Sampling
 from .block_manager import BlockTable
 from .text import TextStream
+
+if TYPE_CHECKING:
+    from .speculation.drafts import Drafting
 
 
 class Inspected(NamedTuple):
@@ -119,6 +122,10 @@ class Sequence:
     """What it is sampled from when it has been deferred."""
     drawn: int = -1
     """While its next token is on the device and not here yet: its row among those drawn with it."""
+    drafting: Drafting | None = None
+    """What its drafts are made from; None: it never has any."""
+    draft: Tokens[int] = ()
+    """Tokens that are likely to follow: the next step verifies them."""
 
     @property
     def target(self) -> int:
@@ -135,6 +142,12 @@ class Sequence:
     def ends_with_next(self) -> bool:
         """Whether the token that is on the device is its last, by its length."""
         return self.drawn >= 0 and len(self.tokens) + 1 >= self.max_length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step computes its last token, and nothing else is known of it."""
+        ready = self.row is not None or self.mask is not None
+        return len(self.tokens) - self.num_computed_tokens == 1 and not (ready or self.scored)
 
     @property
     def num_generated(self) -> int:
@@ -168,26 +181,6 @@ class TokenColumns:
     """float64."""
     positions: np.ndarray
     """int64: as ``TokenOutput.pos``."""
-
-    @property
-    def requests(self) -> set[int]:
-        """The requests of its sequences."""
-        return {sequence.request for sequence in self.sequences}
-
-    def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """The rows of all other requests, None if there are none; those of these as outputs."""
-        outputs = [output for output in self if output.request in requests]
-        rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
-        return (self.of(rows) if rows else None), outputs
-
-    def of(self, rows: list[int]) -> TokenColumns:
-        """Some of the rows."""
-        return TokenColumns(
-            [self.sequences[i] for i in rows],
-            self.tokens[rows],
-            self.logprobs[rows],
-            self.positions[rows],
-        )
 
     def __iter__(self) -> Iterator[TokenOutput]:
         """The rows as outputs."""

@@ -155,6 +155,8 @@ class LiveSequences:
             block_table=self._blocks.fork(parent.block_table, parent.num_computed_tokens),
             num_computed_tokens=parent.num_computed_tokens,
         )
+        if parent.drafting is not None:
+            child.drafting = parent.drafting.fork(child.tokens)
         self.requests[parent.request][number] = child
         return child
 

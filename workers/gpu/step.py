@@ -31,6 +31,8 @@ from .sampler import Drawn, RowParameters, Rows, Scores, draw, score
 from .scheduler import Batch, Chunk, Scheduler
 from .sequence import Sequence, StepOutputs
 from .sequences import LiveSequences
+from .speculation.drafts import Speculation
+from .speculation.verify import Verifier
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: the forward of the next step is launched before the tokens of this one are taken.
+    ``speculation``: sequences have drafts. What follows a draft is known when it has been verified,
+    so a step with drafts, or before one, is not overlapped.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Stepper:
         blocks: BlockManager,
         runner: Runner,
         overlap: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self._live = live
         self._scheduler = scheduler
@@ -76,12 +81,14 @@ class Stepper:
         """The step that follows the one that was sampled last, where it has been launched."""
         self._parameters = RowParameters([])
         self._parameters_of: list[Sequence] = []
+        self._speculation = speculation or Speculation(None)
+        self._verifier = Verifier(live, blocks, runner, self._speculation)
         self.step_tokens = Histogram.over(STEP_TOKENS)
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens that were sampled, since the beginning."""
-        return self._results.sampled_tokens
+        return self._results.sampled_tokens + self._verifier.sampled_tokens
 
     def begin(self) -> PendingStep:
         """The first half: the forward of what is scheduled, unless it has been launched already."""
@@ -94,10 +101,12 @@ class Stepper:
     def finish(self, step: PendingStep) -> StepOutputs:
         """The second half: samples the next token of each sequence that is ready."""
         self._live.step = None
-        step.add_kept(self._scheduler.take_rescheduled())
+        verification = self._verifier.sample(step)
         sampling = self._sample(step)
-        if self._overlap:
+        if self._overlap and verification is None and not self._speculation.awaits(step.rows):
             self._live.step = self._ahead = self._launch(sampling)
+        if verification is not None:
+            self._verifier.take(verification)
         return self._take(sampling)
 
     # --- the parts of a step --------------------------------------------------------------------
@@ -107,6 +116,8 @@ class Stepper:
 
         ``before``: the sampling that is before it in the queue, with tokens that are not here yet.
         """
+        # What is drafted depends on the last token.
+        self._speculation.propose(self._scheduler.running if before is None else ())
         batch = self._scheduler.schedule()
         self._count(batch)
         if not batch.chunks and not batch.rescheduled:
@@ -116,7 +127,10 @@ class Stepper:
             tokens = before.device_tokens if before is not None else None
             step.forward = self._runner.launch(batch, tokens)
             self._take_in(step, step.forward.chunks)
-        step.add_kept(batch.rescheduled)
+        for sequence in batch.rescheduled:
+            assert sequence.row is not None
+            step.rows[sequence] = step.num_forward_rows + len(step.kept)
+            step.kept.append(sequence.row)
         return step
 
     def _sample(self, step: PendingStep) -> Sampling:
@@ -133,7 +147,8 @@ class Stepper:
             logits = step.device_logits()
             if logits is None:
                 return None, []
-            step.keep_rows(logits)
+            for row, kept in step.keeping:
+                kept.logits = logits[row].clone()
             found = [
                 score(
                     logits[part.row : part.row + part.rows],
@@ -185,12 +200,14 @@ class Stepper:
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
             step.parts.append(Part(chunk, row, rows))
-            sequence.num_computed_tokens = chunk.end
-            known = min(chunk.end, len(sequence.tokens))
+            sequence.num_computed_tokens = end = chunk.end - len(chunk.draft)
+            known = min(end, len(sequence.tokens))
             self._blocks.commit(sequence.block_table, sequence.tokens, known)
             if rows and not sequence.scored:
                 for ready in (sequence, *self._live.fork_pending(sequence)):
                     step.rows[ready] = row
+                if chunk.draft:
+                    step.drafted.append(sequence)
             row += rows
 
     def _rows(self, sequences: list[Sequence]) -> Rows:

@@ -1,0 +1,167 @@
+"""What is drafted, and how much: against plain searches and sums."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.workers.gpu.speculation.lengths import (
+    CPU,
+    CUDA,
+    FIRST_GUESSES,
+    MOST,
+    Acceptance,
+    Costs,
+    kind_of,
+    lengths,
+)
+from tokenbus.workers.gpu.speculation.ngrams import LONGEST, PLACES, SIZE, Match, PromptLookup
+
+texts = st.lists(st.integers(0, 2), max_size=60)
+
+
+def agreement(text: list[int], end: int, tokens: list[int]) -> int:
+    """How many tokens before ``end`` are those that ``tokens`` ends with."""
+    length = 0
+    while length < min(end, len(tokens), LONGEST) and text[end - 1 - length] == tokens[~length]:
+        length += 1
+    return length
+
+
+def found_by_search(tokens: list[int]) -> tuple[int, int] | None:
+    """The end and the length of the longest match among the last places of the last run."""
+    run = tokens[-SIZE:]
+    ends = [e for e in range(SIZE, len(tokens)) if tokens[e - SIZE : e] == run]
+    matches = [(agreement(tokens, end, tokens), end) for end in ends[-PLACES:]]
+    if not matches:
+        return None
+    length, end = max(matches)
+    return end, length
+
+
+@given(texts, texts)
+def test_a_match_is_the_longest_of_the_last_places(prompt: list[int], more: list[int]) -> None:
+    tokens = list(prompt)
+    lookup = PromptLookup(tokens)
+    for token in [None, *more]:
+        if token is not None:
+            tokens.append(token)
+        found = lookup.match()
+        expected = found_by_search(tokens)
+        assert (found and (found.end, found.length)) == expected
+
+
+@given(texts, st.lists(st.tuples(st.integers(0, 6), texts), max_size=6))
+def test_a_match_is_real_after_tokens_were_dropped(
+    prompt: list[int], splices: list[tuple[int, list[int]]]
+) -> None:
+    tokens = list(prompt)
+    lookup = PromptLookup(tokens)
+    for drop, more in splices:
+        lookup.match()
+        del tokens[max(0, len(tokens) - drop) :]
+        tokens += more
+        found = lookup.match()
+        if found is not None:
+            assert SIZE <= found.length <= agreement(found.text, found.end, tokens)
+            assert 0 <= found.end < len(found.text)
+
+
+@given(texts, texts, texts)
+def test_a_fork_finds_what_the_others_have_written(
+    prompt: list[int], first: list[int], second: list[int]
+) -> None:
+    parent = list(prompt)
+    of_parent = PromptLookup(parent)
+    of_parent.match()
+    child = list(parent)
+    of_child = of_parent.fork(child)
+    parent += first
+    child += second
+    for lookup, tokens in ((of_parent, parent), (of_child, child)):
+        found = lookup.match()
+        if found is None:
+            assert found_by_search(tokens) is None or len(prompt) <= SIZE
+        else:
+            assert SIZE <= found.length <= agreement(found.text, found.end, tokens)
+    repeated = [*range(10, 20)]
+    parent += repeated
+    of_parent.match()
+    parent.append(99)
+    of_parent.match()
+    child += repeated
+    found = of_child.match()
+    assert found is not None
+    assert found.text is parent
+    assert of_child.draft(found, 5) == [99]
+
+
+def test_a_long_prompt_is_indexed_over_several_lookups() -> None:
+    rng = random.Random(1)
+    tokens = [rng.randrange(10**6) for _ in range(10_000)]
+    tokens += tokens[9_000:9_010]
+    lookup = PromptLookup(tokens)
+    found = [lookup.match() for _ in range(3)]
+    assert found == [None, None, Match(tokens, 9_010, 10)]
+
+
+def test_a_periodic_text_is_continued_beyond_its_end() -> None:
+    tokens = [7, *[1, 2, 3, 4] * 3]
+    lookup = PromptLookup(tokens)
+    found = lookup.match()
+    assert found is not None
+    assert lookup.draft(found, 10) == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+
+
+def test_longer_matches_are_of_a_kind_that_is_trusted_more() -> None:
+    kinds = [kind_of(length) for length in range(1, LONGEST + 1)]
+    assert kinds == sorted(kinds)
+    assert set(kinds) == set(range(len(FIRST_GUESSES)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 32), st.floats(0, 1)), max_size=30))
+def test_what_is_expected_is_a_probability(observed: list[tuple[int, float]]) -> None:
+    acceptance = Acceptance()
+    for drafted, part in observed:
+        before = acceptance.expected(1)
+        accepted = int(part * drafted)
+        acceptance.observe(1, drafted, accepted)
+        assert 0 <= acceptance.expected(1) <= 1
+        if accepted in (0, drafted):
+            assert (acceptance.expected(1) >= before) == (accepted == drafted)
+        assert acceptance.expected(0) == FIRST_GUESSES[0]
+
+
+probabilities = st.lists(st.floats(0, 1), max_size=40)
+
+
+def over_cost(counts: list[int], chances: list[float], rows: int, costs: Costs) -> float:
+    """The expected tokens of a step over its cost."""
+    tokens = rows + sum(p**k for p, n in zip(chances, counts, strict=True) for k in range(1, n + 1))
+    drafted = sum(counts)
+    cost = 1 + (rows - 1 + drafted) * costs.row_cost + (drafted > 0) * costs.draft_cost
+    return tokens / cost
+
+
+@given(probabilities, st.integers(0, 60), st.sampled_from([CPU, CUDA]), st.randoms())
+def test_no_other_lengths_give_more(
+    chances: list[float], others: int, costs: Costs, rng: random.Random
+) -> None:
+    rows = len(chances) + others or 1
+    counts = lengths(chances, rows, costs)
+    assert all(0 <= n <= MOST for n in counts)
+    assert sum(counts) <= max(0, costs.most_rows - rows)
+    best = over_cost(counts, chances, rows, costs)
+    assert best >= over_cost([0] * len(chances), chances, rows, costs)
+    for _ in range(5):
+        others_counts = [max(0, n - rng.randrange(3)) for n in counts]
+        assert best >= over_cost(others_counts, chances, rows, costs) - 1e-9
+
+
+def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
+    assert lengths([0.95], 1, CPU)[0] >= 16
+    assert lengths([0.05], 1, CPU) == [0]
+    assert lengths([0.95] * 64, 64, CPU) == [0] * 64
+    alone, among = lengths([0.6], 1, CPU)[0], lengths([0.6], 32, CPU)[0]
+    assert among < alone

@@ -1,0 +1,1 @@
+"""Drafts: tokens that are likely to follow a sequence, verified in the forward of its next step."""

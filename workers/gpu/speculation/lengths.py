@@ -1,0 +1,98 @@
+"""How long a draft is: as long as what it saves is more than what it costs.
+
+A forward of n rows is taken to cost as much as ``1 + (n - 1) * row_cost`` forwards of one row, and
+``draft_cost`` more where any sequence of it has a draft. Of a draft whose tokens are accepted with
+probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts are made so long that the
+tokens of a step over its cost are the most. So a lone sequence gets long drafts, and the more
+sequences share a step the more certain a draft must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MOST = 32
+"""Tokens of a draft at most."""
+FADE = 0.9
+"""What an observation weighs after each later one of its kind."""
+PRIOR = 2.0
+"""So many observations the first guess weighs."""
+FIRST_GUESSES = (0.4, 0.6, 0.8, 0.9)
+"""The probability that a token of a draft is accepted, for a match of up to 4, 8, 16 and more
+tokens, before any was observed."""
+
+
+class Costs(NamedTuple):
+    """What rows cost on a device, over a forward of one row."""
+
+    row_cost: float
+    draft_cost: float
+    most_rows: int
+    """Rows of one forward up to which this holds."""
+
+
+CPU = Costs(0.025, 0.1, 64)
+CUDA = Costs(0.004, 0.1, 512)
+"""Weights are read once for all rows: until their products take as long, a row is nearly free."""
+
+
+def kind_of(match_length: int) -> int:
+    """The kind of a draft, by the length of the match that it comes from."""
+    return 0 if match_length <= 4 else min((match_length - 1).bit_length(), 5) - 2
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What became of the drafts of one sequence, by their kind, and what to expect of the next."""
+
+    accepted: list[float] = field(default_factory=lambda: [PRIOR * p for p in FIRST_GUESSES])
+    verified: list[float] = field(default_factory=lambda: [PRIOR] * len(FIRST_GUESSES))
+
+    def observe(self, kind: int, drafted: int, accepted: int) -> None:
+        """Of a draft of ``drafted`` tokens so many were accepted. The first that was not is the
+        last that says anything."""
+        verified = accepted + (accepted < drafted)
+        fading = FADE**verified
+        self.accepted[kind] = self.accepted[kind] * fading + accepted
+        self.verified[kind] = self.verified[kind] * fading + verified
+
+    def expected(self, kind: int) -> float:
+        """The probability that a token of a draft is accepted, where those before it were."""
+        return self.accepted[kind] / self.verified[kind]
+
+    def fork(self) -> Acceptance:
+        """The same experience, for a fork."""
+        return Acceptance(list(self.accepted), list(self.verified))
+
+
+def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
+    """How many tokens to draft for each of some sequences, by the probability of each one's tokens.
+
+    ``rows``: those of the step without drafts, at least one.
+    """
+    tokens, cost = float(rows), 1 + (rows - 1) * costs.row_cost
+    best = tokens / cost
+    gains: list[tuple[float, int]] = []
+    for i, p in enumerate(probabilities):
+        gain = p
+        for _ in range(MOST):
+            if gain <= best * costs.row_cost:
+                break
+            gains.append((gain, i))
+            gain *= p
+    # The more probable tokens first: within a draft this is their order.
+    gains.sort(key=lambda gain: -gain[0])
+    del gains[max(0, costs.most_rows - rows) :]
+    cost += costs.draft_cost
+    chosen = 0
+    for number, (gain, _) in enumerate(gains, 1):
+        tokens += gain
+        cost += costs.row_cost
+        if tokens / cost > best:
+            best, chosen = tokens / cost, number
+    found = [0] * len(probabilities)
+    for _, i in gains[:chosen]:
+        found[i] += 1
+    return found

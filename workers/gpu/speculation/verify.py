@@ -1,0 +1,149 @@
+"""Samples a sequence that has a draft: each row as it would be sampled without one.
+
+The forward computes the sequence's last token and its draft, with a row of logits for each. The
+first row gives the next token. If that is the first of the draft, then the second row is what the
+next step would have computed, and gives the token after it; and so on. Sampling depends on the
+seed, the sequence, the position and the tokens before, all of which are the same as without a
+draft, so the tokens are too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from ..block_manager import BlockManager
+from ..device_queue import Work
+from ..pending_step import PendingStep
+from ..runner import Runner
+from ..sampler import NAN, Drawn, Row, Rows, Sampled, draw
+from ..sequence import Inspected, Sequence
+from ..sequences import LiveSequences
+from .drafts import Speculation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Verification:
+    """The sampling of sequences with drafts, handed to the device."""
+
+    sequences: list[Sequence]
+    work: Work[Drawn]
+    """Of each sequence one row more than its draft has tokens."""
+
+
+class Verifier:
+    """Samples the sequences of a step that have drafts."""
+
+    def __init__(
+        self, live: LiveSequences, blocks: BlockManager, runner: Runner, speculation: Speculation
+    ) -> None:
+        self._live = live
+        self._blocks = blocks
+        self._runner = runner
+        self._speculation = speculation
+        self.sampled_tokens = 0
+
+    def sample(self, step: PendingStep) -> Verification | None:
+        """Hands the sampling of a step's sequences with drafts to the device, and takes them out of
+        the step; None where there are none. One that was steered since the forward is left in the
+        step, without its draft."""
+        sequences = [s for s in step.drafted if s.mask is None and s in step.rows]
+        if not sequences:
+            return None
+        which: list[int] = []
+        for sequence in sequences:
+            first = step.rows.pop(sequence)
+            which += range(first, first + len(sequence.draft) + 1)
+        rows = Rows.of([row for sequence in sequences for row in _rows(sequence)])
+
+        def run() -> Drawn:
+            logits = step.device_logits()
+            assert logits is not None
+            return draw(logits, which, rows)
+
+        return Verification(sequences, self._runner.queue.submit(run))
+
+    def take(self, verification: Verification) -> None:
+        """Waits for the tokens, and appends to each sequence those that its draft foresaw and the
+        one after them. Where the step or the sampling failed, they go on without drafts."""
+        work = verification.work
+        work.wait()
+        if work.error is not None:
+            log.warning("a step with drafts failed; it is repeated without: %s", work.error)
+            for sequence in verification.sequences:
+                sequence.draft = ()
+                sequence.drafting = None
+                last = len(sequence.tokens) - 1
+                sequence.num_computed_tokens = min(sequence.num_computed_tokens, last)
+            return
+        sampled = work.value.fetch()
+        first = 0
+        for sequence in verification.sequences:
+            count = len(sequence.draft) + 1
+            self._take(sequence, sequence.draft, sampled, first)
+            first += count
+
+    def _take(self, sequence: Sequence, draft: Tokens[int], sampled: Sampled, first: int) -> None:
+        """Appends the tokens up to the first that is not the drafted one."""
+        drawn = sampled.tokens[first : first + len(draft) + 1]
+        bad = {i - first for i in sampled.errors if first <= i <= first + len(draft)}
+        accepted = 0
+        while accepted < len(draft) and accepted not in bad and drawn[accepted] == draft[accepted]:
+            accepted += 1
+        sequence.draft = ()
+        self._speculation.verified(sequence, len(draft), accepted)
+        unusable = any(i > accepted and sampled.errors[first + i] == NAN for i in bad)
+        self._settle(sequence, draft[:accepted], unusable)
+        for i in range(accepted + 1):
+            if i in bad:
+                self._live.fail(sequence, sampled.errors[first + i])
+                return
+            self.sampled_tokens += 1
+            token, logprob = drawn[i], sampled.logprobs[first + i]
+            top = sampled.top.get(first + i) or {token: logprob}
+            inspected = Inspected() if sequence.inspect else None
+            if not self._live.append(sequence, token, logprob, top, inspected=inspected):
+                return
+
+    def _settle(self, sequence: Sequence, accepted: Tokens[int], unusable: bool) -> None:
+        """The keys and values of accepted tokens count as computed; the blocks of the others are
+        given back. ``unusable``: those of the others may contain NaN."""
+        blocks, table = self._blocks, sequence.block_table
+        if unusable:
+            # A masked position still meets 0 * value, and 0 * NaN is NaN: all is computed again.
+            self._runner.clear_blocks(blocks.discard(table))
+            sequence.num_computed_tokens = 0
+            sequence.drafting = None
+            return
+        if accepted:
+            sequence.num_computed_tokens += len(accepted)
+            if sequence.num_computed_tokens // blocks.block_size > len(table.keys):
+                tokens = [*sequence.tokens, *accepted]
+                blocks.commit(table, tokens, sequence.num_computed_tokens)
+        if len(table.blocks) > blocks.blocks_for(sequence.num_computed_tokens):
+            blocks.truncate(table, sequence.num_computed_tokens)
+
+
+def _rows(sequence: Sequence) -> list[Row]:
+    """How the token after each part of a sequence's draft is chosen, beginning with none of it."""
+    sampling, draft = sequence.sampling, sequence.draft
+    penalised = (
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
+    prompt = sequence.prompt if penalised else ()
+    generated = sequence.generated if penalised else ()
+    return [
+        Row(
+            sampling,
+            sequence.seed,
+            sequence.seq,
+            sequence.num_generated + i,
+            prompt=prompt,
+            generated=[*generated, *draft[:i]] if penalised else (),
+            inspect=sequence.inspect,
+        )
+        for i in range(len(draft) + 1)
+    ]
