@@ -1,0 +1,175 @@
+"""Decoding with drafts over decoding without: texts that repeat, one that does not, 32 at once.
+
+The model is the Llama shape of 21 million parameters. Its layers are random; its output layer is
+fitted, so that it continues each prompt by the text that is wanted: source code with names
+replaced, records in JSON, prose. So tokens and computations are those of a model that writes these
+texts. All in one process, greedy, in turn without and with drafts; each stream's tokens,
+log-probabilities and ends are compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import statistics
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _models import llama
+from _report import arguments, report
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.loader import load_model, wrap_model
+
+TEXTS = Path(__file__).parent / "texts"
+BATCH = 32
+RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
+Text = tuple[list[int], list[int]]
+"""A prompt and what follows it."""
+
+
+def texts(new: int) -> dict[str, Text]:
+    """The texts by name, as the embedded model's tokenizer cuts them; ``new`` tokens follow."""
+    tokenizer = load_model("embedded").tokenizer
+
+    def tokens(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, verbose=False).input_ids
+        return ids
+
+    source = inspect.getsource(textwrap.TextWrapper._wrap_chunks)
+    edited = re.sub("|".join(RENAMED), lambda found: RENAMED[found[0]], source)
+    rows = (TEXTS / "records.json").read_text().splitlines(keepends=True)
+    prose = (TEXTS / "harbour.txt").read_text()
+    half = prose.index("\n", len(prose) // 4)
+    return {
+        "code": (tokens(f"{source}\n# The same, with better names:\n"), tokens(edited)[:new]),
+        "json": (tokens("".join(rows[:4])), tokens("".join(rows[4:]))[:new]),
+        "prose": (tokens(prose[:half]), tokens(prose[half:])[:new]),
+    }
+
+
+def writer(wanted: Sequence[Text]) -> Any:
+    """A Llama that continues each prompt by its text: multi-class hinge regression of the output
+    layer's rows on the states of the last layer."""
+    model = llama(initializer_range=0.1)
+    states, labels = [], []
+    with torch.inference_mode():
+        for prompt, text in wanted:
+            ids = torch.tensor([*prompt, *text])
+            hidden = model.model(ids.unsqueeze(0)).last_hidden_state[0]
+            states.append(hidden[len(prompt) - 1 : -1])
+            labels.append(ids[len(prompt) :])
+    state = torch.cat(states).clone()
+    classes, label = torch.cat(labels).unique(return_inverse=True)
+    weight = torch.zeros(len(classes), state.shape[1], requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.05)
+    # The last column stands for all other tokens, whose rows are zeros.
+    for _ in range(1000):
+        scores = torch.nn.functional.pad(state @ weight.T, (0, 1))
+        loss = torch.nn.functional.multi_margin_loss(scores, label, margin=2.0)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if not loss.item():
+            break
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[classes] = weight
+    return model
+
+
+class Side:
+    """An engine with drafts or without; ``run`` serves some texts at once, from begin to end."""
+
+    def __init__(self, loaded: Any, speculation: bool) -> None:
+        config = EngineConfig(kv_cache_bytes=512 * 2**20, speculation=speculation)
+        self.engine = Engine(loaded, config)
+        self._next = 0
+
+    def run(self, wanted: Sequence[Text]) -> tuple[float, dict[int, list[TokenOutput]]]:
+        """Seconds, and the outputs of each."""
+        first = self._next
+        for prompt, text in wanted:
+            self.engine.add(self._next, prompt, Sampling(max_tokens=len(text), ignore_eos=True))
+            self._next += 1
+        found: dict[int, list[TokenOutput]] = {i: [] for i in range(len(wanted))}
+        started = time.perf_counter()
+        steps = []
+        while self.engine.has_work:
+            steps.append(self.engine.step())
+        seconds = time.perf_counter() - started
+        for outputs in steps:
+            for output in outputs:
+                found[output.request - first].append(output)
+        return seconds, found
+
+
+def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutput]]) -> float:
+    """The greatest difference of two log-probabilities; fails where anything else differs."""
+    away = 0.0
+    for i, expected in plain.items():
+        found = drafted[i]
+        assert [o.token for o in found] == [o.token for o in expected]
+        assert [o.finish_reason for o in found] == [o.finish_reason for o in expected]
+        pairs = zip(expected, found, strict=True)
+        away = max(away, *(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in pairs))
+    return away
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__)
+    rounds, new = (2, 120) if given.quick else (5, 360)
+    wanted = texts(new)
+    loaded = wrap_model("writer", writer(list(wanted.values())))
+    sides = [Side(loaded, False), Side(loaded, True)]
+    mixed = [(prompt, text[: new // 3]) for prompt, text in wanted.values()]
+    loads = {name: [text] for name, text in wanted.items()}
+    loads["batch32"] = [mixed[i % len(mixed)] for i in range(BATCH)]
+    loads["batch32_repetitive"] = [mixed[i % 2] for i in range(BATCH)]
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in loads}
+    away = 0.0
+    for number in range(rounds + 1):
+        for name, load in loads.items():
+            runs = [side.run(load) for side in sides]
+            away = max(away, check(runs[0][1], runs[1][1]))
+            if len(load) == 1:
+                assert [o.token for o in runs[0][1][0]] == load[0][1]
+            # The first round fills the prefix cache.
+            if number:
+                seconds[name].append(tuple(s for s, _ in runs))
+
+    def speedup(*names: str) -> float:
+        """The median over the rounds of the time without drafts over that with them."""
+        each = zip(*(seconds[name] for name in names), strict=True)
+        sums = [[sum(side) for side in zip(*times, strict=True)] for times in each]
+        return statistics.median(off / on for off, on in sums)
+
+    metrics = sides[1].engine.metrics()
+    drafted = float(metrics["spec_decode_num_draft_tokens"])  # type: ignore[arg-type]
+    accepted = float(metrics["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
+    results = {
+        "repetitive_speedup": speedup("code", "json"),
+        "code_speedup": speedup("code"),
+        "json_speedup": speedup("json"),
+        "unrepetitive_speedup": speedup("prose"),
+        "batch32_speedup": speedup("batch32"),
+        "batch32_repetitive_speedup": speedup("batch32_repetitive"),
+        "accepted_of_drafted": accepted / drafted,
+        "logprob_difference": away,
+    }
+    notes = {
+        "repetitive_speedup": "code edit and JSON, one stream: at least 2",
+        "unrepetitive_speedup": "prose, one stream: at least 0.97",
+        "batch32_speedup": "all three at once, 32 streams: at least 1",
+        "logprob_difference": "at most 1e-4",
+    }
+    report(results, notes, given.json)
+
+
+if __name__ == "__main__":
+    main()
