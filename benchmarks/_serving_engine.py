@@ -6,20 +6,19 @@ It loads the model as a worker does, by the same settings, and takes the same ru
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
 from _served import answer, orders
 from tokenbus.protocol.settings import load
+from tokenbus.workers.gpu.cpu import prepare_environment
 
 
 def main(model: str) -> None:
     """Until the end of the input."""
     settings = load(model=model)
-    if settings.threads:
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    # As in the worker: torch is imported when the number of its threads is set.
+    # As in the worker: torch is imported when its environment is set.
+    prepare_environment(settings.threads)
     from tokenbus.protocol.sampling import Sampling
     from tokenbus.workers.gpu.models import Failed, Models, Ready
 

@@ -126,6 +126,16 @@ def main() -> None:
             began = max(began, work.over_at)
         waits.append((ready, max(0.0, time.monotonic() - began)))
 
+    def logits(self: PendingStep) -> torch.Tensor:
+        vocab = next(iter(worker._models.engines.values())).loaded.vocab_size
+        return torch.zeros(1, 1).expand(self.num_forward_rows + len(self.kept), vocab)
+
+    def keep_rows(self: PendingStep, logits: torch.Tensor) -> None:
+        for _, kept in self.keeping:
+            kept.logits = logits[0]
+
+    PendingStep.device_logits = logits  # type: ignore[method-assign]
+    PendingStep.keep_rows = keep_rows  # type: ignore[method-assign]
     engine_module.device_queue = lambda *_: device  # type: ignore[assignment]
     step_module.draw = draw
     Runner.forward = forward  # type: ignore[method-assign]

@@ -1,9 +1,8 @@
 """The broker against ``zmq.proxy``: frames per second, tokens per second, latency of the hop.
 
 The broker runs in its own process, as it is run in service; a worker and its clients are raw
-sockets in two other processes, so that what is measured is the broker. Each rate is the best of
-three runs, as other work on the machine only ever makes one slower. Latencies are medians over
-rounds that alternate between the broker and the proxy.
+sockets in two other processes, so that what is measured is the broker. All figures are medians over
+rounds in which the broker and the proxy take turns. CPU times hold on a busy machine too.
 """
 
 from __future__ import annotations
@@ -17,15 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import zmq
 from _report import arguments, report
 from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.columns import TokenColumns, pack_columns, unpack_columns
 from tokenbus.protocol.header import decode_header, encode_header, encode_token_header
-from tokenbus.protocol.messages import Token
+from tokenbus.protocol.messages import Hello, Token
 from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
 from zmq.backend import Socket as BackendSocket
@@ -34,13 +36,15 @@ BODY = b"x" * 200
 CLIENTS = 8
 STEP_TOKENS = 64
 RATE = 10_000
-RUNS = 3
+RUNS = 5
+CAPABILITIES = ["columns", "bodies"]
+"""Those of our own clients."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
 _MORE = zmq.SNDMORE
 _SEND = BackendSocket.send
-_RECV = BackendSocket.recv
+_RECV: Callable[..., Any] = BackendSocket.recv
 
 
 def dealer(endpoint: str) -> Socket:
@@ -52,12 +56,29 @@ def dealer(endpoint: str) -> Socket:
     return socket
 
 
+class Rate(NamedTuple):
+    """How fast messages pass through a process."""
+
+    per_s: float
+    cpu_us: float
+    """CPU time of all of its threads for each."""
+
+
+Decode = Callable[[bytes], None] | None
+
+
+def _cpu_s(pid: int) -> float:
+    """The CPU time of a process in seconds."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
 # --- what is measured ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def broker(folder: Path) -> Iterator[tuple[str, str]]:
-    """Tokenbus's broker; its two addresses."""
+def broker(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
+    """Tokenbus's broker: its two addresses, and what tells its CPU time in seconds."""
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
@@ -68,7 +89,7 @@ def broker(folder: Path) -> Iterator[tuple[str, str]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield front, back
+        yield front, back, partial(_cpu_s, process.pid)
     finally:
         process.terminate()
         process.wait(10)
@@ -84,13 +105,14 @@ def _proxy(front: str, back: str) -> None:
 
 
 @contextlib.contextmanager
-def proxy(folder: Path) -> Iterator[tuple[str, str]]:
-    """``zmq.proxy`` between a ROUTER and a DEALER; its two addresses."""
+def proxy(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
+    """The same of ``zmq.proxy`` between a ROUTER and a DEALER."""
     front, back = f"ipc://{folder}/pf.sock", f"ipc://{folder}/pb.sock"
     process = mp.Process(target=_proxy, args=(front, back), daemon=True)
     process.start()
     try:
-        yield front, back
+        assert process.pid is not None
+        yield front, back, partial(_cpu_s, process.pid)
     finally:
         process.kill()
         process.join()
@@ -117,10 +139,11 @@ def _sessions(worker: Socket, count: int) -> list[int]:
     return found
 
 
-def _join(front: str) -> Socket:
+def _join(front: str, capabilities: list[str]) -> Socket:
     """A client with a live stream."""
     client = dealer(front)
-    client.send_multipart([b"HELLO", b'{"encodings": ["msgpack"]}'])
+    hello = Hello(encodings=("msgpack",), capabilities=capabilities)
+    client.send_multipart([b"HELLO", encode_body(hello, "json")])
     assert client.recv_multipart()[0] == b"WELCOME"
     client.send_multipart([b"GENERATE", b'{"stream_id": 1, "model": "m", "prompt": [1]}'])
     return client
@@ -129,17 +152,39 @@ def _join(front: str) -> Socket:
 # --- the other process: clients that receive ------------------------------------------------------
 
 
+def _bodies(socket: Socket) -> list[bytes]:
+    """Those of a TOKEN."""
+    _RECV(socket, zmq.NOBLOCK)
+    bodies, more = [], True
+    while more:
+        frame = _RECV(socket, zmq.NOBLOCK, False)
+        bodies.append(frame.bytes)
+        more = frame.more
+    return bodies
+
+
+def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
+    """The last of so many frames."""
+    for _ in range(frames - 1):
+        _RECV(socket, zmq.NOBLOCK)
+    return [_RECV(socket, zmq.NOBLOCK)]
+
+
 def _receive(
-    front: str, through_broker: bool, clients: int, each: int, pipe: Connection, tokens: bool
+    front: str, proxied: int, clients: int, each: int, pipe: Connection, decode: Decode
 ) -> None:
-    """Receives ``each`` messages on every one of ``clients`` sockets; sends the seconds."""
-    if through_broker:
-        pipe.recv()
-        sockets = [_join(front) for _ in range(clients)]
-    else:
+    """Receives ``each`` bodies on every one of ``clients`` sockets; sends the seconds.
+
+    A message through a proxy has ``proxied`` frames; 0: the messages come through the broker.
+    """
+    bodies = partial(_proxied_body, proxied) if proxied else _bodies
+    if proxied:
         sockets = [dealer(front) for _ in range(clients)]
         for socket in sockets:
             socket.send(b"HERE")
+    else:
+        capabilities = pipe.recv()
+        sockets = [_join(front, capabilities) for _ in range(clients)]
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
@@ -148,14 +193,11 @@ def _receive(
         for socket, _ in poller.poll():
             with contextlib.suppress(zmq.Again):
                 while True:
-                    _RECV(socket, zmq.NOBLOCK)
-                    if not through_broker:
-                        _RECV(socket, zmq.NOBLOCK)
-                    body = _RECV(socket, zmq.NOBLOCK)
-                    first = first or time.perf_counter()
-                    if tokens:
-                        decode_as(list[Token], body, "msgpack")
-                    left -= 1
+                    for body in bodies(socket):
+                        first = first or time.perf_counter()
+                        left -= 1
+                        if decode is not None:
+                            decode(body)
     pipe.send(time.perf_counter() - first)
 
 
@@ -166,41 +208,47 @@ def _start_receiver(*args: Any) -> tuple[Any, Connection]:
     return process, ours
 
 
-def frames_through_broker(folder: Path, count: int) -> float:
-    """Messages per second from a worker to a client."""
-    with broker(folder) as (front, back):
+def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> Rate:
+    """Messages from a worker to a client."""
+    with broker(folder) as (front, back, cpu_s):
         worker = _register(back)
-        process, pipe = _start_receiver(front, True, 1, count, False)
-        pipe.send(True)
+        process, pipe = _start_receiver(front, 0, 1, count, None)
+        pipe.send(capabilities)
         [session] = _sessions(worker, 1)
         [message] = pack([b"TOKEN", encode_token_header([session]), BODY])
+        began = cpu_s()
         for _ in range(count):
             _SEND(worker, message)
         seconds: float = pipe.recv()
+        used = cpu_s() - began
         process.join()
         worker.close()
-    return count / seconds
+    return Rate(count / seconds, 1e6 * used / count)
 
 
-def frames_through_proxy(folder: Path, count: int) -> float:
-    """The same message through a proxy, which finds the client by its routing id."""
-    with proxy(folder) as (front, back):
+def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
+    """The same message through a proxy, which finds the client by its routing id: in frames of its
+    own, or packed as workers send it."""
+    frames = [b"TOKEN", encode_token_header([1]), BODY]
+    frames = pack(frames) if packed else frames
+    with proxy(folder) as (front, back, cpu_s):
         worker = dealer(back)
-        process, pipe = _start_receiver(front, False, 1, count, False)
+        process, pipe = _start_receiver(front, len(frames), 1, count, None)
+        began = cpu_s()
         peer = worker.recv_multipart()[0]
-        head = encode_token_header([1])
         for _ in range(count):
             _SEND(worker, peer, _MORE)
-            _SEND(worker, b"TOKEN", _MORE)
-            _SEND(worker, head, _MORE)
-            _SEND(worker, BODY)
+            for frame in frames[:-1]:
+                _SEND(worker, frame, _MORE)
+            _SEND(worker, frames[-1])
         seconds: float = pipe.recv()
+        used = cpu_s() - began
         process.join()
         worker.close()
-    return count / seconds
+    return Rate(count / seconds, 1e6 * used / count)
 
 
-def tokens_per_s(folder: Path, steps: int) -> float:
+def tokens_per_s(folder: Path, steps: int, columns: bool) -> float:
     """Tokens per second of steps of 64 tokens, for 8 clients that decode them."""
     each = STEP_TOKENS // CLIENTS
     entries = [
@@ -211,15 +259,16 @@ def tokens_per_s(folder: Path, steps: int) -> float:
             finish_reason=None,
             top_logprobs={1000 + i: -1.25},
             pos=20,
-            text=" word",
         )
         for i in range(each)
     ]
-    body = encode_body(entries, "msgpack")
-    with broker(folder) as (front, back):
+    body = encode_body(pack_columns(entries) if columns else entries, "msgpack")
+    capabilities = ["columns", "bodies"] if columns else []
+    with broker(folder) as (front, back, _):
         worker = _register(back)
-        process, pipe = _start_receiver(front, True, CLIENTS, steps, True)
-        pipe.send(True)
+        decode = _columns if columns else _entries
+        process, pipe = _start_receiver(front, 0, CLIENTS, steps, decode)
+        pipe.send(capabilities)
         head = encode_token_header(_sessions(worker, CLIENTS))
         [message] = pack([b"TOKEN", head, *[body] * CLIENTS])
         for _ in range(steps):
@@ -228,6 +277,14 @@ def tokens_per_s(folder: Path, steps: int) -> float:
         process.join()
         worker.close()
     return steps * STEP_TOKENS / seconds
+
+
+def _entries(body: bytes) -> None:
+    decode_as(list[Token], body, "msgpack")
+
+
+def _columns(body: bytes) -> None:
+    unpack_columns(decode_as(TokenColumns, body, "msgpack"))
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -241,13 +298,15 @@ def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> 
     sockets = {way: dealer(address) for way, address in addresses.items() if way != "broker"}
     for socket in sockets.values():
         socket.send(b"HERE")
-    sockets["broker"] = _join(addresses["broker"])
+    sockets["broker"] = _join(addresses["broker"], CAPABILITIES)
     for way in iter(pipe.recv, None):
         socket = sockets[way]
-        taken = []
-        for _ in range(count):
-            body = socket.recv_multipart()[-1]
-            taken.append((time.perf_counter_ns() - int(body[:20])) / 1000)
+        taken: list[float] = []
+        while len(taken) < count:
+            frames = socket.recv_multipart()
+            arrived = time.perf_counter_ns()
+            bodies = frames[1:] if way == "broker" else frames[-1:]
+            taken += [(arrived - int(body[:20])) / 1000 for body in bodies]
         pipe.send(taken)
 
 
@@ -278,14 +337,14 @@ def hop_rounds(folder: Path, rounds: int, count: int) -> dict[str, list[list[flo
     direct = f"ipc://{folder}/direct.sock"
     router.bind(direct)
     found: dict[str, list[list[float]]] = {"broker": [], "proxy": [], "direct": []}
-    with broker(folder) as (front, back), proxy(folder) as (proxy_front, proxy_back):
+    with broker(folder) as (front, back, _), proxy(folder) as (proxy_front, proxy_back, _):
         worker, through_proxy = _register(back), dealer(proxy_back)
         addresses = {"broker": front, "proxy": proxy_front, "direct": direct}
         process = mp.Process(target=_receive_rounds, args=(addresses, count, theirs), daemon=True)
         process.start()
         head = encode_token_header(_sessions(worker, 1))
         senders = {
-            "broker": _sender(worker, b"TOKEN", head),
+            "broker": lambda body: _SEND(worker, pack([b"TOKEN", head, body])[0]),
             "proxy": _sender(through_proxy, through_proxy.recv_multipart()[0], b"TOKEN", head),
             "direct": _sender(router, router.recv_multipart()[0], b"TOKEN", head),
         }
@@ -320,10 +379,17 @@ def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
 
 
 NOTES = {
-    "frames_vs_zmq_proxy": "broker over zmq.proxy; at least 0.2",
+    "frames_vs_zmq_proxy": "broker over zmq.proxy; at least 0.33",
+    "packed_vs_zmq_proxy": "the same where the proxy passes on two frames and not four",
+    "unjoined_vs_zmq_proxy": "over four frames, for a client that takes one body in a message",
     "broker_frames_per_s": "messages of 200 bytes, one worker to one client",
-    "proxy_frames_per_s": "the same through zmq.proxy",
-    "tokens_per_s": "steps of 64 tokens for 8 clients that decode; at least 250,000",
+    "proxy_frames_per_s": "the same through zmq.proxy, in four frames",
+    "proxy_packed_per_s": "in two frames, as a worker sends it to the broker",
+    "broker_cpu_us": "CPU time of the broker's process for each of these messages",
+    "unjoined_cpu_us": "for a client that takes one body in a message",
+    "proxy_cpu_us": "of the proxy's, in four frames",
+    "tokens_per_s": "steps of 64 tokens in columns for 8 clients that decode",
+    "tokens_vs_entries": "over the same tokens as entries; at least 2",
     "hop_p50_vs_proxy": f"latency of a hop over zmq.proxy's, at {RATE:,} frames/s; at most 2",
     "hop_p99_vs_proxy": "the same at the 99th percentile; at most 3",
     "hop_us_p50": "microseconds that the broker adds to a direct connection; at most 150",
@@ -331,22 +397,57 @@ NOTES = {
 }
 
 
+def rates(folder: Path, count: int) -> dict[str, float]:
+    """Medians of rounds in which the ways of a message take turns."""
+    ways: dict[str, Callable[[], Rate]] = {
+        "broker": lambda: frames_through_broker(folder, count, CAPABILITIES),
+        "unjoined": lambda: frames_through_broker(folder, count, []),
+        "proxy": lambda: frames_through_proxy(folder, count, packed=False),
+        "packed": lambda: frames_through_proxy(folder, count, packed=True),
+    }
+    rounds = [{name: way() for name, way in ways.items()} for _ in range(RUNS)]
+
+    def ratio(ours: str, proxied: str) -> float:
+        return statistics.median(r[ours].per_s / r[proxied].per_s for r in rounds)
+
+    def rate(way: str) -> float:
+        return statistics.median(r[way].per_s for r in rounds)
+
+    def cpu(way: str) -> float:
+        return statistics.median(r[way].cpu_us for r in rounds)
+
+    return {
+        "frames_vs_zmq_proxy": ratio("broker", "proxy"),
+        "packed_vs_zmq_proxy": ratio("broker", "packed"),
+        "unjoined_vs_zmq_proxy": ratio("unjoined", "proxy"),
+        "broker_frames_per_s": rate("broker"),
+        "proxy_frames_per_s": rate("proxy"),
+        "proxy_packed_per_s": rate("packed"),
+        "broker_cpu_us": cpu("broker"),
+        "unjoined_cpu_us": cpu("unjoined"),
+        "proxy_cpu_us": cpu("proxy"),
+    }
+
+
+def token_rates(folder: Path, steps: int) -> dict[str, float]:
+    """The same for tokens in columns and as entries."""
+    rounds = [
+        (tokens_per_s(folder, steps, columns=True), tokens_per_s(folder, steps, columns=False))
+        for _ in range(RUNS)
+    ]
+    return {
+        "tokens_per_s": statistics.median(columns for columns, _ in rounds),
+        "tokens_vs_entries": statistics.median(columns / entries for columns, entries in rounds),
+    }
+
+
 def main() -> None:
     """Runs all of it."""
     args = arguments(__doc__)
     count = 30_000 if args.quick else 200_000
-    results: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tb-") as name:
         folder = Path(name)
-        rates = [
-            (frames_through_broker(folder, count), frames_through_proxy(folder, count))
-            for _ in range(RUNS)
-        ]
-        ours, proxied = map(max, zip(*rates, strict=True))
-        results["frames_vs_zmq_proxy"] = ours / proxied
-        results["broker_frames_per_s"] = ours
-        results["proxy_frames_per_s"] = proxied
-        results["tokens_per_s"] = max(tokens_per_s(folder, count // 10) for _ in range(RUNS))
+        results = rates(folder, count) | token_rates(folder, count // 10)
         results |= hop_figures(hop_rounds(folder, HOP_ROUNDS, count // 20))
     report(results, NOTES, args.json)
 

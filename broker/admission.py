@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from ..protocol.bodies import decode_as
-from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError, UnavailableError
 from ..protocol.messages import (
     Name,
     RequestId,
@@ -48,6 +48,13 @@ ROLES = {
     b"DELETE": "controller",
 }
 """Requests that a worker answers, and the role of that worker."""
+
+
+MAX_TOKENIZERS = 4
+"""Tokenizers that one session may wait for at a time; one has up to some 20 MB."""
+UNREAD_FACTOR = 16
+"""A client may have this many times ``max_pending_bytes`` of large answers unread when it asks for
+another tokenizer."""
 
 
 class Admission:
@@ -101,6 +108,8 @@ class Admission:
             request_id=fields.request_id,
         )
         self._check_streams(request)
+        if message_type == b"TOKENIZER":
+            self._check_unread(session)
         self._counters.requests += 1
         try:
             self._dispatcher.submit(request)
@@ -115,6 +124,26 @@ class Admission:
             for request in list(session.streams.values()):
                 if request.worker is None:
                     self._dispatcher.abandon(request, error)
+
+    def _check_unread(self, session: Session) -> None:
+        """Raises where a client that reads nothing would make the broker keep too much."""
+        waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
+        if len(waiting) >= MAX_TOKENIZERS:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"this session waits for {len(waiting)} tokenizers already, and more are not "
+                "allowed; wait for one of them",
+                retry_after_s=1.0,
+            )
+        most = UNREAD_FACTOR * self._settings.max_pending_bytes
+        unread = self._sessions.unread.bytes_of(session.peer)
+        if unread >= most:
+            raise SlowClientError(
+                Code.SLOW_CLIENT,
+                f"the last answers to this connection have {unread} bytes, which it "
+                f"may not have read, and {most} are allowed before another tokenizer; keep the "
+                "tokenizer of a model, or ask on a new connection",
+            )
 
     def _check_streams(self, request: Request) -> None:
         streams = request.session.streams

@@ -108,8 +108,8 @@ class Back:
         out = self._out
         for i, number in enumerate(sessions, 2):
             session = known.get(number)
-            if session is not None and session.peer is not None:
-                out.append(Outgoing(_FRONT, session.peer, (b"TOKEN", frames[i])))
+            if session is not None:
+                out.tokens(session, frames[i])
         self._counters.token_bodies += len(sessions)
         for number in finished:
             try:
@@ -182,6 +182,7 @@ class Back:
             return
         session = self._sessions.by_id.get(header.address)
         if session is not None and session.peer is not None:
+            self._sessions.unread.add(session.peer, sum(map(len, frames[2:])))
             self._out.append(Outgoing(_FRONT, session.peer, (message_type, *frames[2:]), True))
         if request is not None and header.flags & Flag.FINAL:
             self._dispatcher.forget(request)

@@ -104,6 +104,7 @@ class Broker:
         """A connection has closed."""
         self.dispatcher.now = now
         if side is Side.FRONT:
+            self.session_table.unread.on_gone(peer)
             self._guarded(self._sessions.on_gone, peer, now)
         else:
             self._guarded(self._back.on_gone, peer)
@@ -158,8 +159,4 @@ class Broker:
         log.exception("a defect of the broker in %s", where)
 
     def _taken(self) -> list[Outgoing]:
-        if not self._out:
-            return []
-        taken = self._out[:]
-        self._out.clear()
-        return taken
+        return self._out.take() if self._out else []

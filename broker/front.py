@@ -219,20 +219,23 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     """The streams that end with a TOKEN message, but for those that were cancelled.
 
-    None where its body, which the broker passes on unread, cannot be decoded.
+    None of a body that cannot be decoded, as the broker passes bodies on unread.
     """
     if frames[0] != b"TOKEN":
         return set()
-    try:
-        body: TokenBody = decode_as(TokenBody, frames[1])
-    except RequestError as error:
-        log.warning("a TOKEN body that was dropped cannot be decoded: %s", error)
-        return set()
-    # No stream ends with a row of columns.
-    entries = body if isinstance(body, list) else body.entries
-    return {
-        e.stream_id for e in entries if e.live == 0 and e.finish_reason not in (None, "cancelled")
-    }
+    ended: set[int] = set()
+    for encoded in frames[1:]:
+        try:
+            body: TokenBody = decode_as(TokenBody, encoded)
+        except RequestError as error:
+            log.warning("a TOKEN body that was dropped cannot be decoded: %s", error)
+            continue
+        # No stream ends with a row of columns.
+        entries = body if isinstance(body, list) else body.entries
+        for entry in entries:
+            if entry.live == 0 and entry.finish_reason not in (None, "cancelled"):
+                ended.add(entry.stream_id)
+    return ended
 
 
 class _StreamIdOnly(Struct):

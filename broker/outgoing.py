@@ -23,6 +23,13 @@ class Side(Enum):
     BACK = "back"
 
 
+_FRONT = Side.FRONT
+MAX_JOINED = 32
+"""Most bodies in a TOKEN."""
+MAX_JOINED_BYTES = 2**10
+"""A larger body joins no other, so that what ZeroMQ keeps for a client stays small."""
+
+
 class Outgoing(Struct, frozen=True, gc=False):
     """Frames for a peer. One that ``must`` go out may wait beyond the bound of its peer's queue."""
 
@@ -38,6 +45,39 @@ class Outgoings(list[Outgoing]):
     def __init__(self, errors: Tally) -> None:
         super().__init__()
         self._errors = errors
+        self._open: dict[bytes, list[bytes]] = {}
+        """By connection: the frames of a TOKEN that no other message to it follows yet."""
+
+    def append(self, message: Outgoing) -> None:
+        """Adds a message behind all others."""
+        self._open.clear()
+        super().append(message)
+
+    def tokens(self, session: Session, body: bytes) -> None:
+        """A body of TOKEN, from a worker; dropped while the client has no connection.
+
+        Where the client takes several bodies in a message, and none but TOKEN is before this one,
+        it joins that.
+        """
+        peer = session.peer
+        if peer is None:
+            return
+        if not session.bodies:
+            super().append(Outgoing(_FRONT, peer, (b"TOKEN", body)))
+            return
+        frames = self._open.get(peer)
+        if frames is not None and len(frames) <= MAX_JOINED and len(body) <= MAX_JOINED_BYTES:
+            frames.append(body)
+            return
+        frames = self._open[peer] = [b"TOKEN", body]
+        super().append(Outgoing(_FRONT, peer, frames))
+
+    def take(self) -> list[Outgoing]:
+        """All of them, which are not here any more."""
+        taken = self[:]
+        self.clear()
+        self._open.clear()
+        return taken
 
     def to_peer(self, peer: bytes, message_type: bytes, body: Any, encoding: Encoding) -> None:
         """A message to a client's connection."""

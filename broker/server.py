@@ -20,6 +20,7 @@ from .outbox import Outbox, Sent
 from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
 from .sockets import bind_router, packing_sender, receive, sender
+from .unread import PIPE_MESSAGES
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ the other, they leave ZeroMQ's thread no time to fall asleep, so that few of the
 MUST_FACTOR = 2
 """Errors and answers for a client that reads nothing are kept up to this many times
 ``max_pending_bytes``; then they are dropped too."""
-FRONT_PIPE = 256
-"""Messages in a client's ZeroMQ pipe. Few, as only those behind them are bounded in bytes."""
 FLUSH_EVERY_S = 0.0003
 """While messages flow, how often full pipes are tried again."""
 RETRY_S = (0.001, 0.05)
@@ -56,7 +55,7 @@ class BrokerServer:
         """Binds both sockets; raises BindError where that fails or is not allowed."""
         self.settings = settings or BrokerSettings()
         self._context = context or zmq.Context.instance()
-        self._front = bind_router(self._context, front, pipe_messages=FRONT_PIPE)
+        self._front = bind_router(self._context, front, pipe_messages=PIPE_MESSAGES)
         try:
             self._back = bind_router(self._context, back)
         except Exception:

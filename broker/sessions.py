@@ -80,8 +80,11 @@ class Sessions:
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.pings = "ping" in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
+        session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities
         session.client = hello.client
         session.last_seen = now
+        optional = {"columns": session.columns, "bodies": session.bodies}
+        granted = [name for name, given in optional.items() if given]
         welcome = Welcome(
             version=PROTOCOL_VERSION,
             encoding=encoding,
@@ -89,7 +92,7 @@ class Sessions:
             resumed=resumed,
             streams=list(session.streams) if resumed else [],
             server="tokenbus",
-            capabilities=["buffers", "attach", "text", *(["columns"] if session.columns else [])],
+            capabilities=["buffers", "attach", "text", *granted],
             ping_s=self._settings.ping_s,
             expiry_s=self._settings.session_expiry_s,
         )
@@ -100,6 +103,7 @@ class Sessions:
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
         known = session is not None and session.greeted
+        self._table.unread.add(peer, 0)
         self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
 
     def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:

@@ -12,6 +12,7 @@ from ..protocol.bodies import Encoding
 from ..protocol.header import Flag
 from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
+from .unread import UnreadAnswers
 
 RETRY_AFTER_S = 1.0
 """When to try again what found no worker, in seconds."""
@@ -45,6 +46,8 @@ class Session:
     """Whether the client sends PINGs, so that its silence means that it is gone."""
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
+    bodies: bool = False
+    """Whether the client takes several bodies in one TOKEN."""
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
@@ -77,6 +80,7 @@ class SessionTable:
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
+        self.unread = UnreadAnswers()
 
     def __len__(self) -> int:
         return len(self.by_id)

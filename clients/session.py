@@ -120,7 +120,7 @@ class ClientSession:
                 encodings=("msgpack", "json"),
                 session=self._token,
                 client="tokenbus-python",
-                capabilities=["ping"],
+                capabilities=["ping", "bodies"],
             ),
         )
 
@@ -220,6 +220,10 @@ class ClientSession:
 
     def on_frames(self, frames: Sequence[bytes], now: float) -> None:
         """A message from the broker."""
+        if len(frames) > 2 and frames[0] == b"TOKEN":
+            for body in frames[1:]:
+                self.on_frames([b"TOKEN", body], now)
+            return
         self._heard = now
         try:
             message = decode_frames(frames, SERVER_MESSAGES)

@@ -72,7 +72,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """CPU threads of torch in a GPU worker; 0: torch's default."""
+    """CPU threads of torch in a GPU worker; 0: as many as are fastest, up to the cores."""
 
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of the start of a module, in milliseconds."""

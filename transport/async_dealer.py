@@ -36,14 +36,23 @@ class AsyncDealer:
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
+        self._waited = True
+        """The last ``receive`` did, so that others had their turns."""
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
-        """The messages that have arrived, waiting for the first; never an empty list."""
+        """The messages that have arrived, waiting for the first; never an empty list.
+
+        Other tasks of the loop have their turns, however fast messages arrive.
+        """
+        if not self._waited:
+            await asyncio.sleep(0)
+        self._waited = False
         while not (messages := self._take()):
             self._receiver = self._loop.create_future()
             self._look()
             await self._receiver
+            self._waited = True
         return messages
 
     async def send(self, frames: Sequence[bytes]) -> None:

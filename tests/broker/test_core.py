@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outbox import Outbox, Sent
-from tokenbus.broker.outgoing import Outgoing, Side
-from tokenbus.protocol.header import (
-    Flag,
-    encode_header,
-)
+from tokenbus.broker.outgoing import MAX_JOINED, MAX_JOINED_BYTES, Outgoing, Side
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Flag, encode_header, encode_token_header
 from tokenbus.protocol.messages import ModelInfo, Token
+from tokenbus.protocol.packing import pack
 from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest
 
 from .bench import Bench, generate, peer_of
@@ -224,6 +223,60 @@ def test_an_attach_says_which_form_the_new_connection_takes(bench: Bench) -> Non
     bench.client("new", "ATTACH", {"stream_id": 1, "received": 0})
     [(word, header)] = bench.to_worker("a")
     assert (word, header.flags) == ("ATTACH", Flag.MSGPACK | Flag.COLUMNS)
+
+
+def test_bodies_that_arrive_together_go_out_together_to_a_client_that_takes_them_so(
+    bench: Bench,
+) -> None:
+    bench.worker("a", capacity=9)
+
+    def begin(name: str, *capabilities: str) -> int:
+        """Opens a session with a stream; its id."""
+        hello = {"encodings": ["msgpack"], "capabilities": capabilities}
+        bench.broker.on_client(peer_of(name), [b"HELLO", msgspec.json.encode(hello)], bench.now)
+        bench.client(name, "GENERATE", generate(1))
+        [(_, header)] = bench.to_worker("a")
+        return header.address
+
+    joined, single = begin("joined", "bodies"), begin("single")
+    head = encode_token_header([joined, single])
+    notice = [b"SYSTEM", encode_header(0, joined), b"notice"]
+    large = bytes(MAX_JOINED_BYTES + 1)
+    messages = [[b"TOKEN", head, body, body] for body in (b"1", b"2", b"3", large, b"4")]
+    messages.insert(2, notice)
+    out = bench.broker.on_workers([(peer_of("a"), pack(m)) for m in messages], bench.now)
+    to_joined = [list(m.frames) for m in out if m.peer == peer_of("joined")]
+    assert to_joined == [
+        [b"TOKEN", b"1", b"2"],
+        [b"SYSTEM", b"notice"],
+        [b"TOKEN", b"3"],
+        [b"TOKEN", large, b"4"],
+    ]
+    to_single = [list(m.frames) for m in out if m.peer == peer_of("single")]
+    assert to_single == [[b"TOKEN", body] for body in (b"1", b"2", b"3", large, b"4")]
+    # A later pass begins a message of its own, and none grows beyond its bound.
+    message = pack([b"TOKEN", encode_token_header([joined]), b"5"])
+    out = bench.broker.on_workers([(peer_of("a"), message)] * 40, bench.now)
+    assert [len(m.frames) - 1 for m in out] == [MAX_JOINED, 40 - MAX_JOINED]
+
+
+def test_streams_that_end_within_joined_bodies_which_are_dropped_end_with_errors(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    hello = {"encodings": ["msgpack"], "capabilities": ["bodies"]}
+    bench.broker.on_client(peer_of("c"), [b"HELLO", msgspec.json.encode(hello)], bench.now)
+    for stream in (1, 2):
+        bench.client("c", "GENERATE", generate(stream))
+    headers = [header for _, header in bench.to_worker("a")]
+    messages = []
+    for stream, header in enumerate(headers, 1):
+        end = Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop")
+        head = encode_token_header([header.address], [header.request])
+        messages.append((peer_of("a"), pack([b"TOKEN", head, encode_body([end], "msgpack")])))
+    [out] = bench.broker.on_workers(messages, bench.now)
+    errors = [msgspec.msgpack.decode(m.frames[1]) for m in bench.broker.on_full(out)]
+    assert {e["stream_id"]: e["code"] for e in errors} == {1: "slow_client", 2: "slow_client"}
 
 
 def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.broker.settings import BrokerSettings
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
-from tokenbus.protocol.header import Header, encode_header, encode_token_header
+from tokenbus.protocol.header import Flag, Header, encode_header, encode_token_header
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
@@ -333,3 +333,40 @@ def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(
     bench.sent += bench.broker.on_full(out)
     errors = {e["stream_id"]: e["code"] for kind, e in bench.to_client("c")}
     assert errors == {1: "slow_client", 2: "slow_client"}
+
+
+def test_a_client_that_reads_no_tokenizer_gets_a_bounded_number_of_bytes(bench: Bench) -> None:
+    bench = Bench(max_pending_bytes=100_000)
+    bench.worker("a", capacity=1000)
+    large = b'{"stream_id":1,"tokenizer":"' + b"x" * 400_000 + b'"}'
+
+    def ask(client: str) -> tuple[str, Any]:
+        """Asks for a tokenizer and gets it; the answer."""
+        answers = bench.client(client, "TOKENIZER", {"stream_id": 1, "model": "m"})
+        for _, (request, session, _) in bench.to_worker("a"):
+            head = encode_header(request, session, Flag.FINAL)
+            bench.sent += bench.broker.on_worker(peer_of("a"), [b"MSG", head, large], bench.now)
+        [answer] = answers + bench.to_client(client)
+        return answer
+
+    assert [ask("c")[0] for _ in range(5)] == ["MSG"] * 4 + ["ERROR"]
+    assert ask("c")[1]["code"] == "slow_client"
+    assert ask("another")[0] == "MSG"
+    # The pipe is the same where the session is another.
+    bench.client("c", "BYE")
+    assert ask("c")[1]["code"] == "slow_client"
+    bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
+    assert [ask("c")[0] for _ in range(5)] == ["MSG"] * 4 + ["ERROR"]
+    # The pipe holds 256 messages: what was sent before the last 256 has left it.
+    for number in range(256):
+        bench.client("c", "PING", {"n": number})
+    assert ask("c")[0] == "MSG"
+
+
+def test_a_client_waits_for_a_bounded_number_of_tokenizers(bench: Bench) -> None:
+    bench.worker("a", capacity=1000)
+    answers = []
+    for stream in range(6):
+        answers += bench.client("c", "TOKENIZER", {"stream_id": stream, "model": "m"})
+    assert [error["code"] for _, error in answers] == ["queue_full"] * 2
+    assert len(bench.to_worker("a")) == 4

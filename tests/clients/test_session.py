@@ -83,6 +83,18 @@ def generate(**options: Any) -> Call:
     return generate_call([1, 2], options)  # type: ignore[arg-type]
 
 
+def test_a_token_message_with_several_bodies_is_that_many_messages() -> None:
+    bench = Bench()
+    bench.welcome()
+    call = bench.submit(generate(max_tokens=3))
+    entries = [
+        [Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=i)]
+        for i, t in enumerate((7, 8, 9))
+    ]
+    bench.session.on_frames([b"TOKEN", *map(msgspec.msgpack.encode, entries)], bench.now)
+    assert ids(bench.events(call)) == [7, 8, 9]
+
+
 @pytest.fixture
 def bench() -> Bench:
     bench = Bench()

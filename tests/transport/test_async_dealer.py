@@ -55,6 +55,38 @@ async def test_messages_go_both_ways_in_order(router: zmq.Socket[bytes]) -> None
 
 
 @pytest.mark.anyio
+async def test_other_tasks_have_their_turns_while_messages_wait(
+    router: zmq.Socket[bytes],
+) -> None:
+    dealer = AsyncDealer(router.context, address(router))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(others())
+    try:
+        await dealer.send([b"M", b""])
+        peer, *_ = await asyncio.to_thread(router.recv_multipart)
+        for number in range(900):
+            router.send_multipart([peer, b"A", b"%d" % number])
+        received = 0
+        async with asyncio.timeout(WAIT_S):
+            while received < 900:
+                before = turns
+                received += len(await dealer.receive())
+                received += len(await dealer.receive()) if received < 900 else 0
+                received += len(await dealer.receive()) if received < 900 else 0
+                assert received >= 900 or turns > before
+    finally:
+        turning.cancel()
+        dealer.close()
+
+
+@pytest.mark.anyio
 async def test_a_sender_waits_while_the_broker_does_not_read(router: zmq.Socket[bytes]) -> None:
     dealer = AsyncDealer(router.context, address(router))
     body = b"x" * 200_000

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 
 from ...protocol import logs, tracing
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
+from .cpu import prepare_environment
 
 
 def main() -> int:
@@ -20,8 +20,7 @@ def main() -> int:
         tracing.start("gpu")
     except (SettingError, ValueError) as error:
         return _refuse(error)
-    if settings.threads:
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    prepare_environment(settings.threads)
     # After the settings: a wrong one is reported without the seconds that importing torch takes.
     importlib.import_module("torch")  # It sets up logs of its own.
     logs.take_over("torch")

@@ -45,12 +45,16 @@ class Group:
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool = False
     """All of them begin at position 0: plain causal attention among the new tokens."""
+    level: bool = False
+    """Of decodes: all of them are at the same position, so that nothing has to be hidden."""
     mirror: Mirror | None = None
     """Of decodes: the contiguous copy of their keys and values."""
-    added: torch.Tensor | None = None
-    """``[batch]``: the new tokens' places in the mirror; None: fill it from blocks."""
+    continues: bool = False
+    """The mirror contains all but the new tokens; else it is filled from blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
+    places_in_mirror: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By number of key heads, made once per step: ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores: 0 where a token attends, -inf elsewhere."""
@@ -79,20 +83,33 @@ class Group:
         """
         batch = self.positions.shape[0]
         if self.mirror is None:
-            found = tuple(
-                paged.flatten(1).index_select(0, self.blocks).view(batch, -1, *paged.shape[2:])
+            keys, values = (
+                paged.flatten(1)
+                .index_select(0, self.blocks)
+                .view(batch, -1, *paged.shape[2:])
+                .transpose(1, 2)
                 for paged in cache
             )
-        elif self.added is None:
-            found = self.mirror.fill(layer, cache, self.blocks.view(batch, -1))
-        else:
+        elif self.continues:
             new = slice(self.start, self.end)
-            found = self.mirror.add(layer, k[new], v[new], self.added)
-        whole_keys, whole_values = found
-        return (
-            whole_keys[:, : self.length].transpose(1, 2),
-            whole_values[:, : self.length].transpose(1, 2),
-        )
+            at = self._added(self.mirror, k.shape[1])
+            keys, values = self.mirror.add(layer, k[new], v[new], at)
+        else:
+            keys, values = self.mirror.fill(layer, cache, self.blocks.view(batch, -1))
+        return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def _added(self, mirror: Mirror, kv_heads: int) -> torch.Tensor:
+        """The places of the new tokens in the mirror."""
+        found = self.places_in_mirror.get(kv_heads)
+        if found is None:
+            rows = torch.arange(len(self.positions) * kv_heads, device=self.positions.device)
+            rows, positions = rows.view(-1, kv_heads), self.positions
+            if self.places is not None:
+                rows = rows[self.places // self.width]
+                positions = positions.view(-1, 1)[self.places]
+            found = (rows * mirror.room + positions).flatten()
+            self.places_in_mirror[kv_heads] = found
+        return found
 
 
 @dataclass(slots=True)
@@ -168,20 +185,52 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The attention of one group's tokens: ``[end - start, heads, dim]``."""
-    heads, kv_heads = q.shape[1], k.shape[1]
     if group.rows is None:
-        # Decode. The heads that share a key head become its rows: keys are read once for all.
-        batch = group.end - group.start
-        grouped = q[group.start : group.end].reshape(batch, kv_heads, heads // kv_heads, -1)
-        mask = group.mask(window, q.dtype)
-        found = dot_product(grouped, k, v, mask, scaling, softcap, causal=False)
-        return found.reshape(batch, heads, -1)
+        return _attend_decodes(group, q[group.start : group.end], k, v, scaling, window, softcap)
     assert group.places is not None
     rectangle = q[group.rows].transpose(1, 2)
     causal = group.fresh and not window
     seen = None if causal and softcap is None else group.mask(window, q.dtype)
     found = dot_product(rectangle, k, v, seen, scaling, softcap, causal=seen is None)
     return found.transpose(1, 2).flatten(0, 1)[group.places]
+
+
+def _attend_decodes(
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One token of each sequence: ``[batch, heads, dim]``. The heads that share a key head become
+    its rows, so that keys are read once for all."""
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if group.level and window:
+        k, v = k[:, :, -window:], v[:, :, -window:]
+    mask = None if group.level else group.mask(window, q.dtype)
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    if group.mirror is None or q.dtype != torch.float32:
+        return dot_product(grouped, k, v, mask, scaling, softcap, causal=False).flatten(1, 2)
+    # For one row of queries, two products and a softmax take a third of the time of SDPA, whose
+    # blocks are made for many.
+    scale = dim**-0.5 if scaling is None else scaling
+    rows = grouped.flatten(0, 1)
+    scores = torch.baddbmm(
+        rows.new_empty(()),
+        rows,
+        k.flatten(0, 1).transpose(1, 2),
+        beta=0,
+        alpha=scale if softcap is None else scale / softcap,
+    )
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
+    if mask is not None:
+        scores.view(batch, kv_heads, -1, k.shape[2]).add_(mask)
+    found = torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1))
+    return found.view(batch, heads, -1)
 
 
 def dot_product(
@@ -210,8 +259,9 @@ def dot_product(
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-    assert mask is not None
-    return torch.softmax(scores + mask, -1, dtype=torch.float32).to(v.dtype) @ v
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -60,6 +60,8 @@ class EngineConfig:
     """Run the model through torch.compile."""
     overlap: bool = False
     """Launch the forward of a step before the tokens of the step before it are taken."""
+    fixed_threads: bool = False
+    """On a CPU, use all of torch's threads for every forward, even where fewer are faster."""
     speculation: bool = False
     """Give sequences drafts: the same tokens in fewer steps, several of a sequence in one."""
 
@@ -88,7 +90,9 @@ class Engine:
         # The other ranks get the ids of each forward from the host.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
-        self._runner = Runner(loaded, num_blocks, layout, config.compiled, queue)
+        self._runner = Runner(
+            loaded, num_blocks, layout, config.compiled, queue, config.fixed_threads
+        )
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         self._live = LiveSequences(

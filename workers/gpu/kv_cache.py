@@ -90,12 +90,13 @@ class KVCache:
 class Mirror:
     """A contiguous copy of the keys and values of a group of decodes, kept from step to step.
 
-    By layer: keys and values ``[batch, room, kv_heads, dim]``, ``room`` whole blocks.
+    By layer: keys and values ``[batch, kv_heads, room, dim]``, ``room`` whole blocks: what a head
+    attends over lies together.
     """
 
     def __init__(self, batch: int, room: int) -> None:
         self._batch = batch
-        self._room = room
+        self.room = room
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fill(
@@ -105,25 +106,25 @@ class Mirror:
         made = self._layers.get(layer)
         if made is None:
             made = tuple(  # type: ignore[assignment]
-                torch.zeros(self._batch, self._room, *t.shape[2:], dtype=t.dtype, device=t.device)
+                torch.zeros(self._batch, t.shape[2], self.room, t.shape[3], dtype=t.dtype)
                 for t in cache
             )
             assert made is not None
             self._layers[layer] = made
         for paged, mirror in zip(cache, made, strict=True):
-            whole = mirror.view(self._batch, -1, *paged.shape[1:])
-            whole[:, : blocks.shape[1]] = paged.index_select(0, blocks.flatten()).view(
-                *blocks.shape, *paged.shape[1:]
-            )
+            gathered = paged.index_select(0, blocks.flatten())
+            rows = gathered.view(self._batch, -1, *paged.shape[2:]).transpose(1, 2)
+            mirror[:, :, : rows.shape[2]] = rows
         return made
 
     def add(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds one token to each sequence, at the flat places ``batch * room + position``."""
+        """Adds tokens: ``k`` and ``v`` ``[tokens, kv_heads, dim]`` at the flat
+        places ``at``, ``(sequence * kv_heads + head) * room + position``."""
         keys, values = self._layers[layer]
-        keys.flatten(0, 1).index_copy_(0, at, k.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, at, v.to(values.dtype))
+        keys.flatten(0, 2).index_copy_(0, at, k.flatten(0, 1).to(keys.dtype))
+        values.flatten(0, 2).index_copy_(0, at, v.flatten(0, 1).to(values.dtype))
         return keys, values
 
 

@@ -160,6 +160,7 @@ class Models:
                 kv_cache_bytes=settings.kv_cache_bytes or None,
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,
+                fixed_threads=bool(settings.threads),
                 overlap=_overlaps(settings, loaded),
                 speculation=settings.speculation != "off",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,8 +83,20 @@ class PendingStep:
             return parts[0] if parts else None
         return torch.cat(parts)
 
+    def add_kept(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that had been deferred are sampled in this step, from the logits they kept."""
+        for sequence in sequences:
+            if sequence not in self.rows and sequence.row is not None:
+                self.rows[sequence] = self.num_forward_rows + len(self.kept)
+                self.kept.append(sequence.row)
+
+    def keep_rows(self, logits: torch.Tensor) -> None:
+        """Copies the rows that are kept beyond this step, in the queue's turn."""
+        for row, kept in self.keeping:
+            kept.logits = logits[row].clone()
+
     def keep(self, row: int) -> KeptRow:
-        """Keeps a row beyond this step."""
+        """The row of a sequence that is deferred now."""
         if row >= self.num_forward_rows:
             return self.kept[row - self.num_forward_rows]
         kept = KeptRow()

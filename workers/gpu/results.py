@@ -43,13 +43,7 @@ class Results:
                 self._append(i, sequence, rows, sampled)
         if not plain:
             return None
-        every = _columns(sequences, rows, sampled)
-        return TokenColumns(
-            [sequences[i] for i in plain],
-            every.tokens[plain],
-            every.logprobs[plain],
-            every.positions[plain],
-        )
+        return _columns(sequences, rows, sampled).of(plain)
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
         """The log-probabilities of the tokens that follow a chunk's rows become outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .loader import LoadedModel
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
 from .scheduler import Batch, Chunk
+from .threads import ThreadChooser
 
 
 @dataclass(slots=True)
@@ -39,7 +41,8 @@ class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
     ``compiled``: through torch.compile, which makes the first steps slow. ``queue``: where rank 0
-    hands its work to the device.
+    hands its work to the device. ``fixed_threads``: forwards on a CPU use all threads of torch,
+    even where fewer are faster.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Runner:
         layout: Layout,
         compiled: bool = False,
         queue: DeviceQueue | None = None,
+        fixed_threads: bool = False,
     ) -> None:
         self.queue: DeviceQueue = queue or InlineQueue()
         self._device = loaded.device
@@ -76,7 +80,10 @@ class Runner:
             self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
         self._mirrors: Mirrors | None = None
+        self._threads: ThreadChooser | None = None
         if self._device.type == "cpu":
+            if self._ranks is None and not fixed_threads:
+                self._threads = ThreadChooser(torch.get_num_threads())
             per_token = token_bytes(loaded.layers, loaded.dtype)
             self._mirrors = Mirrors(per_token, layout.block_size)
         self._mirror: dict[int, Mirror] = {}
@@ -143,6 +150,23 @@ class Runner:
         rows: torch.Tensor,
         context: PackedBatch | varlen.VarlenBatch,
     ) -> torch.Tensor:
+        if self._threads is None:
+            return self._compute(ids, positions, rows, context)
+        torch.set_num_threads(self._threads.choose(len(ids)))
+        began = time.perf_counter()
+        try:
+            return self._compute(ids, positions, rows, context)
+        finally:
+            self._threads.observe(len(ids), time.perf_counter() - began)
+            torch.set_num_threads(self._threads.most)
+
+    def _compute(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        context: PackedBatch | varlen.VarlenBatch,
+    ) -> torch.Tensor:
         if self._decoder is not None:
             return self._decoder.forward(ids, positions, rows, context, self._attend)
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
@@ -167,11 +191,9 @@ class Runner:
 
     def _group(self, group: PackedGroup) -> Group:
         shape = (group.batch, group.width)
-        mirror = added = None
+        mirror = None
         if group.mirror:
             mirror = self._mirror.setdefault(group.mirror, Mirror(group.batch, group.room))
-            if group.continues:
-                added = self._tensor(_mirrored(group))
         return Group(
             start=group.start,
             end=group.end,
@@ -182,15 +204,10 @@ class Runner:
             rows=None if group.rows is None else self._tensor(group.rows).view(shape),
             places=None if group.places is None else self._tensor(group.places),
             fresh=group.fresh,
+            level=group.width == 1 and len(set(group.positions)) == 1,
             mirror=mirror,
-            added=added,
+            continues=group.continues,
         )
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return on_device(np.array(values, dtype=np.int64), self._device)
-
-
-def _mirrored(group: PackedGroup) -> list[int]:
-    """The places in its mirror of a group's tokens."""
-    at = range(group.batch) if group.places is None else group.places
-    return [i // group.width * group.room + group.positions[i] for i in at]

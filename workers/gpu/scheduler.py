@@ -100,6 +100,8 @@ class Scheduler:
         self.deferred: dict[Sequence, bool] = {}
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
+        self._rescheduled: list[Sequence] = []
+        """Those that were rescheduled since the last step was scheduled."""
         self._stalled = False
         """No sequence runs, and the first waiting one is not admitted, as the deferred ones leave
         too few blocks or are too many: no step does anything until one of the tables changes."""
@@ -145,6 +147,7 @@ class Scheduler:
             return
         if had_slot:
             self.running[sequence] = None
+            self._rescheduled.append(sequence)
         else:
             self.waiting.put_back(sequence)
         self._stalled = False
@@ -165,8 +168,17 @@ class Scheduler:
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
 
+    def take_rescheduled(self) -> list[Sequence]:
+        """Sequences with logits of their own that were rescheduled since the last step was
+        scheduled: they can be sampled with that one. None while more run than there are slots."""
+        found, self._rescheduled = self._rescheduled, []
+        if len(self.running) > self._max_num_seqs:
+            return []
+        return [s for s in found if s.row is not None and s in self.running]
+
     def schedule(self) -> Batch:
         """The next step's work."""
+        self._rescheduled.clear()
         batch = Batch()
         room = self._max_num_batched_tokens
         active: Iterable[Sequence] = self.running

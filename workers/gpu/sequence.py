@@ -182,6 +182,26 @@ class TokenColumns:
     positions: np.ndarray
     """int64: as ``TokenOutput.pos``."""
 
+    @property
+    def requests(self) -> set[int]:
+        """The requests of its sequences."""
+        return {sequence.request for sequence in self.sequences}
+
+    def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
+        """The rows of all other requests, None if there are none; those of these as outputs."""
+        outputs = [output for output in self if output.request in requests]
+        rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
+        return (self.of(rows) if rows else None), outputs
+
+    def of(self, rows: list[int]) -> TokenColumns:
+        """Some of the rows."""
+        return TokenColumns(
+            [self.sequences[i] for i in rows],
+            self.tokens[rows],
+            self.logprobs[rows],
+            self.positions[rows],
+        )
+
     def __iter__(self) -> Iterator[TokenOutput]:
         """The rows as outputs."""
         columns = (self.tokens.tolist(), self.logprobs.tolist(), self.positions.tolist())

@@ -27,7 +27,7 @@ from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
 from .sampler import NOTHING_ALLOWED
-from .sequence import TokenOutput
+from .sequence import StepOutputs, TokenColumns, TokenOutput
 from .steered import Steered
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Steering:
             receive(POLL_S)
             undecided = self._undecided(step)
         waited = 0.0
-        if undecided and len(undecided) < len(step.ready):
+        if undecided:
             low, high = PATIENCE_S
             began = now = time.monotonic()
             until = began + min(high, max(low, PATIENCE * (began - step.launched_at)))
@@ -174,11 +174,20 @@ class Steering:
         for request, seq in undecided:
             engine.defer(request, seq)
 
-    def sampled(self, engine: Engine, outputs: list[TokenOutput]) -> list[TokenOutput]:
+    def sampled(self, engine: Engine, outputs: StepOutputs) -> StepOutputs:
         """After sampling: sends the controller workers their STEPs; the outputs for clients."""
         updates: dict[int, list[StepSequence]] = {}
+        others, columns = outputs.others, outputs.columns
+        if columns is not None:
+            # What was kept for a sequence goes with its token, which then is more than a token.
+            noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
+            if noted:
+                columns, with_notes = columns.without(noted)
+                others = [*others, *with_notes]
+        if columns is not None:
+            self._update_rows(columns, updates)
         for_clients = []
-        for output in outputs:
+        for output in others:
             steered = self._requests.get(output.request)
             if steered is None:
                 for_clients.append(output)
@@ -193,7 +202,7 @@ class Steering:
                 for_clients.append(output)
         for worker, sequences in updates.items():
             self._send_step(engine, worker, sequences)
-        return for_clients
+        return StepOutputs(for_clients, columns)
 
     def expire(self) -> list[TokenOutput]:
         """Ends the sequences whose decisions are overdue; the ends that were kept for them."""
@@ -405,6 +414,17 @@ class Steering:
         return []
 
     # --- messages -------------------------------------------------------------------------------
+
+    def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
+        """What rows mean for their controllers: a token was sampled, and a decision is awaited."""
+        due = self._clock() + self._timeout_s
+        for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
+            request, seq = sequence.request, sequence.seq
+            steered = self._requests.get(request)
+            if steered is not None:
+                self._awaited[request, seq] = due
+                update = StepSequence(request, seq, [token], None)
+                updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
         """What an output means for its controller; None where it need not be notified.

@@ -101,6 +101,7 @@ class Stepper:
     def finish(self, step: PendingStep) -> StepOutputs:
         """The second half: samples the next token of each sequence that is ready."""
         self._live.step = None
+        step.add_kept(self._scheduler.take_rescheduled())
         verification = self._verifier.sample(step)
         sampling = self._sample(step)
         if self._overlap and verification is None and not self._speculation.awaits(step.rows):
@@ -127,10 +128,7 @@ class Stepper:
             tokens = before.device_tokens if before is not None else None
             step.forward = self._runner.launch(batch, tokens)
             self._take_in(step, step.forward.chunks)
-        for sequence in batch.rescheduled:
-            assert sequence.row is not None
-            step.rows[sequence] = step.num_forward_rows + len(step.kept)
-            step.kept.append(sequence.row)
+        step.add_kept(batch.rescheduled)
         return step
 
     def _sample(self, step: PendingStep) -> Sampling:
@@ -147,8 +145,7 @@ class Stepper:
             logits = step.device_logits()
             if logits is None:
                 return None, []
-            for row, kept in step.keeping:
-                kept.logits = logits[row].clone()
+            step.keep_rows(logits)
             found = [
                 score(
                     logits[part.row : part.row + part.rows],
@@ -206,8 +203,6 @@ class Stepper:
             if rows and not sequence.scored:
                 for ready in (sequence, *self._live.fork_pending(sequence)):
                     step.rows[ready] = row
-                if chunk.draft:
-                    step.drafted.append(sequence)
             row += rows
 
     def _rows(self, sequences: list[Sequence]) -> Rows:

@@ -171,7 +171,9 @@ class GpuWorker:
                 self._steering.decide(engine, step, self._receive)
             outputs = engine.finish(step)
         if self._steering.active:
-            outputs = StepOutputs(self._steering.sampled(engine, outputs.as_outputs()))
+            outputs = self._steering.sampled(engine, outputs)
+            # The controllers' rounds begin while the tokens are sent.
+            self._bus.flush()
         return outputs
 
     # --- failures -------------------------------------------------------------------------------

