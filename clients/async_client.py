@@ -12,7 +12,8 @@ from typing import Self, Unpack
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
-from .connection import Connection, Delivery
+from .connection import Connection
+from .lanes import Delivery, hand_out
 from .request_options import (
     ASK_S,
     UPLOAD_S,
@@ -35,11 +36,6 @@ from .request_options import (
 )
 from .results import GeneratedSequence, Scores
 from .streams import AsyncStream
-
-
-def _hand_out(ready: Delivery) -> None:
-    for call, events in ready:
-        call.take(events)
 
 
 class AsyncClient:
@@ -69,7 +65,7 @@ class AsyncClient:
         def deliver(ready: Delivery) -> None:
             """On the connection's thread: passes a batch of events to the event loop."""
             with contextlib.suppress(RuntimeError):  # The loop is closed.
-                loops[-1].call_soon_threadsafe(_hand_out, ready)
+                loops[-1].call_soon_threadsafe(hand_out, ready)
 
         self._connection = Connection(
             self.front,

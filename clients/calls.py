@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from ..protocol.columns import Row
 from ..protocol.errors import TokenbusError
 from ..protocol.messages import (
     Buffer,
@@ -40,17 +42,34 @@ Request = (
 )
 
 
-class Ended(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ended:
     """The last event of a call: why it failed, or None."""
 
     error: TokenbusError | None
 
 
-Event = Token | Msg | System | Ended
+Event = Token | Row | Msg | System | Ended
+"""What a call gets. A ``Row`` is a Token that came in columns; it becomes one where it is read."""
 
 
-def _discard(events: list[Event]) -> None:
+def _discard(events: Sequence[Event]) -> None:
     """Takes events that are not needed."""
+
+
+def _sleep_on() -> None:
+    """Wakes no reader."""
+
+
+class Unread(deque[Event]):
+    """The events of a call that its reader has not read yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched = False
+        """Whether ``wake`` is to be called when a row was added."""
+        self.wake: Callable[[], None] = _sleep_on
+        """Must hold no reference to the stream, which cancels when it is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +87,10 @@ class Call:
     """How long to send the request again after its first retryable failure."""
     span: ClientSpan | None = None
     """Its span, where the program traces."""
-    take: Callable[[list[Event]], None] = _discard
-    """Takes the events. Must hold no reference to the stream, which cancels when it is dropped."""
+    take: Callable[[Sequence[Event]], None] = _discard
+    """Takes the events, but for rows. Must hold no reference to the stream either."""
+    unread: Unread = field(default_factory=Unread)
+    """What it takes, and the rows."""
 
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
@@ -106,3 +127,13 @@ class Call:
             return False
         self.seen[entry.seq] = number
         return True
+
+    def all_new(self, seq: int) -> bool:
+        """Whether every further entry of a sequence is new: this attempt has come to the end of
+        what earlier ones delivered."""
+        return self.came.get(seq, 0) >= self.seen.get(seq, 0)
+
+    def count(self, seq: int, entries: int) -> None:
+        """Counts entries of a sequence that are all new."""
+        self.received += entries
+        self.seen[seq] = self.came[seq] = self.came.get(seq, 0) + entries

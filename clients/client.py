@@ -10,7 +10,8 @@ from typing import Self, Unpack
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
-from .connection import Connection, Delivery
+from .connection import Connection
+from .lanes import hand_out
 from .request_options import (
     ASK_S,
     UPLOAD_S,
@@ -34,12 +35,6 @@ from .results import GeneratedSequence, Scores
 from .streams import Stream
 
 
-def _deliver(ready: Delivery) -> None:
-    """On the connection's thread: into the queue of each call."""
-    for call, events in ready:
-        call.take(events)
-
-
 class Client:
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
@@ -57,7 +52,7 @@ class Client:
         self.front = settings.front
         self._connection = Connection(
             self.front,
-            _deliver,
+            hand_out,
             settings.session_timeout_s if patience_s is None else patience_s,
         )
         self._close = weakref.finalize(self, self._connection.close)

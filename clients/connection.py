@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from ..protocol.errors import Code, ConnectionLostError
 from ..protocol.frames import Frames
 from ..transport.carrier import carrier
-from .calls import Call, Event
+from .calls import Call
+from .lanes import Delivery
 from .session import ClientSession
 
-Delivery = list[tuple[Call, list[Event]]]
 LINGER_MS = 500
 """How long a client that is closed goes on sending what was submitted."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import UNSET
 
+from ..protocol.columns import Row, plain_entry
 from ..protocol.errors import Code, RequestTimeoutError, TokenbusError, error_for
 from ..protocol.messages import ConstraintEnd, Token
 from .calls import Call
@@ -75,6 +78,13 @@ class GeneratedSequence:
             _pieces=self._pieces[:at],
         )
 
+    def _add_rows(self, rows: Sequence[Row]) -> None:
+        _, tokens, logprobs, _, _ = zip(*rows, strict=True)
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.top_logprobs += [{row[1]: row[2]} for row in rows]
+        self._pieces += [""] * len(rows)
+
     def _add(self, entry: Token) -> None:
         if entry.backtrack:
             for parts in (self.tokens, self.logprobs, self.top_logprobs, self._pieces):
@@ -97,19 +107,39 @@ class GeneratedSequence:
 
 
 class Sequences:
-    """Collects the entries of one stream."""
+    """Collects the entries of one stream.
+
+    Rows are kept as they are, and become a part of their sequences where these are looked at.
+    """
 
     def __init__(self) -> None:
-        self.by_seq: dict[int, GeneratedSequence] = {}
+        self._by_seq: dict[int, GeneratedSequence] = {}
+        self._rows: list[Row] = []
+        self.add_row = self._rows.append
+        """Adds the entry that a row stands for."""
+        self._adding = threading.Lock()
         self._prompt_tokens = self._cached_tokens = 0
+
+    @property
+    def by_seq(self) -> dict[int, GeneratedSequence]:
+        """The sequences so far, by number."""
+        if self._rows:
+            self._add_rows()
+        return self._by_seq
 
     def add(self, entry: Token) -> None:
         """Adds one entry."""
+        if self._rows:
+            self._add_rows()
+        self._add(entry)
+
+    def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:
             self._prompt_tokens, self._cached_tokens = entry.prompt_tokens, entry.cached_tokens
-        sequence = self.by_seq.get(entry.seq)
+        by_seq = self._by_seq
+        sequence = by_seq.get(entry.seq)
         if sequence is None:
-            parent = self.by_seq.get(entry.parent) if entry.parent is not None else None
+            parent = by_seq.get(entry.parent) if entry.parent is not None else None
             at = entry.pos + entry.backtrack
             if parent is not None:
                 sequence = parent._fork(entry.seq, at)
@@ -120,12 +150,27 @@ class Sequences:
                     prompt_tokens=self._prompt_tokens,
                     cached_tokens=self._cached_tokens,
                 )
-            self.by_seq[entry.seq] = sequence
+            by_seq[entry.seq] = sequence
         sequence._add(entry)
+
+    def _add_rows(self) -> None:
+        # Another thread may look at the sequences of a stream while one reads it.
+        with self._adding:
+            rows = self._rows[:]
+            del self._rows[: len(rows)]
+            by_seq: dict[int, list[Row]] = {}
+            for row in rows:
+                by_seq.setdefault(row[4], []).append(row)
+            for seq, of_it in by_seq.items():
+                if seq not in self._by_seq:
+                    self._add(plain_entry(*of_it.pop(0)))
+                if of_it:
+                    self._by_seq[seq]._add_rows(of_it)
 
     def listed(self) -> list[GeneratedSequence]:
         """All sequences, by number."""
-        return [self.by_seq[number] for number in sorted(self.by_seq)]
+        by_seq = self.by_seq
+        return [by_seq[number] for number in sorted(by_seq)]
 
     def failure(self) -> TokenbusError | None:
         """The error of a stream whose only sequence failed, or that timed out."""

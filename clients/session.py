@@ -16,6 +16,7 @@ from typing import Any, Literal
 from msgspec import UNSET
 
 from ..protocol.bodies import Encoding
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import (
     RETRYABLE,
     Code,
@@ -43,6 +44,7 @@ from ..protocol.messages import (
     Welcome,
 )
 from .calls import Call, Ended, Event
+from .lanes import Delivery, Lanes
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ LOOK_S = 0.25
 GRACE_S = 1.0
 """How much later than the broker the client itself ends a request that times out."""
 
+MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
+"""What the broker sends: type to body."""
+
 
 class ClientSession:
     """The session of one client with the broker at ``front``.
@@ -62,11 +67,17 @@ class ClientSession:
     ``patience_s``: how long calls wait for a broker that does not answer.
     """
 
+    encodings: tuple[str, ...] = ("msgpack", "json")
+    capabilities: tuple[str, ...] = ("ping", "bodies", "columns")
+    """What its HELLO offers."""
+
     def __init__(self, front: str, patience_s: float, now: float) -> None:
         self._front = front
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
-        self.ready: list[tuple[Call, list[Event]]] = []
+        self.ready: Delivery = []
+        self._lanes: Lanes | None = None
+        """Of the last columns, while their calls stay as they are."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that are not sent yet: at the WELCOME, or at their ``resend_at``."""
@@ -117,10 +128,10 @@ class ClientSession:
         self._send(
             b"HELLO",
             Hello(
-                encodings=("msgpack", "json"),
+                encodings=self.encodings,
                 session=self._token,
                 client="tokenbus-python",
-                capabilities=["ping", "bodies"],
+                capabilities=list(self.capabilities),
             ),
         )
 
@@ -185,6 +196,8 @@ class ClientSession:
 
     def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
         """Removes a call from all tables; with ``reason``, sends CANCEL for its stream."""
+        self._settle()
+        self._lanes = None
         self._calls.pop(call.number, None)
         self._waiting.pop(call.number, None)
         self._barriers.pop(call.number, None)
@@ -226,10 +239,14 @@ class ClientSession:
             return
         self._heard = now
         try:
-            message = decode_frames(frames, SERVER_MESSAGES)
+            message = decode_frames(frames, MESSAGES)
+            if isinstance(message.body, TokenColumns):
+                self._columns(message.body, now)
+                return
         except TokenbusError as error:
             log.warning("dropped an invalid message from the broker: %s", error)
             return
+        self._settle()
         match message.body:
             case list() as entries:
                 self._tokens(entries, now)
@@ -246,6 +263,26 @@ class ClientSession:
                 if call is not None:
                     call.heard = now
                     self.ready.append((call, [notice]))
+
+    def _columns(self, body: TokenColumns, now: float) -> None:
+        """A step in columns: each row to its call. While the rows are of the same streams from step
+        to step, what is counted for each entry is counted once for all of them."""
+        step = self._lanes.step(body, now) if self._lanes is not None else None
+        if step is None:
+            self._settle()
+            self._lanes = Lanes.of(body, self._calls)
+            step = self._lanes.step(body, now) if self._lanes is not None else None
+        if step is not None:
+            self.ready.append(step)
+        entries = body.entries if step is not None else column_entries(body)
+        if entries:
+            self._settle()
+            self._tokens(entries, now)
+
+    def _settle(self) -> None:
+        """Passes on to the calls what was counted for all of them. Before any of it is read."""
+        if self._lanes is not None:
+            self._lanes.settle()
 
     def _tokens(self, entries: list[Token], now: float) -> None:
         per_call: dict[int, tuple[Call, list[Event]]] = {}
@@ -286,6 +323,7 @@ class ClientSession:
         for call in sent:
             if call.number in live:
                 call.attaching = True
+                self._lanes = None
                 self._send(b"ATTACH", Attach(stream_id=call.number, received=call.received))
             else:
                 self._failed(call, lost, now, tell_broker=True)
@@ -355,6 +393,7 @@ class ClientSession:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
+        self._settle()
         for call in list(self._calls.values()):
             self._look(call, now)
 

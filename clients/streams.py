@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import weakref
-from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ..protocol.columns import plain_entry
 from ..protocol.errors import Code, SlowClientError, TokenbusError
 from ..protocol.messages import Msg, System, Token
 from .calls import Call, Ended, Event
@@ -28,9 +29,12 @@ class _Reader:
         self._connection = connection
         self._call = call
         self._on_system = on_system
-        self._events: deque[Event] = deque()
-        """Those that have arrived and were not read yet."""
+        self._unread = call.unread
+        self._to_end = False
+        """Whether the reader waits for the end, and is not woken for each token."""
         self._collected = Sequences()
+        self._add_row = self._collected.add_row
+        self._collecting = threading.Lock()
         self.answer: Msg | None = None
         self._over = False
         """Read to the end, or closed."""
@@ -40,6 +44,8 @@ class _Reader:
     @property
     def sequences(self) -> list[GeneratedSequence]:
         """The sequences as far as they were read: with the entry of the loop, and none after it."""
+        if self._to_end and not self._closed:
+            self._collect()
         return self._collected.listed()
 
     def close(self) -> None:
@@ -60,21 +66,54 @@ class _Reader:
 
     def _next_entry(self) -> Token | None:
         """The next entry that has arrived. None where there is none yet, or after the last one."""
-        while self._events and not self._closed:
-            match self._events.popleft():
-                case Token() as entry:
-                    self._collected.add(entry)
-                    return entry
-                case System() as notice:
-                    if self._on_system is not None:
-                        self._on_system(notice)
-                case Msg() as answer:
-                    self.answer = answer
-                case Ended(error):
-                    self._over = True
-                    self._error = error
-                    self._end_span(error)
+        unread = self._unread
+        while unread and not self._over:
+            event = unread.popleft()
+            if isinstance(event, tuple):
+                self._add_row(event)
+                return plain_entry(*event)
+            if isinstance(event, Token):
+                self._collected.add(event)
+                return event
+            self._read(event)
         return None
+
+    def _read_all(self) -> None:
+        """Reads all that has arrived, and makes no entries of rows."""
+        while not self._over and (event := self._collect(pop_other=True)) is not None:
+            self._read(event)
+
+    def _collect(self, pop_other: bool = False) -> Event | None:
+        """Reads the tokens that have arrived up to the first event of another kind; takes and
+        returns that with ``pop_other``. Safe on several threads while the stream is read to its
+        end."""
+        unread, add_row = self._unread, self._add_row
+        with self._collecting:
+            while unread:
+                event = unread.popleft()
+                if isinstance(event, tuple):
+                    add_row(event)
+                elif isinstance(event, Token):
+                    self._collected.add(event)
+                elif pop_other:
+                    return event
+                else:
+                    unread.appendleft(event)
+                    break
+        return None
+
+    def _read(self, event: Event) -> None:
+        """Reads an event that is no token."""
+        match event:
+            case System() as notice:
+                if self._on_system is not None:
+                    self._on_system(notice)
+            case Msg() as answer:
+                self.answer = answer
+            case Ended(error):
+                self._over = True
+                self._error = error
+                self._end_span(error)
 
     def _end_span(self, error: TokenbusError | None) -> None:
         if self._call.span is not None:
@@ -105,13 +144,17 @@ class Stream(_Reader):
         self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
     ) -> None:
         super().__init__(client, connection, call, on_system)
-        events = self._events
+        unread = call.unread
         wakes = self._wakes = queue.SimpleQueue[None]()
 
-        def take(arrived: list[Event]) -> None:
-            events.extend(arrived)
+        def wake() -> None:
             wakes.put(None)
 
+        def take(arrived: Sequence[Event]) -> None:
+            unread.extend(arrived)
+            wake()
+
+        unread.watched, unread.wake = True, wake
         call.take = take
         connection.submit(call)
 
@@ -131,9 +174,14 @@ class Stream(_Reader):
 
     def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; all sequences. Interrupted, by Ctrl-C for one, it closes the stream."""
+        self._to_end, self._unread.watched = True, False
         try:
-            for _ in self:
-                pass
+            self._read_all()
+            while not self._over:
+                self._wakes.get()
+                self._read_all()
+            self._wakes.put(None)  # For another thread that waits for an entry.
+            self._raise_failure()
         except BaseException:
             self.close()
             raise
@@ -186,29 +234,81 @@ class AsyncStream(_Reader):
         super().__init__(client, connection, call, on_system)
         self._max_unread = max_unread
         self._overflowed = False
-        self._arrived = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        """Of the tasks that wait for something to arrive."""
         this = weakref.ref(self)
 
-        def take(arrived: list[Event]) -> None:
+        def take(arrived: Sequence[Event]) -> None:
             stream = this()
             if stream is not None:
                 stream._take(arrived)
 
+        def wake() -> None:
+            stream = this()
+            if stream is not None:
+                stream._row_arrived()
+
+        call.unread.wake = wake
+        call.unread.watched = max_unread is not None
         call.take = take
         connection.submit(call)
 
-    def _take(self, arrived: list[Event]) -> None:
+    def _take(self, arrived: Sequence[Event]) -> None:
         """On the event loop: keeps what has arrived, up to so many entries that nobody reads."""
+        if self._fits(len(arrived)):
+            self._unread.extend(arrived)
+            if self._to_end and isinstance(arrived[-1], Token):
+                self._collect()
+            else:
+                self._wake()
+
+    def _row_arrived(self) -> None:
+        """On the event loop: a row was added to what is unread."""
+        row = self._unread.pop()
+        if self._fits(1):
+            self._unread.append(row)
+            if not self._to_end:
+                self._wake()
+
+    def _fits(self, count: int) -> bool:
+        """Whether so many more events may wait to be read. The first that may not end the stream
+        in their place."""
+        most, unread = self._max_unread, self._unread
         if self._overflowed:
-            return
-        most = self._max_unread
-        if most is not None and len(self._events) + len(arrived) > most:
-            self._overflowed = True
-            self._connection.cancel(self._call)
-            what = f"more than {most} entries of the stream were not read; it was cancelled"
-            arrived = [Ended(SlowClientError(Code.SLOW_CLIENT, what))]
-        self._events.extend(arrived)
-        self._arrived.set()
+            return False
+        if most is None or len(unread) + count <= most:
+            return True
+        if self._to_end:
+            self._collect()
+            if len(unread) + count <= most:
+                return True
+        self._overflowed = True
+        self._connection.cancel(self._call)
+        what = f"more than {most} entries of the stream were not read; it was cancelled"
+        unread.append(Ended(SlowClientError(Code.SLOW_CLIENT, what)))
+        self._wake()
+        return False
+
+    def _wake(self) -> None:
+        """Wakes the tasks that wait for something to arrive."""
+        self._unread.watched = self._max_unread is not None
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _arrival(self) -> None:
+        """Waits until something arrives, or the stream is closed."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        if not self._to_end:
+            self._unread.watched = True
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
 
     @property
     def text(self) -> Coroutine[Any, Any, str]:
@@ -233,15 +333,19 @@ class AsyncStream(_Reader):
             if self._over:
                 self._raise_failure()
                 break
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self._arrival()
         return entries
 
     async def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; all sequences. Cancelled, it closes the stream."""
+        self._to_end = True
+        self._unread.watched = self._max_unread is not None
         try:
-            async for _ in self:
-                pass
+            self._read_all()
+            while not self._over:
+                await self._arrival()
+                self._read_all()
+            self._raise_failure()
         except BaseException:
             self.close()
             raise
@@ -250,7 +354,7 @@ class AsyncStream(_Reader):
     def close(self) -> None:
         """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
         super().close()
-        self._arrived.set()
+        self._wake()
 
     def __aiter__(self) -> Self:
         return self
@@ -260,8 +364,7 @@ class AsyncStream(_Reader):
             if self._over:
                 self._raise_failure()
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self._arrival()
         return entry
 
     async def __aenter__(self) -> Self:

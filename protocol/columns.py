@@ -44,6 +44,10 @@ TokenBody = list[Token] | TokenColumns
 second a map."""
 
 
+Row = tuple[int, int, float, int, int]
+"""A row of columns: stream id, token, logprob, pos, seq."""
+
+
 class Rows(NamedTuple):
     """The columns of a body, unpacked; all of the same length."""
 
@@ -59,8 +63,11 @@ def _column(kind: str, rows: int) -> struct.Struct:
     return struct.Struct(f"<{rows}{kind}")
 
 
-def unpack_columns(body: TokenColumns) -> Rows:
-    """The rows of a body; raises RequestError where its columns do not have the same length."""
+def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
+    """The rows of a body; raises RequestError where its columns do not have the same length.
+
+    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
+    """
     rows = len(body.streams) // 8
     u32 = _column("I", rows)
     sizes = (len(body.streams), len(body.tokens), len(body.logprobs), len(body.positions))
@@ -70,13 +77,13 @@ def unpack_columns(body: TokenColumns) -> Rows:
             f"the columns of a TOKEN have {(*sizes, len(body.seqs))} bytes; with {rows} rows they "
             f"have {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, and seqs {4 * rows} or none",
         )
-    return Rows(
-        _column("Q", rows).unpack(body.streams),
-        u32.unpack(body.tokens),
-        _column("d", rows).unpack(body.logprobs),
-        u32.unpack(body.positions),
-        u32.unpack(body.seqs) if body.seqs else (0,) * rows,
-    )
+    if like is not None:
+        streams, seqs = like.streams, like.seqs
+    else:
+        streams = _column("Q", rows).unpack(body.streams)
+        seqs = u32.unpack(body.seqs) if body.seqs else (0,) * rows
+    tokens, positions = u32.unpack(body.tokens), u32.unpack(body.positions)
+    return Rows(streams, tokens, _column("d", rows).unpack(body.logprobs), positions, seqs)
 
 
 def pack_columns(entries: Iterable[Token]) -> TokenColumns:

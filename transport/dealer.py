@@ -262,13 +262,16 @@ class Dealer:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_r, zmq.POLLIN)
         peer.connected(time.monotonic())
+        woken = True
         while True:
             messages = self._receive(socket)
             now = time.monotonic()
             if messages:
                 self._received = True
                 peer.receive(messages, now)
-            self._clear_wake()
+            if woken:
+                self._clear_wake()
+                woken = False
             # Read before ``outgoing``: what was handed over before the close is sent.
             closing = self._closing
             for frames in peer.outgoing(now):
@@ -278,7 +281,8 @@ class Dealer:
             if peer.lost(now):
                 return
             if len(messages) < RECEIVE_AT_ONCE:
-                poller.poll(int(peer.wait_s(now) * 1000) + 1)
+                ready = poller.poll(int(peer.wait_s(now) * 1000) + 1)
+                woken = any(which == self._wake_r for which, _ in ready)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[Frames]:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""

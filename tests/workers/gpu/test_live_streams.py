@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenbus.protocol.bodies import decode_as, unpack_tokens
+from tokenbus.protocol.bodies import Encoding, decode_as, unpack_tokens
 from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
 from tokenbus.protocol.header import Flag, decode_header, decode_manifest
 from tokenbus.protocol.messages import Token
@@ -29,7 +29,7 @@ class Sent:
             self.frames.append, lambda stream: self.released.append(stream.request)
         )
         for request in requests:
-            encoding = "json" if form == "json" else "msgpack"
+            encoding: Encoding = "json" if form == "json" else "msgpack"
             stream = Stream(request, 100 + request, request, encoding, "m", live)
             stream.columns = form == "columns"
             stream.usage = PromptUsage(9, 4)

@@ -1,0 +1,87 @@
+"""Where the rows of columns go, while they are of the same streams from message to message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from ..protocol.columns import Row, Rows, TokenColumns, unpack_columns
+from .calls import Call, Event, Unread
+
+
+class Step(NamedTuple):
+    """The rows of a message, and where each of them goes."""
+
+    unread: list[Unread]
+    rows: Iterable[Row]
+
+    def deliver(self) -> None:
+        """Puts each row where its reader finds it, where ``Unread.wake`` may be called."""
+        for unread, row in zip(self.unread, self.rows, strict=True):
+            unread.append(row)
+            if unread.watched:
+                unread.wake()
+
+
+Delivery = list[Step | tuple[Call, Sequence[Event]]]
+"""Events on their way to the readers of their calls."""
+
+
+def hand_out(delivery: Delivery) -> None:
+    """Gives each call its events."""
+    for part in delivery:
+        if isinstance(part, Step):
+            part.deliver()
+        else:
+            call, events = part
+            call.take(events)
+
+
+class Lanes:
+    """The calls of the rows of columns.
+
+    What is counted for each entry of a call is counted here for all of them, and passed on by
+    ``settle``, before anything reads it.
+    """
+
+    def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
+        self._streams, self._seqs = body.streams, body.seqs
+        self._rows = rows
+        self._calls = calls
+        self._unread = [call.unread for call in calls]
+        self._uncounted = 0
+        """Rows of each lane that were not passed on yet."""
+        self._heard = 0.0
+
+    @classmethod
+    def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
+        """The lanes of a message; None where a row cannot simply be delivered: its call is over or
+        attaches, or this attempt repeats what an earlier one has delivered. Raises RequestError
+        where the columns do not have the same length."""
+        rows = unpack_columns(body)
+        found = []
+        for stream, seq in zip(rows.streams, rows.seqs, strict=True):
+            call = calls.get(stream)
+            if call is None or call.attaching or not call.all_new(seq):
+                return None
+            found.append(call)
+        return cls(body, rows, found)
+
+    def step(self, body: TokenColumns, now: float) -> Step | None:
+        """Counts the rows of a message; None where they are not of these streams. Raises
+        RequestError as ``of`` does."""
+        if body.streams != self._streams or body.seqs != self._seqs:
+            return None
+        rows = unpack_columns(body, self._rows)
+        self._uncounted += 1
+        self._heard = now
+        return Step(self._unread, zip(*rows, strict=True))
+
+    def settle(self) -> None:
+        """Passes on what was counted."""
+        count, self._uncounted = self._uncounted, 0
+        if count:
+            for call, seq in zip(self._calls, self._rows.seqs, strict=True):
+                call.count(seq, count)
+                call.heard = self._heard
+                call.failed_at = None

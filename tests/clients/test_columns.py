@@ -1,0 +1,333 @@
+"""Tokens in columns give a client the same events as entries do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.clients.calls import Call, Ended, Event
+from tokenbus.clients.connection import Connection
+from tokenbus.clients.lanes import hand_out
+from tokenbus.clients.request_options import generate_call
+from tokenbus.clients.results import Sequences
+from tokenbus.clients.session import ClientSession
+from tokenbus.clients.streams import AsyncStream, Stream
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.columns import pack_columns, plain_entry
+from tokenbus.protocol.errors import SlowClientError
+from tokenbus.protocol.messages import Generate, Token
+
+CALLS, SEQS = 3, 2
+
+KEYS = [(which, seq) for which in range(CALLS) for seq in range(SEQS)]
+STEP = st.tuples(
+    st.just("step"),
+    st.sampled_from([KEYS, KEYS, KEYS[2:], KEYS[1::2]]),
+    st.sampled_from([None, None, None, 0, 1]),
+)
+"""A message: these sequences get a token, and those of one call have text with it."""
+OTHER = st.tuples(
+    st.sampled_from(["end", "lost", "resume", "resume", "cancel", "time", "fail"]),
+    st.integers(0, CALLS - 1),
+    st.integers(0, 3),
+)
+STORY = st.lists(st.one_of(STEP, STEP, OTHER), min_size=5, max_size=25)
+
+
+class World:
+    """A session and the broker that it talks to, which sends tokens in one form."""
+
+    def __init__(self, columns: bool) -> None:
+        self.columns = columns
+        self.now = 0.0
+        self.session = ClientSession("tcp://front", 60.0, self.now)
+        self.events: list[list[Event]] = []
+        self.calls: list[Call] = []
+        self._sent: dict[int, list[Token]] = {}
+        """By stream: what the worker has sent of this attempt."""
+        self.session.connected(self.now)
+        self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "a"})
+        for _ in range(CALLS):
+            call = generate_call([1], {"n": SEQS, "retry_s": 60.0, "seed": 1})
+            events: list[Event] = []
+            call.stall_s = 2.0
+            call.take = events.extend
+            # Rows are noted as the entries that they stand for, in the order of all events.
+            call.unread.watched, call.unread.wake = True, _noting(call, events)
+            self.calls.append(call)
+            self.events.append(events)
+            self.session.submit(call, self.now)
+        self._work()
+
+    def play(self, what: str, which: Any, number: Any) -> None:
+        """One event of the story."""
+        match what:
+            case "step":
+                self._tokens([self._token(call, seq, call == number) for call, seq in which])
+            case "end":
+                self._end(self.calls[which])
+            case "cancel":
+                self.session.cancel(self.calls[which])
+            case "time":
+                self.now += number
+                self.session.on_time(self.now)
+            case "fail":
+                body = {"code": "worker_lost", "message": "", "stream_id": self.calls[which].number}
+                self._sent.pop(self.calls[which].number, None)
+                self._hear("ERROR", body)
+            case "lost":
+                self._sent.clear()
+                self._hear("PONG", {"session": False})
+                self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "b"})
+            case "resume":
+                self._resume(lost=number)
+        self._work()
+
+    def _work(self) -> None:
+        """Delivers what is ready; begins the streams that were asked for."""
+        hand_out(self.session.ready)
+        self.session.ready = []
+        self.session.on_time(self.now)
+        for frames in self.session.outgoing:
+            if frames[0] == b"GENERATE":
+                self._sent[msgspec.msgpack.decode(frames[1], type=Generate).stream_id] = []
+        self.session.outgoing = []
+
+    def _resume(self, lost: int) -> None:
+        """The connection breaks while messages are on their way; a new one takes it over."""
+        for _ in range(lost):
+            for stream in self._sent:
+                self._token_of(stream, 0, with_text=False)
+        self.session.connected(self.now)
+        welcome = {"version": 1, "encoding": "msgpack", "session": "a", "resumed": True}
+        self.session.outgoing = []
+        self._hear("WELCOME", welcome | {"streams": list(self._sent)})
+        attached = [
+            msgspec.msgpack.decode(f[1]) for f in self.session.outgoing if f[0] == b"ATTACH"
+        ]
+        # What arrives before the answer is discarded.
+        self._tokens([self._token(call, seq, False) for call, seq in KEYS])
+        for body in attached:
+            stream = body["stream_id"]
+            self._hear("MSG", {"stream_id": stream, "attached": body["received"]})
+            self._send(self._sent[stream][body["received"] :])
+
+    def _token(self, which: int, seq: int, with_text: bool) -> Token | None:
+        number = self.calls[which].number
+        return self._token_of(number, seq, with_text) if number in self._sent else None
+
+    def _token_of(self, stream: int, seq: int, with_text: bool) -> Token:
+        """The next token of a sequence: the same in each attempt."""
+        sent = self._sent[stream]
+        pos = sum(entry.seq == seq for entry in sent)
+        entry = plain_entry(stream, 10 * pos + seq, -1 / (pos + 1), pos, seq)
+        if with_text:
+            entry.text = "x"
+        sent.append(entry)
+        return entry
+
+    def _tokens(self, entries: Sequence[Token | None]) -> None:
+        self._send([entry for entry in entries if entry is not None])
+
+    def _end(self, call: Call) -> None:
+        if call.number in self._sent:
+            end = Token(token=None, stream_id=call.number, logprob=None, finish_reason="length")
+            del self._sent[call.number]
+            self._send([end])
+
+    def _send(self, entries: list[Token]) -> None:
+        body = pack_columns(entries) if self.columns else entries
+        self.session.on_frames([b"TOKEN", encode_body(body, "msgpack")], self.now)
+
+    def _hear(self, word: str, body: Any) -> None:
+        self.session.on_frames([word.encode(), msgspec.msgpack.encode(body)], self.now)
+
+    def state(self) -> list[Any]:
+        """What the calls know of themselves."""
+        self.session._settle()
+        return [
+            (c.received, c.came, c.seen, c.heard, c.failed_at, c.over, c.number) for c in self.calls
+        ]
+
+
+def _noting(call: Call, events: list[Event]) -> Any:
+    def note() -> None:
+        row = call.unread.pop()
+        assert isinstance(row, tuple)
+        events.append(plain_entry(*row))
+
+    return note
+
+
+ALL = ("step", KEYS, None)
+STORIES: list[list[tuple[str, Any, Any]]] = [
+    [ALL, ALL, ("cancel", 0, 0), ALL, ("time", 0, 1), ALL],
+    [ALL, ALL, ("resume", 0, 2), ALL, ALL],
+    [ALL, ALL, ("lost", 0, 0), ("time", 0, 3), ALL, ALL, ALL],
+    [ALL, ALL, ("fail", 1, 0), ALL, ("time", 0, 3), ALL, ALL, ALL, ("end", 1, 0)],
+    [ALL, ALL, ("step", KEYS, 1), ALL, ("time", 0, 2), ("resume", 0, 0), ALL, ("end", 1, 0), ALL],
+]
+"""Those that have gone wrong, or easily could."""
+
+
+def test_the_same_events_in_these_stories() -> None:
+    for story in STORIES:
+        compare(story)
+
+
+@given(STORY)
+def test_columns_and_entries_are_the_same_events(story: list[tuple[str, Any, Any]]) -> None:
+    compare(story)
+
+
+def compare(story: list[tuple[str, Any, Any]]) -> None:
+    by_entries, by_columns = World(False), World(True)
+    for event in story:
+        by_entries.play(*event)
+        by_columns.play(*event)
+    assert by_columns.state() == by_entries.state()
+    for mine, others in zip(by_columns.events, by_entries.events, strict=True):
+        assert [_shown(e) for e in mine] == [_shown(e) for e in others]
+
+
+def _shown(event: Event) -> Any:
+    if isinstance(event, Ended):
+        return str(event.error)
+    # An attempt has a number of its own.
+    return event
+
+
+def test_columns_that_are_not_valid_are_dropped() -> None:
+    world = World(True)
+    body = pack_columns([plain_entry(world.calls[0].number, 5, -1.0, 0, 0)])
+    body.tokens += b"\0"
+    world.session.on_frames([b"TOKEN", encode_body(body, "msgpack")], 0.0)
+    assert world.session.ready == []
+    world.play("step", [(0, 0)], None)
+    assert len(world.events[0]) == 1
+
+
+# --- what a stream makes of rows ------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=30))
+def test_sequences_are_the_same_from_rows_and_from_entries(keys: list[tuple[int, bool]]) -> None:
+    of_rows, of_entries = Sequences(), Sequences()
+    for pos, (seq, looked_at) in enumerate(keys):
+        row = (1, pos, -float(pos), pos, seq)
+        of_entries.add(plain_entry(*row))
+        of_rows.add_row(row)
+        if looked_at:
+            assert of_rows.listed() == of_entries.listed()
+    assert of_rows.listed() == of_entries.listed()
+    assert [s.texts for s in of_rows.listed()] == [s.texts for s in of_entries.listed()]
+
+
+class Unconnected(Connection):
+    """A connection whose events come from the test."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[Call] = []
+
+    def submit(self, call: Call) -> None:
+        """Nothing is sent."""
+
+    def cancel(self, call: Call) -> None:
+        self.cancelled.append(call)
+
+
+def arrive(call: Call, first: int, last: int, end: bool = False) -> None:
+    """Rows, as a message in columns brings them; and the end."""
+    for pos in range(first, last):
+        call.unread.append((1, pos, -float(pos), pos, 0))
+        if call.unread.watched:
+            call.unread.wake()
+    if end:
+        call.take([Ended(None)])
+
+
+def entries(first: int, last: int) -> list[Token]:
+    return [plain_entry(1, pos, -float(pos), pos, 0) for pos in range(first, last)]
+
+
+def test_a_blocking_stream_gives_rows_as_entries() -> None:
+    call = generate_call([1], {})
+    with Stream(None, Unconnected(), call, None) as stream:
+        arrive(call, 0, 2)
+        assert [next(stream), next(stream)] == entries(0, 2)
+        later = threading.Timer(0.01, arrive, (call, 2, 5, True))
+        later.start()
+        assert list(stream) == entries(2, 5)
+        later.join()
+        [sequence] = stream.sequences
+        assert sequence.tokens == [0, 1, 2, 3, 4]
+        assert sequence.top_logprobs[3] == {3: -3.0}
+
+
+def test_a_blocking_stream_that_is_read_to_its_end_shows_how_far_it_is() -> None:
+    call = generate_call([1], {})
+    stream = Stream(None, Unconnected(), call, None)
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.extend(stream.wait()))
+    reader.start()
+    while not stream._to_end:  # The other thread has not come to its wait.
+        pass
+    arrive(call, 0, 3)
+    assert stream.sequences[0].tokens == [0, 1, 2]
+    arrive(call, 3, 4, end=True)
+    reader.join(60)
+    assert [s.tokens for s in found] == [[0, 1, 2, 3]]
+
+
+@pytest.mark.anyio
+async def test_an_async_stream_gives_rows_as_entries() -> None:
+    call = generate_call([1], {})
+    stream = AsyncStream(None, Unconnected(), call, None)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(arrive, call, 0, 2)
+    assert await stream.arrived() == entries(0, 2)
+    loop.call_soon(arrive, call, 2, 3)
+    assert await anext(stream) == entries(2, 3)[0]
+    loop.call_soon(arrive, call, 3, 6, True)
+    assert [entry async for entry in stream] == entries(3, 6)
+    assert stream.sequences[0].tokens == list(range(6))
+
+
+@pytest.mark.anyio
+async def test_a_task_that_waits_for_an_entry_can_be_cancelled() -> None:
+    call = generate_call([1], {})
+    stream = AsyncStream(None, Unconnected(), call, None)
+    waits = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    asyncio.get_running_loop().call_soon(arrive, call, 0, 1, True)
+    assert [entry async for entry in stream] == entries(0, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("to_end", [False, True])
+async def test_a_stream_bounds_the_rows_that_nobody_reads(to_end: bool) -> None:
+    call = generate_call([1], {})
+    connection = Unconnected()
+    stream = AsyncStream(None, connection, call, None, max_unread=3)
+    if to_end:
+        waits = asyncio.ensure_future(stream.wait())
+        await asyncio.sleep(0)
+        arrive(call, 0, 50, end=True)
+        [sequence] = await waits
+        assert sequence.tokens == list(range(50))
+        assert connection.cancelled == []
+        return
+    arrive(call, 0, 50, end=True)
+    assert connection.cancelled == [call]
+    assert [await anext(stream) for _ in range(3)] == entries(0, 3)
+    with pytest.raises(SlowClientError, match="more than 3 entries"):
+        await anext(stream)
