@@ -53,11 +53,15 @@ class AsyncClient:
         *,
         patience_s: float | None = None,
         max_unread: int | None = None,
+        wait_for_room: bool = True,
     ) -> None:
         """As ``Client``. ``max_unread``: how many entries of a stream may wait to be read; beyond
-        it the stream is cancelled, and ends with SlowClientError. None: any number."""
+        it the stream is cancelled, and ends with SlowClientError. None: any number.
+        ``wait_for_room``: whether a request that finds the queue full is sent again, for
+        ``retry_s``, as after other refusals; a server leaves that to its own clients."""
         settings = load(front=front)
         self._max_unread = max_unread
+        self._wait_for_room = wait_for_room
         self.front = settings.front
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
@@ -170,4 +174,5 @@ class AsyncClient:
 
     def _stream(self, call: Call, on_system: OnSystem | None) -> AsyncStream:
         self._enter_loop()
+        call.waits_for_room = self._wait_for_room
         return AsyncStream(self, self._connection, call, on_system, self._max_unread)

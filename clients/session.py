@@ -214,7 +214,10 @@ class ClientSession:
         """An attempt has failed: schedules another one, or ends the call."""
         if call.failed_at is None:
             call.failed_at = now
-        if error.code not in RETRYABLE or now - call.failed_at >= call.retry_s:
+        retryable = error.code in RETRYABLE
+        if error.code == Code.QUEUE_FULL:
+            retryable = call.waits_for_room
+        if not retryable or now - call.failed_at >= call.retry_s:
             if tell_broker:
                 self._forget(call, "cancelled")
             self._end(call, error)

@@ -19,7 +19,9 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.client = AsyncClient(settings.front, max_unread=settings.max_unread)
+        self.client = AsyncClient(
+            settings.front, max_unread=settings.max_unread, wait_for_room=False
+        )
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
         self.traffic = Counts()

@@ -146,7 +146,7 @@ class SteppedWorker:
 
 
 @contextmanager
-def stepped_worker(back: str, capacity: int = 64) -> Iterator[SteppedWorker]:
+def stepped_worker(back: str, capacity: int) -> Iterator[SteppedWorker]:
     """Such a worker, registered with the broker at ``back``."""
     worker = SteppedWorker(back, capacity)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
 from http.client import HTTPConnection, HTTPResponse
@@ -15,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import openai
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -26,18 +28,19 @@ pytestmark = pytest.mark.process
 
 MAX_CONNECTIONS = 12
 MAX_UNREAD = 2000
+CAPACITY = 4
 
 
 @pytest.fixture(scope="module")
 def quiet(processes: None) -> Iterator[Bus]:
-    """A broker without a worker."""
-    with Bus() as bus:
+    """A broker without a worker, at which nothing waits for one."""
+    with Bus(max_queued=0) as bus:
         yield bus
 
 
 @pytest.fixture(scope="module")
 def worker(quiet: Bus) -> Iterator[SteppedWorker]:
-    with stepped_worker(f"ipc://{quiet.folder}/back.sock") as worker:
+    with stepped_worker(f"ipc://{quiet.folder}/back.sock", CAPACITY) as worker:
         quiet.wait_for_models("stepped")
         yield worker
 
@@ -190,3 +193,29 @@ def test_beyond_the_most_connections_only_probes_are_answered(
         WAIT_S,
         "room for another connection",
     )
+
+
+def test_a_full_queue_is_a_rate_limit_that_the_openai_package_waits_for(
+    quiet: Bus, worker: SteppedWorker, served: Gateway
+) -> None:
+    def client(max_retries: int) -> openai.OpenAI:
+        url = f"{served.url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=max_retries, timeout=WAIT_S)
+
+    requests = [Request(served, "/v1/completions") for _ in range(CAPACITY)]
+    running = [worker.begun() for _ in requests]
+    with pytest.raises(openai.RateLimitError) as refused:
+        client(0).completions.create(model="stepped", prompt=[5])
+    assert (refused.value.status_code, refused.value.code) == (429, "queue_full")
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    with quiet.client() as bus, ThreadPoolExecutor(1) as threads:
+        before = bus.status().counters["refused"]
+        asked = threads.submit(client(8).completions.create, model="stepped", prompt=[5])
+        until(lambda: bus.status().counters["refused"] > before, WAIT_S, "another refusal")
+        for stream in running:
+            stream.step(1, "length")
+        worker.begun().step(1, "length")
+        assert asked.result(WAIT_S).choices[0].text == "x"
+    for request in requests:
+        assert request.answer.status == 200
+        request.leave()
