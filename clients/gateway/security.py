@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...protocol.endpoints import is_loopback
 from .errors import ApiError
 from .keys import ApiKeys
+from .turns import current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
 """Paths that need no key: probes of a cluster have none."""
@@ -41,6 +42,7 @@ class RequireKey:
         name = next(filter(None, map(self._keys.name_of, given)), None)
         if name is not None:
             scope["api_key_name"] = name
+            current_user.set(f"key {name}")
             return await self._app(scope, receive, send)
         what = "the API key is not valid" if given else "an API key is needed"
         page = scope["type"] == "http" and "text/html" in headers.get("accept", "")

@@ -10,19 +10,24 @@ import json
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .errors import ApiError
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH
+from .turns import Turns, current_user
 
 WALL_S = 30.0
 """How long a rendering may take on an overloaded machine, in seconds."""
 MAX_WAITING = 256
 """Most renderings that wait for one process."""
+MAX_OF_ONE = 32
+"""Most of them of one user."""
 MAX_TEMPLATE = 256 * 1024
 """Most characters of a template that a request brings."""
 
@@ -31,7 +36,8 @@ class Templates:
     """Renders the conversations of all requests of a gateway.
 
     Templates of models and those that requests bring are rendered by two processes, so that a
-    client's template delays those of other clients only. Both are started when first needed.
+    client's template delays those of other clients only, each by one turn. Both are started when
+    first needed.
     """
 
     def __init__(self) -> None:
@@ -100,31 +106,40 @@ class _Renderer:
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._asked: set[asyncio.Task[dict[str, str]]] = set()
+        self._users = Counter[str]()
+        """How many of these are of each user."""
 
     async def ask(self, request: bytes) -> dict[str, str]:
         """The answer of the process; raises ApiError if it ends or takes too long."""
-        if len(self._asked) >= MAX_WAITING:
+        user = current_user.get()
+        if len(self._asked) >= MAX_WAITING or self._users[user] >= MAX_OF_ONE:
             raise ApiError(
                 429,
-                f"{MAX_WAITING} conversations wait to be rendered; try again",
+                f"{len(self._asked)} conversations wait to be rendered, {self._users[user]} of "
+                f"them yours; at most {MAX_WAITING} are allowed, and {MAX_OF_ONE} of one user; try "
+                "again",
                 code="queue_full",
                 retry_after_s=CPU_S,
             )
         # A client that leaves ends neither the process nor a rendering that is under way.
-        asked = asyncio.ensure_future(self._in_turn(request))
+        asked = asyncio.ensure_future(self._in_turn(user, request))
         self._asked.add(asked)
-        asked.add_done_callback(self._answered)
+        self._users[user] += 1
+        asked.add_done_callback(partial(self._answered, user))
         return await asyncio.shield(asked)
 
-    def _answered(self, asked: asyncio.Task[dict[str, str]]) -> None:
+    def _answered(self, user: str, asked: asyncio.Task[dict[str, str]]) -> None:
         self._asked.discard(asked)
+        self._users[user] -= 1
+        if not self._users[user]:
+            del self._users[user]
         if not asked.cancelled():
             asked.exception()  # Whoever asked may have left.
 
-    async def _in_turn(self, request: bytes) -> dict[str, str]:
-        async with self._turn:
+    async def _in_turn(self, user: str, request: bytes) -> dict[str, str]:
+        async with self._turns.of(user):
             return await self._exchange(request)
 
     async def _exchange(self, request: bytes) -> dict[str, str]:

@@ -17,6 +17,7 @@ from ...protocol.logs import task_ids
 from ...protocol.metrics import OTHER, REQUEST_S, Histogram, Series
 from ...protocol.tracing import TraceContext
 from ..tracing import Origin, origin
+from .turns import current_user
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -99,6 +100,8 @@ class Traffic:
             await send(message)
 
         counts.in_progress += 1
+        if scope.get("client") is not None:
+            current_user.set(scope["client"][0])
         try:
             with request:
                 await self._app(scope, receive, sending)

@@ -12,6 +12,7 @@ from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 from tokenbus.clients.gateway.template_process import TemplateFault, render
 from tokenbus.clients.gateway.templates import Templates
+from tokenbus.clients.gateway.turns import Turns, current_user
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -243,3 +244,43 @@ async def test_a_client_that_leaves_ends_no_rendering(
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert await number() == same
+
+
+@pytest.mark.anyio
+async def test_users_take_turns() -> None:
+    turns, order = Turns(), []
+
+    async def take(user: str, number: int) -> None:
+        async with turns.of(user):
+            order.append(f"{user}{number}")
+            await asyncio.sleep(0)
+
+    async with turns.of("a"):
+        waiting = [asyncio.create_task(take("a", number)) for number in range(4)]
+        waiting += [asyncio.create_task(take("b", number)) for number in range(2)]
+        waiting.append(asyncio.create_task(take("c", 0)))
+        await asyncio.sleep(0)
+        waiting.pop(1).cancel()
+    await asyncio.gather(*waiting)
+    assert order == ["a0", "b0", "c0", "a2", "b1", "a3"]
+    await take("d", 0)
+
+
+@pytest.mark.anyio
+async def test_one_user_s_renderings_leave_room_for_those_of_others(
+    model: ServedModel, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenbus.clients.gateway.templates.MAX_OF_ONE", 2)
+
+    async def given(user: str, text: str) -> str:
+        current_user.set(user)
+        return await templates.render(model, SHORT, chat_template=text)
+
+    first = [asyncio.create_task(given("ann", text)) for text in "xy"]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match=r"2 of them yours; at most 256 are allowed, and 2") as full:
+        await asyncio.create_task(given("ann", "z"))
+    assert (full.value.status, full.value.code) == (429, "queue_full")
+    assert await asyncio.create_task(given("bob", "z")) == "z"
+    assert await asyncio.gather(*first) == ["x", "y"]
+    assert await asyncio.create_task(given("ann", "z")) == "z"

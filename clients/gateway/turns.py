@@ -1,0 +1,57 @@
+"""A lock that goes from user to user, so that one who asks a lot delays others by one turn only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
+"""Whose request the current task serves: the name of an API key, or the address of a client."""
+
+
+class Turns:
+    """For one event loop. Who waits gets the lock in turn between users, then by arrival."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By user, the next one first."""
+
+    @asynccontextmanager
+    async def of(self, user: str) -> AsyncIterator[None]:
+        """Waits for a turn of ``user``, and keeps it for the block."""
+        await self._acquire(user)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _acquire(self, user: str) -> None:
+        if not self._taken:
+            self._taken = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(user, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            user, own = next(iter(self._waiting.items()))
+            turn = own.popleft()
+            if not own:
+                del self._waiting[user]
+            if turn.done():
+                continue
+            if own:
+                self._waiting.move_to_end(user)
+            turn.set_result(None)
+            return
+        self._taken = False
