@@ -21,6 +21,8 @@ from .kv_cache import KVCache, Mirror
 
 NAME = "tokenbus"
 NAME_COMPILED = "tokenbus_compiled"
+_NOTHING = torch.empty(())
+"""What a product is not added to."""
 
 
 @dataclass(slots=True)
@@ -69,34 +71,33 @@ class Group:
             self.masks[window] = found = found.masked_fill_(hidden, float("-inf")).unsqueeze(1)
         return found
 
-    def keys_values(
+    def gathered(
+        self, cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values of these sequences, each ``[batch, kv_heads, length, dim]``,
+        from its paged ones. Whole blocks are copied, as they lie in memory."""
+        keys, values = (
+            paged.flatten(1)
+            .index_select(0, self.blocks)
+            .view(len(self.positions), -1, *paged.shape[2:])[:, : self.length]
+            .transpose(1, 2)
+            for paged in cache
+        )
+        return keys, values
+
+    def mirrored(
         self,
+        mirror: Mirror,
         layer: int,
         cache: tuple[torch.Tensor, torch.Tensor],
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values of these sequences, each ``[batch, kv_heads, length, dim]``.
-
-        ``cache``: the paged keys and values, which contain the new tokens' ``k`` and ``v`` already.
-        Whole blocks are copied, as they lie in memory.
-        """
-        batch = self.positions.shape[0]
-        if self.mirror is None:
-            keys, values = (
-                paged.flatten(1)
-                .index_select(0, self.blocks)
-                .view(batch, -1, *paged.shape[2:])
-                .transpose(1, 2)
-                for paged in cache
-            )
-        elif self.continues:
-            new = slice(self.start, self.end)
-            at = self._added(self.mirror, k.shape[1])
-            keys, values = self.mirror.add(layer, k[new], v[new], at)
-        else:
-            keys, values = self.mirror.fill(layer, cache, self.blocks.view(batch, -1))
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        """The same from the mirror, each ``[batch * kv_heads, room, dim]``; ``k`` and ``v`` are of
+        the new tokens, which ``cache`` contains already."""
+        if not self.continues:
+            return mirror.fill(layer, cache, self.blocks.view(len(self.positions), -1))
+        return mirror.add(layer, k, v, self._added(mirror, k.shape[1]))
 
     def _added(self, mirror: Mirror, kv_heads: int) -> torch.Tensor:
         """The places of the new tokens in the mirror."""
@@ -165,13 +166,27 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The same for ``query`` ``[num_tokens, heads, dim]``, which it returns like."""
-    keys, values = context.cache.layers[layer]
-    keys.flatten(0, 1).index_copy_(0, context.slot_mapping, key.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, context.slot_mapping, value.to(values.dtype))
+    context.cache.write(layer, context.slot_mapping, key, value)
+    cache = context.cache.layers[layer]
+    window = sliding_window or 0
     found = []
     for group in context.groups:
-        seen = group.keys_values(layer, (keys, values), key, value)
-        found.append(_attend(group, query, *seen, scaling, sliding_window or 0, softcap))
+        q, k, v = query, key, value
+        if len(context.groups) > 1:
+            q, k, v = (t[group.start : group.end] for t in (q, k, v))
+        if group.mirror is None:
+            keys, values = group.gathered(cache)
+        else:
+            keys, values = group.mirrored(group.mirror, layer, cache, k, v)
+            if group.rows is None and q.dtype == torch.float32:
+                found.append(_attend_decodes(group, q, keys, values, scaling, window, softcap))
+                continue
+            batch = len(group.positions)
+            keys, values = (
+                t[:, : group.length].view(batch, -1, group.length, t.shape[-1])
+                for t in (keys, values)
+            )
+        found.append(_attend(group, q, keys, values, scaling, window, softcap))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -184,11 +199,17 @@ def _attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The attention of one group's tokens: ``[end - start, heads, dim]``."""
+    """The attention of one group's tokens ``[num_tokens, heads, dim]``, over ``k`` and ``v``
+    ``[batch, kv_heads, length, dim]``."""
     if group.rows is None:
-        return _attend_decodes(group, q[group.start : group.end], k, v, scaling, window, softcap)
+        # Decodes. The heads that share a key head become its rows: keys are read once for all.
+        batch, kv_heads = k.shape[:2]
+        grouped = q.reshape(batch, kv_heads, -1, q.shape[-1])
+        mask = group.mask(window, q.dtype)
+        found = dot_product(grouped, k, v, mask, scaling, softcap, causal=False)
+        return found.flatten(1, 2)
     assert group.places is not None
-    rectangle = q[group.rows].transpose(1, 2)
+    rectangle = q[group.rows - group.start].transpose(1, 2)
     causal = group.fresh and not window
     seen = None if causal and softcap is None else group.mask(window, q.dtype)
     found = dot_product(rectangle, k, v, seen, scaling, softcap, causal=seen is None)
@@ -204,33 +225,28 @@ def _attend_decodes(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One token of each sequence: ``[batch, heads, dim]``. The heads that share a key head become
-    its rows, so that keys are read once for all."""
+    """One token of each sequence ``[batch, heads, dim]``, over its mirror ``[batch * kv_heads,
+    room, dim]``.
+
+    For one row of queries, two products and a softmax take a third of the time of SDPA, whose
+    blocks are made for many.
+    """
     batch, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if group.level and window:
-        k, v = k[:, :, -window:], v[:, :, -window:]
-    mask = None if group.level else group.mask(window, q.dtype)
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-    if group.mirror is None or q.dtype != torch.float32:
-        return dot_product(grouped, k, v, mask, scaling, softcap, causal=False).flatten(1, 2)
-    # For one row of queries, two products and a softmax take a third of the time of SDPA, whose
-    # blocks are made for many.
+    first = max(0, group.length - window) if group.level and window else 0
+    k, v = k[:, first : group.length], v[:, first : group.length]
     scale = dim**-0.5 if scaling is None else scaling
-    rows = grouped.flatten(0, 1)
     scores = torch.baddbmm(
-        rows.new_empty(()),
-        rows,
-        k.flatten(0, 1).transpose(1, 2),
+        _NOTHING,
+        q.reshape(len(k), -1, dim),
+        k.transpose(1, 2),
         beta=0,
         alpha=scale if softcap is None else scale / softcap,
     )
     if softcap is not None:
         scores = scores.tanh_().mul_(softcap)
-    if mask is not None:
-        scores.view(batch, kv_heads, -1, k.shape[2]).add_(mask)
-    found = torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1))
-    return found.view(batch, heads, -1)
+    if not group.level:
+        scores.view(batch, -1, *scores.shape[1:]).add_(group.mask(window, q.dtype))
+    return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, -1)
 
 
 def dot_product(

@@ -140,11 +140,13 @@ class Layer:
         if self.rotation is not None:
             rotate_(heads[:, :keys], rotations[self.rotation])
         options = self.options
+        parts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = torch.split(heads, parts, 1)
         attended = attend(
             self.index,
-            heads[:, : self.num_heads],
-            heads[:, self.num_heads : keys],
-            heads[:, keys:],
+            query,
+            key,
+            value,
             context,
             scaling=options.scaling,
             sliding_window=options.sliding_window,

@@ -69,6 +69,19 @@ class KVCache:
             )
             for index, s in shapes.items()
         }
+        self._slots = {
+            index: (keys.flatten(0, 1), values.flatten(0, 1))
+            for index, (keys, values) in self.layers.items()
+        }
+        """The same memory by slot: ``[num_blocks * block_size, kv_heads, dim]``."""
+
+    def write(
+        self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes new keys and values ``[num_tokens, kv_heads, dim]`` to their slots."""
+        keys, values = self._slots[layer]
+        keys.index_copy_(0, slot_mapping, key.to(keys.dtype))
+        values.index_copy_(0, slot_mapping, value.to(values.dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, given as (from, to)."""
@@ -90,7 +103,7 @@ class KVCache:
 class Mirror:
     """A contiguous copy of the keys and values of a group of decodes, kept from step to step.
 
-    By layer: keys and values ``[batch, kv_heads, room, dim]``, ``room`` whole blocks: what a head
+    By layer: keys and values ``[batch * kv_heads, room, dim]``, ``room`` whole blocks: what a head
     attends over lies together.
     """
 
@@ -98,6 +111,8 @@ class Mirror:
         self._batch = batch
         self.room = room
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The same memory as ``[batch * kv_heads * room, dim]``."""
 
     def fill(
         self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], blocks: torch.Tensor
@@ -105,27 +120,28 @@ class Mirror:
         """Gathers the blocks ``[batch, count]`` of a layer's cache; returns keys and values."""
         made = self._layers.get(layer)
         if made is None:
-            made = tuple(  # type: ignore[assignment]
-                torch.zeros(self._batch, t.shape[2], self.room, t.shape[3], dtype=t.dtype)
-                for t in cache
-            )
-            assert made is not None
-            self._layers[layer] = made
+            keys, values = cache
+            made = self._layers[layer] = (self._zeros(keys), self._zeros(values))
+            self._places[layer] = (made[0].flatten(0, 1), made[1].flatten(0, 1))
         for paged, mirror in zip(cache, made, strict=True):
             gathered = paged.index_select(0, blocks.flatten())
             rows = gathered.view(self._batch, -1, *paged.shape[2:]).transpose(1, 2)
-            mirror[:, :, : rows.shape[2]] = rows
+            mirror.view(self._batch, -1, *mirror.shape[1:])[:, :, : rows.shape[2]] = rows
         return made
 
     def add(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens: ``k`` and ``v`` ``[tokens, kv_heads, dim]`` at the flat
-        places ``at``, ``(sequence * kv_heads + head) * room + position``."""
-        keys, values = self._layers[layer]
-        keys.flatten(0, 2).index_copy_(0, at, k.flatten(0, 1).to(keys.dtype))
-        values.flatten(0, 2).index_copy_(0, at, v.flatten(0, 1).to(values.dtype))
-        return keys, values
+        """Adds new tokens: ``k`` and ``v`` ``[num_tokens, kv_heads, dim]`` at the flat places
+        ``at``, ``(sequence * kv_heads + head) * room + position``."""
+        keys, values = self._places[layer]
+        keys.index_copy_(0, at, k.flatten(0, 1).to(keys.dtype))
+        values.index_copy_(0, at, v.flatten(0, 1).to(values.dtype))
+        return self._layers[layer]
+
+    def _zeros(self, paged: torch.Tensor) -> torch.Tensor:
+        kv_heads, dim = paged.shape[2:]
+        return paged.new_zeros(self._batch * kv_heads, self.room, dim)
 
 
 def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:

@@ -43,8 +43,9 @@ class Projection:
         self.bias = bias
         self._packed: torch.Tensor | None = None
         self._splits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._threads = 0
-        self._parts = weight.t().unsqueeze(0)
+        self._by_input = weight.t()
+        self._parts: dict[int, torch.Tensor] = {}
+        """By number of threads."""
 
     def pack(self, budget: int) -> int:
         """Keeps the weights a second time, in the order in which oneDNN reads them, if they can be
@@ -60,9 +61,7 @@ class Projection:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._splits and x.shape[0] == 1:
-            parts = self._split()
-            row = torch.bmm(x.expand(len(parts), 1, -1), parts).view(1, -1)
-            return row if self.bias is None else row.add_(self.bias)
+            return self._row(x)
         if self._packed is None:
             return linear(x, self.weight, self.bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -74,11 +73,7 @@ class Projection:
         """``residual`` ``[rows, out]`` plus the product. ``residual`` may be overwritten, and is
         not to be used again."""
         if self._splits and x.shape[0] == 1:
-            parts = self._split()
-            if self.bias is not None:
-                residual = residual.add_(self.bias)
-            total = residual.view(len(parts), 1, -1)
-            return total.baddbmm_(x.expand(len(parts), 1, -1), parts).view(1, -1)
+            return self._row_added(residual, x)
         if self._packed is None:
             return residual.add_(linear(x, self.weight, self.bias))
         summed: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
@@ -86,18 +81,36 @@ class Projection:
         )
         return summed
 
+    def _row(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._split()
+        if len(parts) > 1:
+            row = torch.bmm(x.expand(len(parts), 1, -1), parts).view(1, -1)
+        else:
+            row = torch.mm(x, self._by_input)
+        return row if self.bias is None else row.add_(self.bias)
+
+    def _row_added(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None:
+            residual = residual.add_(self.bias)
+        parts = self._split()
+        if len(parts) == 1:
+            return residual.addmm_(x, self._by_input)
+        total = residual.view(len(parts), 1, -1)
+        return total.baddbmm_(x.expand(len(parts), 1, -1), parts).view(1, -1)
+
     def _split(self) -> torch.Tensor:
         """The weights ``[parts, in, out / parts]``, a part for each thread: a view."""
         threads = torch.get_num_threads()
-        if threads != self._threads:
-            self._threads = threads
+        found = self._parts.get(threads)
+        if found is None:
             out, width = self.weight.shape
             parts = next(n for n in range(threads, 0, -1) if out % n == 0)
             if self.weight.is_contiguous():
-                self._parts = self.weight.view(parts, -1, width).transpose(1, 2)
+                found = self.weight.view(parts, -1, width).transpose(1, 2)
             else:
-                self._parts = self.weight.t().view(width, parts, -1).transpose(0, 1)
-        return self._parts
+                found = self._by_input.view(width, parts, -1).transpose(0, 1)
+            self._parts[threads] = found
+        return found
 
 
 def stored_by_input(weight: torch.Tensor) -> bool:

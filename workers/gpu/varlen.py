@@ -99,9 +99,8 @@ def attend(
 ) -> torch.Tensor:
     """The same for ``query`` ``[T, heads, dim]``, which it returns like. Models whose scores are
     capped are not run with it (``choose_layout``)."""
+    context.cache.write(layer, context.slot_mapping, key, value)
     keys, values = context.cache.layers[layer]
-    keys.flatten(0, 1).index_copy_(0, context.slot_mapping, key.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, context.slot_mapping, value.to(values.dtype))
     found: torch.Tensor = varlen_attn(
         query.contiguous(),
         keys,
