@@ -1,0 +1,256 @@
+"""What tokens in columns save: the CPU time of our AsyncClient and of a GPU worker, over entries.
+
+``client_us_*``: microseconds of CPU time of a process with one ``AsyncClient`` for each token of 64
+streams, which arrive as fast as it takes them. ``client_us_per_token`` reads each stream to its end
+(``stream.tokens``), ``…_each`` entry by entry (``async for``); ``…_json`` the same of a client that
+gets entries in JSON. A real broker is between; a raw socket plays the worker. ``client_core`` is
+the part of a core that 64 streams take, entry by entry, at 200 steps a second. ``send_us_*``: of
+``LiveStreams.send`` for a step of 64 plain tokens of one session. All rounds alternate; a ratio is
+the median of those of the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _report import arguments, report
+from tokenbus.clients import AsyncClient
+from tokenbus.clients.session import ClientSession
+from tokenbus.clients.streams import AsyncStream
+from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.columns import pack_columns, plain_entry
+from tokenbus.protocol.header import Flag, decode_header, encode_header, encode_token_header
+from tokenbus.protocol.messages import Generate, Token
+from tokenbus.protocol.packing import pack, unpack
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.protocol.worker_messages import Register
+from tokenbus.workers.gpu.live_streams import LiveStreams
+from tokenbus.workers.gpu.sequence import Sequence, StepOutputs, TokenColumns
+from tokenbus.workers.gpu.streams import Stream
+
+from broker import broker, dealer
+
+STREAMS = 64
+ROUNDS = 5
+STEPS_PER_S = 200
+FORMS = ("columns", "json")
+
+
+# --- a process with a client ----------------------------------------------------------------------
+
+
+def _client(front: str, form: str, pipe: Connection) -> None:
+    """Reads 64 streams for each order, the name of a way; answers with the seconds of CPU time."""
+    if form == "json":
+        ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
+    asyncio.run(_read_runs(front, pipe))
+
+
+async def _read_runs(front: str, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def order() -> Any:
+        return await loop.run_in_executor(None, pipe.recv)
+
+    async with AsyncClient(front) as client:
+        while (way := await order()) is not None:
+            streams = [client.generate([1], model="m", seed=1) for _ in range(STREAMS)]
+            readers = [asyncio.ensure_future(WAYS[way](stream)) for stream in streams]
+            began = await order()
+            cpu, real = time.process_time(), time.perf_counter()
+            pipe.send(began)
+            counts = await asyncio.gather(*readers)
+            pipe.send((time.process_time() - cpu, time.perf_counter() - real, sum(counts)))
+
+
+async def _whole(stream: AsyncStream) -> int:
+    return len(await stream.tokens)
+
+
+async def _each(stream: AsyncStream) -> int:
+    count = 0
+    async for entry in stream:
+        count += entry.token is not None
+    return count
+
+
+WAYS: dict[str, Callable[[AsyncStream], Any]] = {"whole": _whole, "each": _each}
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+class Worker:
+    """A registered worker that serves the model ``m``, played by a socket."""
+
+    def __init__(self, back: str) -> None:
+        self._socket = dealer(back)
+        register = Register(
+            name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
+        )
+        body = encode_body(register, "msgpack")
+        self._socket.send_multipart(pack([b"REGISTER", encode_header(), body]))
+        assert self._receive()[0] == b"REGISTERED"
+
+    def _receive(self) -> list[bytes]:
+        return unpack(self._socket.recv_multipart())
+
+    def messages(self, steps: int) -> list[list[bytes]]:
+        """The next 64 requests, answered: a message for each of so many steps."""
+        requests: list[tuple[int, int]] = []
+        while len(requests) < STREAMS:
+            frames = self._receive()
+            if frames[0] == b"GENERATE":
+                header = decode_header(frames[1])
+                generate: Generate = decode_as(Generate, frames[2])
+                requests.append((header.request, generate.stream_id))
+        found = []
+        for pos in range(steps):
+            entries = [plain_entry(s, 1000 + s % 500, -1.25, pos, 0) for _, s in requests]
+            finished = []
+            if pos == steps - 1:
+                finished = [request for request, _ in requests]
+                for entry in entries:
+                    entry.finish_reason = "length"
+            head = encode_token_header([header.address], finished)
+            found.append(pack([b"TOKEN", head, _body(entries, header.flags)]))
+        return found
+
+    def send(self, messages: list[list[bytes]], per_s: float | None) -> None:
+        """Sends these, so many a second; None: as fast as it can."""
+        began = time.perf_counter()
+        for number, frames in enumerate(messages):
+            if per_s is not None:
+                time.sleep(max(0.0, began + number / per_s - time.perf_counter()))
+            self._socket.send_multipart(frames)
+
+
+def _body(entries: list[Token], flags: int) -> bytes:
+    if flags & Flag.COLUMNS:
+        return encode_body(pack_columns(entries), "msgpack")
+    return encode_body(entries, "msgpack" if flags & Flag.MSGPACK else "json")
+
+
+def _run(
+    worker: Worker, pipe: Connection, way: str, steps: int, per_s: float | None = None
+) -> tuple[float, float]:
+    """The client's CPU time for each token, in microseconds; and as a part of the time it took."""
+    pipe.send(way)
+    messages = worker.messages(steps)
+    pipe.send("begin")
+    pipe.recv()
+    worker.send(messages, per_s)
+    cpu_s, real_s, tokens = pipe.recv()
+    assert tokens == STREAMS * steps, f"{tokens} of {STREAMS * steps} tokens have arrived"
+    return 1e6 * cpu_s / tokens, cpu_s / real_s
+
+
+def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
+    """The figures of the client."""
+    found: dict[tuple[str, str], list[float]] = {}
+    cores: list[float] = []
+    spawn = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="tb-") as name, broker(Path(name)) as (front, back, *_):
+        worker = Worker(back)
+        pipes: dict[str, Connection] = {}
+        processes = []
+        for form in FORMS:
+            pipes[form], theirs = spawn.Pipe()
+            process = spawn.Process(target=_client, args=(front, form, theirs), daemon=True)
+            process.start()
+            processes.append(process)
+            _run(worker, pipes[form], "each", 20)
+        for _ in range(rounds):
+            for way in WAYS:
+                for form in FORMS:
+                    us, _ = _run(worker, pipes[form], way, steps)
+                    found.setdefault((way, form), []).append(us)
+            cores.append(_run(worker, pipes["columns"], "each", steps // 2, STEPS_PER_S)[1])
+        for pipe in pipes.values():
+            pipe.send(None)
+        for process in processes:
+            process.join()
+    return {
+        "client_us_per_token": statistics.median(found["whole", "columns"]),
+        "client_us_per_token_json": statistics.median(found["whole", "json"]),
+        "client_vs_json": _ratio(found["whole", "columns"], found["whole", "json"]),
+        "client_us_per_token_each": statistics.median(found["each", "columns"]),
+        "client_us_per_token_each_json": statistics.median(found["each", "json"]),
+        "client_each_vs_json": _ratio(found["each", "columns"], found["each", "json"]),
+        "client_core": statistics.median(cores),
+    }
+
+
+# --- the GPU worker's side ------------------------------------------------------------------------
+
+
+def _send_us(columns: bool, steps: int) -> float:
+    """CPU time of a step of 64 plain tokens of one session, in microseconds: until the message is
+    encoded, and what was sent is kept for a client that attaches."""
+    streams = LiveStreams(lambda frames: None, lambda stream: None)
+    sequences = []
+    for request in range(1, STREAMS + 1):
+        stream = Stream(request, 1, request, "msgpack" if columns else "json", "m", 1)
+        stream.columns = columns
+        streams.add(stream)
+        sequences.append(Sequence(request, 0, [1], 1, Sampling(), steps + 2))
+    tokens, logprobs = np.arange(STREAMS) + 1000, np.full(STREAMS, -1.25)
+    outputs = []
+    for pos in range(steps):
+        of_step = TokenColumns(sequences, tokens, logprobs, np.full(STREAMS, pos))
+        outputs.append(StepOutputs([], of_step) if columns else StepOutputs(list(of_step)))
+    began = time.process_time()
+    for output in outputs:
+        streams.send(output)
+    return 1e6 * (time.process_time() - began) / steps
+
+
+def send_figures(rounds: int = ROUNDS, steps: int = 500) -> dict[str, float]:
+    """The figures of the GPU worker."""
+    found: dict[str, list[float]] = {form: [] for form in FORMS}
+    for _ in range(rounds):
+        for form, values in found.items():
+            values.append(_send_us(form == "columns", steps))
+    return {
+        "send_us_per_step": statistics.median(found["columns"]),
+        "send_us_per_step_json": statistics.median(found["json"]),
+        "send_vs_json": _ratio(found["columns"], found["json"]),
+    }
+
+
+def _ratio(ours: list[float], over: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, over, strict=True))
+
+
+NOTES = {
+    "client_us_per_token": "CPU time of AsyncClient, 64 streams, each read to its end",
+    "client_us_per_token_json": "the same from entries in JSON",
+    "client_vs_json": "the one over the other; at most 0.333",
+    "client_us_per_token_each": "async for: a task is woken for each token that it waits for",
+    "client_us_per_token_each_json": "the same from entries in JSON",
+    "client_each_vs_json": "the one over the other",
+    "client_core": f"of a core, async for, {STEPS_PER_S} steps of 64 tokens a second; at most 0.5",
+    "send_us_per_step": "CPU time of a GPU worker to send a step of 64 streams",
+    "send_us_per_step_json": "the same as entries in JSON",
+    "send_vs_json": "the one over the other; at most 0.333",
+}
+
+
+def main() -> None:
+    """Runs all of it."""
+    args = arguments(__doc__)
+    rounds, steps = (2, 200) if args.quick else (ROUNDS, 600)
+    report(client_figures(rounds, steps) | send_figures(rounds, steps), NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
