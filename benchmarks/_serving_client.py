@@ -8,8 +8,9 @@ streams run; and ``client_us``, the CPU time of this process for each token, in 
 
 - ``count`` has one connection, takes tokens in columns, and decodes no more than how many tokens
   and ends of streams there are;
-- ``python`` is our ``AsyncClient``. Its runs may have ``seconds`` in place of prompts: one stream
-  after another for so long; the answer has ``per_second``, the tokens of each second;
+- ``python`` is our ``AsyncClient``; ``json`` is it too, but offers neither msgpack nor columns. In
+  a run that has ``seconds`` the streams follow one another, over and over for so long; the answer
+  has ``per_second``, the tokens of each second;
 - ``llamacpp`` is an HTTP client of llama.cpp's server, one connection for each stream.
 """
 
@@ -27,6 +28,7 @@ import msgspec
 import zmq
 from _served import answer, orders
 from tokenbus.clients import AsyncClient
+from tokenbus.clients.session import ClientSession
 
 SILENCE_MS = 60_000
 """After this long without a message a run has failed."""
@@ -51,17 +53,21 @@ class Clock:
         if self.count >= (self._high if self._marks else self._low) and len(self._marks) < 2:
             self._marks.append((self.count, time.perf_counter()))
 
-    def found(self) -> dict[str, float]:
-        """At the end of a run. Raises RuntimeError where tokens are missing.
+    def whole(self) -> float:
+        """Tokens per second of a run that is over. Raises RuntimeError where tokens are missing.
 
         A constraint may end its text a few tokens before the limit, where it is complete.
         """
-        seconds = time.perf_counter() - self._began
         if not 0.8 * self._total <= self.count <= self._total:
             raise RuntimeError(f"{self.count} tokens have arrived; there should be {self._total}")
+        return self.count / (time.perf_counter() - self._began)
+
+    def found(self) -> dict[str, float]:
+        """The answer to a run that is over."""
+        whole = self.whole()
         (low, since), (high, until) = self._marks
         return {
-            "whole": self.count / seconds,
+            "whole": whole,
             "middle": (high - low) / (until - since),
             "client_us": 1e6 * (time.process_time() - self._cpu) / self.count,
         }
@@ -107,7 +113,7 @@ class Counting:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, SILENCE_MS)
         self._socket.connect(front)
-        self._send(b"HELLO", {"encodings": ["msgpack"], "capabilities": ["columns"]})
+        self._send(b"HELLO", {"encodings": ["msgpack"], "capabilities": ["columns", "bodies"]})
         assert self._socket.recv_multipart()[0] == b"WELCOME"
 
     def run(self, order: Order) -> dict[str, float]:
@@ -128,9 +134,10 @@ class Counting:
                     f"{clock.count} tokens, then none; {live} streams live"
                 ) from None
             if frames[0] == b"TOKEN":
-                count, ends = tokens_and_ends(frames[1])
-                clock.add(count)
-                live -= ends
+                for body in frames[1:]:
+                    count, ends = tokens_and_ends(body)
+                    clock.add(count)
+                    live -= ends
             elif frames[0] == b"ERROR":
                 raise RuntimeError(f"a stream has failed: {frames[1]!r}")
         return clock.found()
@@ -185,25 +192,28 @@ class OurClient:
 
 
 class LlamaClient:
-    """Connections to llama.cpp's server, kept open, each for one stream at a time."""
+    """Connections to llama.cpp's server, one for each stream, open before the clock starts."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
-        self._open: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def run(self, order: Order) -> dict[str, float]:
         """Reads these streams to their ends. An event may have the text of several tokens, as half
         a character is never sent, so that only whole streams can be counted."""
         prompts, tokens = order["prompts"], order["tokens"]
-        while len(self._open) < len(prompts):
-            self._open.append(await asyncio.open_connection(*self._address))
+        opened = [await asyncio.open_connection(*self._address) for _ in prompts]
         clock = Clock(len(prompts) * tokens)
 
-        async def read(number: int, prompt: list[int]) -> None:
-            clock.add(await self._stream(*self._open[number], prompt, tokens))
+        async def read(
+            streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], prompt: list[int]
+        ) -> None:
+            clock.add(await self._stream(*streams, prompt, tokens))
 
-        await asyncio.gather(*(read(number, prompt) for number, prompt in enumerate(prompts)))
-        return {"whole": clock.found()["whole"]}
+        await asyncio.gather(*map(read, opened, prompts))
+        found = {"whole": clock.whole()}
+        for _, writer in opened:
+            writer.close()
+        return found
 
     async def _stream(
         self,
@@ -228,8 +238,9 @@ class LlamaClient:
             event = await reader.readexactly(size + 2)
             if size == 0:
                 return found
-            if b'"stop":true' in event:
-                found = json.loads(event.split(b"data: ", 1)[1])["tokens_predicted"]
+            for line in event.split(b"\n") if b'"stop":true' in event else []:
+                if line.startswith(b"data: "):
+                    found = json.loads(line[6:]).get("tokens_predicted", found)
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -248,7 +259,9 @@ async def main(kind: str, address: str, model: str) -> None:
         counting = Counting(address, model)
         for order in orders():
             answer(counting.run(order))
-    elif kind == "python":
+    elif kind in ("python", "json"):
+        if kind == "json":
+            ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping",)
         async with AsyncClient(address) as client:
             await _serve(OurClient(client, model).run)
     else:

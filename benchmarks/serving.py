@@ -8,6 +8,8 @@
   over the same engine within a process. Prompts of 32 tokens; a stream of 192 tokens, or 32 of 64.
 - ``vs_llamacpp_*``: the same requests over llama.cpp's server, float32 and greedy too, its streams
   read over HTTP. Without that server, which ``make bench-peers`` builds, these figures are absent.
+- ``client_us_per_token_vs_json``: CPU time of our ``AsyncClient`` per token of 64 streams, over
+  that of the same client with entries in JSON in place of columns.
 - ``slowest_second_vs_median``: of a minute of streams of 1,000 tokens, one after another.
 
 All rounds alternate. A figure is the median, over the rounds, of the ratio of two runs of the same
@@ -49,6 +51,7 @@ class Load(NamedTuple):
     prompt: int = 8
     options: dict[str, Any] = {}
     rate: str = "middle"
+    """Which tokens per second: see ``_serving_client.py``."""
 
 
 LOADS = {
@@ -58,6 +61,7 @@ LOADS = {
     "forward_64_regex": Load("standin_5ms", "count", 64, 500, options=REGEX),
     "forward_64_python": Load("standin_5ms", "python", 64, 500),
     "forward_64_2ms": Load("standin_2ms", "count", 64, 1_000),
+    "forward_64_json": Load("standin_5ms", "json", 64, 300),
     "bus_1": Load("model", "python", 1, 192, 32, rate="whole"),
     "engine_1": Load("model", "engine", 1, 192, 32, rate="whole"),
     "llamacpp_1": Load("llamacpp", "llamacpp", 1, 192, 32, rate="whole"),
@@ -70,11 +74,14 @@ FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
 
 
 class Figure(NamedTuple):
-    """The ratio of the rates of two loads; without ``over``, to a system that never waits."""
+    """The ratio of two loads; without ``over``, of the tokens per second of a system that never
+    waits."""
 
     load: str
     over: str
     note: str
+    of: str = ""
+    """Of what of their answers; empty: of the tokens per second."""
 
 
 FIGURES = {
@@ -94,6 +101,12 @@ FIGURES = {
         "bus_1", "engine_1", "through the bus over within a process, 1 stream; at least 0.85"
     ),
     "served_vs_engine_32": Figure("bus_32", "engine_32", "32 streams; at least 0.85"),
+    "client_us_per_token_vs_json": Figure(
+        "forward_64_python",
+        "forward_64_json",
+        "CPU time of AsyncClient with columns over that with JSON; at most 0.33",
+        of="client_us",
+    ),
     "vs_llamacpp_1": Figure(
         "bus_1", "llamacpp_1", "over llama.cpp's server, 1 stream; at least 0.6"
     ),
@@ -104,6 +117,7 @@ NOTES = {
     **{name: figure.note for name, figure in FIGURES.items()},
     MINUTE: "the slowest second of a minute of one stream over the median; at least 0.6",
     **{f"{name}_tokens_per_s": "" for name in LOADS},
+    **{f"{name}_client_us_per_token": "" for name in ("forward_64_python", "forward_64_json")},
 }
 
 
@@ -148,16 +162,15 @@ class Systems:
             script = "_serving_engine.py"
         return self._stack.enter_context(Loader(script, *address))
 
-    def rate(self, name: str, number: int, part: float) -> float:
-        """Tokens per second of a load in the round of this number; ``part`` of its tokens."""
+    def run(self, name: str, number: int, part: float) -> dict[str, float]:
+        """What a load gives in the round of this number; ``part`` of its tokens."""
         load = LOADS[name]
-        found = self._clients[load.system, load.client].run(
+        return self._clients[load.system, load.client].run(
             # New ones in each round, the same for all: nothing is in a cache.
             prompts=prompts(random.Random(number), load.streams, load.prompt),
             tokens=max(10, int(load.tokens * part)),
             options=load.options,
         )
-        return float(found[load.rate])
 
     def slowest_second(self, seconds: float) -> float:
         """Tokens of the slowest second of one stream, over the median second."""
@@ -173,9 +186,13 @@ def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
     return [[chosen.randrange(300, VOCAB) for _ in range(length)] for _ in range(count)]
 
 
-def ideal(load: Load) -> float:
-    """Tokens per second of a stand-in if no step took longer than its forward."""
-    return load.streams / FORWARDS[load.system]
+def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None) -> float:
+    """A figure, from what its loads gave in one round."""
+    load = LOADS[figure.load]
+    value = ours[figure.of or load.rate]
+    if over is None:
+        return value * FORWARDS[load.system] / load.streams
+    return value / over[figure.of or LOADS[figure.over].rate]
 
 
 def measure(names: list[str], quick: bool) -> dict[str, float]:
@@ -186,24 +203,27 @@ def measure(names: list[str], quick: bool) -> dict[str, float]:
     needed = {LOADS[name][:2] for name in loads}
     if MINUTE in names:
         needed.add(("model", "python"))
-    rates: dict[str, list[float]] = {name: [] for name in loads}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
     results: dict[str, float] = {}
     part = SHORT if quick else 1.0
     with tempfile.TemporaryDirectory(prefix="tb-") as name, ExitStack() as stack:
         systems = Systems(stack, Path(name), needed)
         for load in loads:
-            systems.rate(load, -1, SHORT)
+            systems.run(load, -1, SHORT)
         for number in range(1 if quick else ROUNDS):
-            for load, found in rates.items():
-                found.append(systems.rate(load, number, part))
+            for load, answers in found.items():
+                answers.append(systems.run(load, number, part))
         if MINUTE in names:
             results[MINUTE] = systems.slowest_second(MINUTE_S * (0.1 if quick else 1.0))
     for name, figure in figures.items():
-        ours = rates[figure.load]
-        over = rates.get(figure.over) or [ideal(LOADS[figure.load])] * len(ours)
-        results[name] = statistics.median(a / b for a, b in zip(ours, over, strict=True))
-    for load, found in rates.items():
-        results[f"{load}_tokens_per_s"] = statistics.median(found)
+        pairs = zip(found[figure.load], found.get(figure.over, [None] * ROUNDS), strict=False)
+        results[name] = statistics.median(ratio(figure, ours, over) for ours, over in pairs)
+    for load, answers in found.items():
+        per_s = [answer[LOADS[load].rate] for answer in answers]
+        results[f"{load}_tokens_per_s"] = statistics.median(per_s)
+        if "client_us" in answers[0]:
+            client = [answer["client_us"] for answer in answers]
+            results[f"{load}_client_us_per_token"] = statistics.median(client)
     return {name: results[name] for name in NOTES if name in results}
 
 
