@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from .device_queue import on_device
 from .kv_cache import KVCache
 from .packing import Packed
 from .varlen import VarlenBatch
@@ -60,7 +62,7 @@ class DecodeGraphs:
         """The logits of a step that only decodes, of the tokens ``ids``; None where it must run
         without a graph."""
         spans = packed.spans
-        if self._off or spans is None or max(spans.queries) > 1 or len(packed.ids) > SIZES[-1]:
+        if self._off or spans is None or spans.queries.max() > 1 or len(packed.ids) > SIZES[-1]:
             return None
         size = next(s for s in SIZES if s >= len(packed.ids))
         recorded = self._recorded.get(size)
@@ -118,14 +120,16 @@ class DecodeGraphs:
         spare = self._spare * self._block_size
         batch = recorded.batch
         recorded.ids[:count].copy_(ids)
-        recorded.positions.copy_(_tensor([*packed.positions, *[0] * padding]), non_blocking=True)
-        batch.slot_mapping.copy_(
-            _tensor([*packed.slot_mapping, *[spare] * padding]), non_blocking=True
-        )
-        batch.lengths.copy_(_tensor([*spans.keys, *[1] * padding]), non_blocking=True)
-        table = _tensor(spans.blocks).view(count, spans.width)
+        self._write(recorded.positions, packed.positions, padding, 0)
+        self._write(batch.slot_mapping, packed.slot_mapping, padding, spare)
+        self._write(batch.lengths, spans.keys, padding, 1)
+        table = on_device(spans.blocks, self._device).view(count, spans.width)
         batch.block_table[:count, : spans.width].copy_(table, non_blocking=True)
         batch.block_table[count:] = self._spare
+
+    def _write(self, buffer: torch.Tensor, values: np.ndarray, padding: int, spare: int) -> None:
+        padded = np.concatenate([values, np.full(padding, spare, dtype=np.int64)])
+        buffer.copy_(on_device(padded, self._device), non_blocking=True)
 
     def _check(self, recorded: _Recorded, count: int) -> None:
         """Replays once and runs the same step without the graph; raises where they differ."""
@@ -138,7 +142,3 @@ class DecodeGraphs:
             raise ValueError(
                 f"the logits of a replayed step differ by {away:.3g} from those of the step itself"
             )
-
-
-def _tensor(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values).pin_memory()

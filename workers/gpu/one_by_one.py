@@ -11,7 +11,8 @@ from ...protocol.logs import about
 from .pending_step import Part, PendingStep
 from .results import Results
 from .runner import Runner
-from .sampler import Row, Rows, draw, score
+from .sampled_batch import SampledBatch
+from .sampler import draw, score
 from .scheduler import Batch, Chunk
 from .sequence import KeptRow, Sequence
 from .sequences import LiveSequences
@@ -31,6 +32,7 @@ class OneByOne:
         """A step that was launched behind the failed one, with tokens of it, has not been computed.
         Its blocks were copied all the same."""
         self._runner.forget_mirrors()
+        self._live.changed()
         if ahead is None:
             return
         for sequence, row in ahead.rows.items():
@@ -66,8 +68,8 @@ class OneByOne:
         if len(sequence.tokens) < chunk.end:
             return
         try:
-            alone = Batch([Chunk(sequence, chunk.start, chunk.end)])
-            logits = self._runner.launch(alone).work.result()
+            _, packed = self._runner.pack(Batch([Chunk(sequence, chunk.start, chunk.end)]))
+            logits = self._runner.launch(packed).work.result()
         except Exception as error:
             log.exception("the forward of request %d failed", sequence.request)
             for other in {chunk.sequence, *sampled, *self._sampled_from([k for _, k in kept])}:
@@ -84,12 +86,9 @@ class OneByOne:
             self._sample(other, logits[row - part.row])
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        s = sequence
-        row = Row(
-            s.sampling, s.seed, s.seq, s.num_generated, s.prompt, s.generated, s.mask, s.inspect
-        )
+        batch = SampledBatch([sequence])
+        rows = batch.rows(None)
         try:
-            rows = Rows.of([row])
             drawn = self._runner.queue.submit(lambda: draw(logits.unsqueeze(0), None, rows))
             sampled = drawn.result().fetch()
         except Exception as error:
@@ -97,7 +96,7 @@ class OneByOne:
             log.exception("sampling failed for request %d", number, extra=about(number))
             self._live.fail(sequence, f"sampling failed: {error}")
             return
-        self._results.take([sequence], rows, sampled, in_columns=False)
+        self._results.take(batch, rows, sampled, in_columns=False)
 
     def _sampled_from(self, kept: list[KeptRow]) -> list[Sequence]:
         """The deferred sequences that are to be sampled from these rows."""

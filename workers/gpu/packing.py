@@ -7,7 +7,7 @@ ranks as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import numpy as np
@@ -31,13 +31,13 @@ class PackedGroup(Struct, array_like=True):
     width: int
     length: int
     """The greatest end position among them, in tokens."""
-    blocks: list[int]
+    blocks: np.ndarray
     """``[batch * blocks]``: the blocks of each one's keys; padding points to block 0."""
-    positions: list[int]
+    positions: np.ndarray
     """``[batch * width]``: the position of each token in its sequence."""
-    rows: list[int] | None
+    rows: np.ndarray | None
     """``[batch * width]``: the packed token at each place of the rectangle; None at width 1."""
-    places: list[int] | None
+    places: np.ndarray | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool
     """All of them begin at position 0 and have the same length."""
@@ -52,33 +52,33 @@ class PackedGroup(Struct, array_like=True):
 class PackedSpans(Struct, array_like=True):
     """The metadata of the chunks, in their order, for FlashAttention, which needs no rectangles."""
 
-    queries: list[int]
+    queries: np.ndarray
     """Tokens of each chunk."""
-    keys: list[int]
+    keys: np.ndarray
     """Tokens that each attends to: up to its end."""
-    blocks: list[int]
+    blocks: np.ndarray
     """``[chunks * width]``: the blocks of each one's keys, padded with block 0."""
     width: int
 
 
 class Packed(Struct, array_like=True):
-    """One forward."""
+    """One forward. All arrays are int64."""
 
-    ids: list[int]
-    positions: list[int]
-    slot_mapping: list[int]
+    ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
     """The slot of the KV cache to which each token's key and value are written."""
-    rows: list[int]
+    rows: np.ndarray
     """The packed tokens whose logits are wanted."""
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
     """Blocks to copy first, as (from, to)."""
     spans: PackedSpans | None = None
     """Instead of ``groups``, for FlashAttention."""
-    fed: list[int] = []
+    fed: np.ndarray | None = None
     """The packed tokens whose ids are still on the device: those drawn in the step before."""
-    drawn: list[int] = []
-    """The row of that step in which each of them was drawn."""
+    drawn: np.ndarray | None = None
+    """The row of that step in which each of them was drawn; None: each in its own."""
 
 
 def pack(
@@ -88,36 +88,60 @@ def pack(
 
     ``spans``: for FlashAttention, which reads blocks in place. ``mirrors``: for decodes on a CPU.
     """
-    packed = Packed([], [], [], [], [], batch.copies)
     if spans:
         chunks = list(batch.chunks)
-        packed.spans = _spans(chunks, block_size)
+        parts: list[_Part] = []
     else:
         chunks, parts = _arrange(batch.chunks, block_size)
-        packed.groups = [_group(part, block_size) for part in parts]
-        if mirrors is not None:
-            mirrors.assign(parts, packed.groups)
+    ids: list[int] = []
+    positions: list[int] = []
+    slot_mapping: list[int] = []
+    rows: list[int] = []
+    fed: list[int] = []
+    drawn: list[int] = []
     for chunk in chunks:
         sequence, start, end, _ = chunk
-        at = len(packed.ids)
+        at = len(ids)
         if end - start == 1:
             block = sequence.block_table.blocks[start // block_size]
             if start < len(sequence.tokens):
-                packed.ids.append(sequence.tokens[start])
+                ids.append(sequence.tokens[start])
             else:
-                packed.ids.append(0)
-                packed.fed.append(at)
-                packed.drawn.append(sequence.drawn)
-            packed.positions.append(start)
-            packed.slot_mapping.append(block * block_size + start % block_size)
+                ids.append(0)
+                fed.append(at)
+                drawn.append(sequence.drawn)
+            positions.append(start)
+            slot_mapping.append(block * block_size + start % block_size)
         else:
-            packed.ids += chunk.tokens
-            packed.positions += range(start, end)
-            packed.slot_mapping += _slot_mapping(
-                sequence.block_table.blocks, block_size, start, end
-            )
-        packed.rows += range(at + chunk.first_row - start, at + end - start)
+            ids += chunk.tokens
+            positions += range(start, end)
+            slot_mapping += _slot_mapping(sequence.block_table.blocks, block_size, start, end)
+        rows += range(at + chunk.first_row - start, at + end - start)
+    packed = Packed(ints(ids), ints(positions), ints(slot_mapping), ints(rows), [], batch.copies)
+    if fed:
+        packed.fed, packed.drawn = ints(fed), ints(drawn)
+    if spans:
+        packed.spans = _spans(chunks, block_size)
+    else:
+        packed.groups = [_group(part, block_size) for part in parts]
+        if mirrors is not None:
+            mirrors.assign(parts, packed.groups)
     return chunks, packed
+
+
+def ints(values: Iterable[int]) -> np.ndarray:
+    """An array of int64."""
+    return np.fromiter(values, dtype=np.int64)
+
+
+def encode_array(array: np.ndarray) -> bytes:
+    """An array of a ``Packed`` as msgpack has it: a hook for msgspec."""
+    return array.astype("<i8").tobytes()
+
+
+def decode_array(_: type, encoded: bytes) -> np.ndarray:
+    """The array back from it."""
+    return np.frombuffer(encoded, dtype="<i8").astype(np.int64)
 
 
 class Mirrors:
@@ -151,12 +175,21 @@ class Mirrors:
             group.continues = group.length <= room and all(
                 new.start <= old.end for old, new in zip(before, part.chunks, strict=False)
             )
-            if not group.continues:
-                number, room = next(self._numbers), self._room(group.length)
-                if group.batch * room * self._bytes_per_token > MIRROR_BYTES:
-                    continue
-            group.mirror, group.room = number, room
+            if group.continues:
+                group.mirror, group.room = number, room
+            elif not self.renew(group):
+                continue
+            number, room = group.mirror, group.room
             self._last[key] = (part.chunks, number, room)
+
+    def renew(self, group: PackedGroup) -> bool:
+        """Assigns a group of decodes a new mirror, which is filled from blocks; whether its size is
+        allowed."""
+        group.continues, group.mirror, group.room = False, 0, self._room(group.length)
+        if group.batch * group.room * self._bytes_per_token > MIRROR_BYTES:
+            return False
+        group.mirror = next(self._numbers)
+        return True
 
     def _room(self, length: int) -> int:
         """Capacity of a new mirror, in tokens: an eighth more, so that it is seldom replaced."""
@@ -209,16 +242,16 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     # Not to the end of the last block, which is rarely full.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
-    positions = [c.start for c in chunks]
+    positions = ints([c.start for c in chunks])
     rows = places = None
     if width > 1:
         each = np.array(sizes)[:, None]
         within = np.arange(width)
         real = within < each
         starts = part.start + np.concatenate([[0], np.cumsum(sizes)[:-1]])[:, None]
-        rows = np.where(real, starts + within, part.start).ravel().tolist()
-        places = np.flatnonzero(real).tolist()
-        positions = np.where(real, np.array(positions)[:, None] + within, 0).ravel().tolist()
+        rows = np.where(real, starts + within, part.start).ravel()
+        places = np.flatnonzero(real)
+        positions = np.where(real, positions[:, None] + within, 0).ravel()
     return PackedGroup(
         start=part.start,
         end=part.start + sum(sizes),
@@ -235,10 +268,11 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
 
 def _spans(chunks: Sequence[Chunk], block_size: int) -> PackedSpans:
     blocks, width = _table(chunks, block_size)
-    return PackedSpans([c.end - c.start for c in chunks], [c.end for c in chunks], blocks, width)
+    queries, keys = ints([c.end - c.start for c in chunks]), ints([c.end for c in chunks])
+    return PackedSpans(queries, keys, blocks, width)
 
 
-def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[list[int], int]:
+def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[np.ndarray, int]:
     """The blocks that each chunk attends to, padded to the same number, and this number."""
     width = -(-max([c.end for c in chunks]) // block_size)
     blocks: list[int] = []
@@ -246,7 +280,7 @@ def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[list[int], int]:
         own = c.sequence.block_table.blocks[: -(-c.end // block_size)]
         blocks += own
         blocks += [PADDING_BLOCK] * (width - len(own))
-    return blocks, width
+    return ints(blocks), width
 
 
 def _slot_mapping(blocks: Sequence[int], block_size: int, start: int, end: int) -> list[int]:

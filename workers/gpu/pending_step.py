@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .runner import Forward
@@ -42,9 +43,24 @@ class PendingStep:
     """The sequences that will be sampled, and the row that each is sampled from."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
     """Rows of the forward that are kept for sequences that were deferred in this step."""
-    parts: list[Part] = field(default_factory=list)
-    """What the forward computes, in the order of its rows."""
+    decodes: tuple[list[Sequence], np.ndarray] | None = None
+    """Of a forward that computes one token of each of these sequences: they, and its positions."""
+    chunked: list[Part] = field(default_factory=list)
+    """Of any other: what it computes."""
     launched_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the forward computes, in the order of its rows."""
+        if self.decodes is None:
+            return self.chunked
+        rows = enumerate(zip(self.decodes[0], self.decodes[1].tolist(), strict=True))
+        return [Part(Chunk(sequence, at, at + 1), row, 1) for row, (sequence, at) in rows]
+
+    @property
+    def scored(self) -> list[Part]:
+        """The parts whose rows give log-probabilities of scores."""
+        return [part for part in self.chunked if part.is_scored]
 
     @property
     def ready(self) -> list[tuple[int, int]]:
@@ -54,7 +70,7 @@ class PendingStep:
     @property
     def drafted(self) -> list[Sequence]:
         """The sequences whose drafts the forward computes, behind the row of each."""
-        return [part.chunk.sequence for part in self.parts if part.chunk.draft]
+        return [part.chunk.sequence for part in self.chunked if part.chunk.draft]
 
     @property
     def num_forward_rows(self) -> int:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .kv_cache import Layout
-from .packing import Packed
+from .packing import Packed, decode_array, encode_array
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ COLLECTIVE_S = 120.0
 ORDER_SIZE = struct.Struct("<I")
 """Precedes each order in a rank's pipe: how many bytes it has."""
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 
 
 class Load(msgspec.Struct, tag=True):
@@ -74,7 +74,7 @@ class Drop(msgspec.Struct, tag=True):
 
 
 Order = Load | Open | Forward | Clear | Drop
-decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
 
 
 class Ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .sampled_batch import SampledBatch
 from .sampler import NAN, Rows, Sampled, Scores
 from .scheduler import Chunk
 from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
@@ -18,14 +19,19 @@ class Results:
         self.sampled_tokens = 0
 
     def take(
-        self, sequences: list[Sequence], rows: Rows, sampled: Sampled, in_columns: bool = True
+        self, batch: SampledBatch, rows: Rows, sampled: Sampled, in_columns: bool = True
     ) -> TokenColumns | None:
-        """Appends a token to each of ``sequences``. Returns those that are nothing but a token, if
-        ``in_columns``; the others are among the outputs of the live sequences."""
+        """Appends a token to each sequence of ``batch``. Returns those that are nothing but a
+        token, if ``in_columns``; the others are among the outputs of the live sequences."""
+        sequences = batch.sequences
         self.sampled_tokens += len(sequences)
-        others = {s.request for s in sequences}
-        if in_columns:
-            others = self._others(sequences, sampled)
+        plain_step = in_columns and batch.gives_columns
+        plain_step = plain_step and not (self._live.outputs or sampled.errors)
+        others: set[int] = set()
+        if not plain_step or batch.any_ends(rows, sampled.tokens):
+            others = {s.request for s in sequences}
+            if in_columns:
+                others = self._others(sequences, sampled)
         for i in rows.masks:
             sequences[i].mask = None
         if not others:

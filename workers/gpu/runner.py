@@ -29,8 +29,6 @@ from .threads import ThreadChooser
 class Forward:
     """A forward that was handed to the device."""
 
-    chunks: list[Chunk]
-    """In the order of their rows."""
     num_rows: int
     work: Work[torch.Tensor]
     """Gives the logits ``[num_rows, vocab]`` (float32) of the tokens from each chunk's
@@ -79,33 +77,36 @@ class Runner:
             width = -(-loaded.context_length // layout.block_size)
             self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
-        self._mirrors: Mirrors | None = None
+        self.mirrors: Mirrors | None = None
         self._threads: ThreadChooser | None = None
         if self._device.type == "cpu":
             if self._ranks is None and not fixed_threads:
                 self._threads = ThreadChooser(torch.get_num_threads())
             per_token = token_bytes(loaded.layers, loaded.dtype)
-            self._mirrors = Mirrors(per_token, layout.block_size)
+            self.mirrors = Mirrors(per_token, layout.block_size)
         self._mirror: dict[int, Mirror] = {}
         if self._ranks is not None:
             self._ranks.open(self._name, num_blocks, layout, compiled)
 
-    def launch(self, batch: Batch, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
+    def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
+        """The chunks of a step in the order of their rows, and the forward that computes them."""
+        size, in_place, _ = self._layout
+        return pack(batch, size, spans=in_place, mirrors=self.mirrors)
+
+    def launch(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
         """Hands the forward of a step to the device. ``drawn`` gives, in the queue's turn, the
         tokens of the sampling before it: the ids that are not known here."""
-        size, in_place, _ = self._layout
-        chunks, packed = pack(batch, size, spans=in_place, mirrors=self._mirrors)
         if packed.copies:
             # Not a part of the forward: where that fails, the blocks are in their tables all the
             # same.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
-        return Forward(chunks, len(packed.rows), work)
+        return Forward(len(packed.rows), work)
 
     def forget_mirrors(self) -> None:
         """A forward that was launched was not computed."""
-        if self._mirrors is not None:
-            self._mirrors.forget()
+        if self.mirrors is not None:
+            self.mirrors.forget()
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Sets blocks to zeros, since they contain NaN."""
@@ -122,8 +123,12 @@ class Runner:
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of a forward: the logits of ``packed.rows``."""
         ids = self._tensor(packed.ids)
-        if drawn is not None:
-            ids[self._tensor(packed.fed)] = drawn[self._tensor(packed.drawn)]
+        if drawn is not None and packed.fed is not None:
+            tokens = drawn if packed.drawn is None else drawn[self._tensor(packed.drawn)]
+            if len(packed.fed) == len(ids):
+                ids = tokens
+            else:
+                ids[self._tensor(packed.fed)] = tokens
         if self._graphs is not None:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
@@ -133,7 +138,7 @@ class Runner:
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Rank 0's part of a forward, in the queue's turn."""
-        tokens = drawn() if drawn is not None and packed.fed else None
+        tokens = drawn() if drawn is not None and packed.fed is not None else None
         if self._ranks is None:
             return self.forward(packed, tokens)
         with self._ranks.forward(self._name, packed):
@@ -204,10 +209,10 @@ class Runner:
             rows=None if group.rows is None else self._tensor(group.rows).view(shape),
             places=None if group.places is None else self._tensor(group.places),
             fresh=group.fresh,
-            level=group.width == 1 and len(set(group.positions)) == 1,
+            level=group.width == 1 and bool((group.positions == group.positions[0]).all()),
             mirror=mirror,
             continues=group.continues,
         )
 
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return on_device(np.array(values, dtype=np.int64), self._device)
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return on_device(values, self._device)

@@ -100,6 +100,9 @@ class Scheduler:
         self.deferred: dict[Sequence, bool] = {}
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
+        self.changes = 0
+        """How often a table, or what is to be computed of a sequence, was changed from outside a
+        step: while it stays the same, a batch of decodes is followed by the same one."""
         self._rescheduled: list[Sequence] = []
         """Those that were rescheduled since the last step was scheduled."""
         self._stalled = False
@@ -118,7 +121,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence, which waits to be admitted. It arrived later than all before."""
         self.waiting.append(sequence)
-        self._stalled = False
+        self.changed()
 
     def forked(self, children: Iterable[Sequence]) -> None:
         """Takes sequences that share another one's blocks."""
@@ -127,7 +130,7 @@ class Scheduler:
                 self._run(child)
             else:
                 self.waiting.put_back(child)
-        self._stalled = False
+        self.changed()
 
     def defer(self, sequence: Sequence) -> None:
         """Takes a sequence that was to be sampled out of the steps until ``reschedule``. It keeps
@@ -138,7 +141,7 @@ class Scheduler:
             del self.running[sequence]
         else:
             self.waiting.remove(sequence)
-        self._stalled = False
+        self.changed()
 
     def reschedule(self, sequence: Sequence) -> None:
         """Puts a deferred sequence back to where it was; any other stays where it is."""
@@ -150,7 +153,7 @@ class Scheduler:
             self._rescheduled.append(sequence)
         else:
             self.waiting.put_back(sequence)
-        self._stalled = False
+        self.changed()
 
     def suspend(self, sequence: Sequence) -> None:
         """Takes a sequence out of the steps until ``resume``. It keeps its blocks while there are
@@ -167,6 +170,11 @@ class Scheduler:
         """Takes a sequence out for good; its blocks are given back."""
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
+
+    def changed(self) -> None:
+        """Other tokens of a sequence are to be computed than was known."""
+        self.changes += 1
+        self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
         """Sequences with logits of their own that were rescheduled since the last step was
@@ -337,7 +345,7 @@ class Scheduler:
                 self.waiting.count_running(sequence.client, -1)
         else:
             del self.suspended[sequence]
-        self._stalled = False
+        self.changed()
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

@@ -71,6 +71,10 @@ class LiveSequences:
             )
         return sequence
 
+    def changed(self) -> None:
+        """What is to be computed is not what was known."""
+        self._scheduler.changed()
+
     def has_any_of(self, step: PendingStep) -> bool:
         """Whether any sequence that a step computes or samples is still alive."""
         if step.rows:
@@ -80,6 +84,8 @@ class LiveSequences:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of the table and of every step; its blocks are given back."""
+        computed = min(sequence.num_computed_tokens, len(sequence.tokens))
+        self._blocks.commit(sequence.block_table, sequence.tokens, computed)
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         self._scheduler.remove(sequence)
@@ -128,6 +134,8 @@ class LiveSequences:
     def fork_pending(self, sequence: Sequence) -> list[Sequence]:
         """The other sequences of a request with ``n``: they share the prompt's blocks and
         logits."""
+        if not sequence.pending_forks:
+            return []
         children = [
             self._forked(sequence, number) for number in range(1, sequence.pending_forks + 1)
         ]
@@ -198,6 +206,7 @@ class LiveSequences:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = None
         self._scheduler.reschedule(sequence)
+        self._scheduler.changed()
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:
@@ -284,6 +293,7 @@ class LiveSequences:
         cleared and given back."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
+        sequence.num_computed_tokens = 0
         self.outputs.append(self.end(sequence, "error", error))
         self.outputs += [
             TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)

@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...protocol.metrics import STEP_TOKENS, Histogram
 from .block_manager import BlockManager
+from .decodes import Decodes
 from .device_queue import Work
 from .one_by_one import OneByOne
 from .pending_step import Part, PendingStep
 from .results import Results
 from .runner import Runner
-from .sampler import Drawn, RowParameters, Rows, Scores, draw, score
+from .sampled_batch import SampledBatch
+from .sampler import Drawn, Rows, Scores, draw, score
 from .scheduler import Batch, Chunk, Scheduler
-from .sequence import Sequence, StepOutputs
+from .sequence import StepOutputs
 from .sequences import LiveSequences
 from .speculation.drafts import Speculation
 from .speculation.verify import Verifier
@@ -42,12 +45,12 @@ class Sampling:
     """The sampling of a step, handed to the device."""
 
     step: PendingStep
-    sequences: list[Sequence]
+    batch: SampledBatch
     rows: Rows
     work: Work[tuple[Drawn | None, list[Scores]]]
 
     def device_tokens(self) -> torch.Tensor:
-        """The tokens of ``sequences``, for work behind it in the device's queue."""
+        """The tokens of its batch, for work behind it in the device's queue."""
         drawn, _ = self.work.value
         assert drawn is not None
         return drawn.tokens
@@ -79,8 +82,9 @@ class Stepper:
         self._one_by_one = OneByOne(live, runner, self._results)
         self._ahead: PendingStep | None = None
         """The step that follows the one that was sampled last, where it has been launched."""
-        self._parameters = RowParameters([])
-        self._parameters_of: list[Sequence] = []
+        self._decodes: Decodes | None = None
+        """The batch that was launched last, where it only decodes."""
+        self._batch = SampledBatch([])
         self._speculation = speculation or Speculation(None)
         self._verifier = Verifier(live, blocks, runner, self._speculation)
         self.step_tokens = Histogram.over(STEP_TOKENS)
@@ -113,33 +117,55 @@ class Stepper:
     # --- the parts of a step --------------------------------------------------------------------
 
     def _launch(self, before: Sampling | None) -> PendingStep | None:
-        """Hands the forward of what is scheduled to the device; None where nothing is.
+        """Hands the next forward to the device; None where there is nothing to do.
 
         ``before``: the sampling that is before it in the queue, with tokens that are not here yet.
         """
         # What is drafted depends on the last token.
         self._speculation.propose(self._scheduler.running if before is None else ())
+        tokens = before.device_tokens if before is not None else None
+        decodes, self._decodes = self._decodes, None
+        if decodes is not None and self._continues(decodes, before):
+            self.step_tokens.observe(len(decodes.sequences))
+            packed = decodes.pack(before is not None, self._runner.mirrors)
+            step = PendingStep(self._runner.launch(packed, tokens))
+            step.decodes = decodes.sequences, decodes.positions
+            step.rows = dict(zip(decodes.sequences, range(len(packed.ids)), strict=True))
+            self._decodes = decodes
+            return step
+        with _on_device(before):
+            return self._launch_scheduled(tokens)
+
+    def _launch_scheduled(self, tokens: Callable[[], torch.Tensor] | None) -> PendingStep | None:
+        """The same for a batch that is not simply the next one of those sequences."""
         batch = self._scheduler.schedule()
         self._count(batch)
         if not batch.chunks and not batch.rescheduled:
             return None
         step = PendingStep()
         if batch.chunks:
-            tokens = before.device_tokens if before is not None else None
-            step.forward = self._runner.launch(batch, tokens)
-            self._take_in(step, step.forward.chunks)
+            changes = self._scheduler.changes
+            chunks, packed = self._runner.pack(batch)
+            if self._only_decodes(batch):
+                self._decodes = Decodes(chunks, packed, self._blocks, changes)
+            step.forward = self._runner.launch(packed, tokens)
+            self._take_in(step, chunks)
         step.add_kept(batch.rescheduled)
         return step
 
     def _sample(self, step: PendingStep) -> Sampling:
         """Hands the sampling of a step to the device, behind its forward."""
-        sequences, which = list(step.rows), list(step.rows.values())
-        rows = self._rows(sequences)
-        for i, sequence in enumerate(sequences):
+        sequences = list(step.rows)
+        if sequences != self._batch.sequences:
+            self._batch = SampledBatch(sequences)
+        batch, which = self._batch, None
+        if step.decodes is not None and len(sequences) == len(step.decodes[0]):
+            rows = batch.rows(step.decodes[1])
+        else:
+            rows, which = batch.rows(None), list(step.rows.values())
+        for sequence in sequences if step.kept else ():
             sequence.row = None
-            if self._overlap:
-                sequence.drawn = i
-        scored = [part for part in step.parts if part.is_scored]
+        scored = step.scored
 
         def run() -> tuple[Drawn | None, list[Scores]]:
             logits = step.device_logits()
@@ -156,28 +182,25 @@ class Stepper:
             ]
             return draw(logits, which, rows) if sequences else None, found
 
-        return Sampling(step, sequences, rows, self._runner.queue.submit(run))
+        return Sampling(step, batch, rows, self._runner.queue.submit(run))
 
     def _take(self, sampling: Sampling) -> StepOutputs:
         """Waits for the tokens of a step, and appends each to its sequence. Where the step failed,
         each of its sequences is run on its own, so that only those that fail again end."""
         work, live = sampling.work, self._live
         work.wait()
-        for sequence in sampling.sequences:
-            sequence.drawn = -1
         if work.error is not None:
             log.warning("a step failed; each of its sequences is run on its own: %s", work.error)
             self._one_by_one.undo(self._ahead)
             live.step = self._ahead = None
-            self._one_by_one.run(sampling.step, sampling.sequences)
+            self._one_by_one.run(sampling.step, sampling.batch.sequences)
             return StepOutputs(live.take_outputs())
         drawn, scored = work.value
-        parts = [part for part in sampling.step.parts if part.is_scored]
-        for part, scores in zip(parts, scored, strict=True):
+        for part, scores in zip(sampling.step.scored, scored, strict=True):
             self._results.take_scores(part.chunk, scores)
         columns = None
         if drawn is not None:
-            columns = self._results.take(sampling.sequences, sampling.rows, drawn.fetch())
+            columns = self._results.take(sampling.batch, sampling.rows, drawn.fetch())
         return StepOutputs(live.take_outputs(), columns)
 
     # --- their details --------------------------------------------------------------------------
@@ -196,7 +219,7 @@ class Stepper:
         row = 0
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
-            step.parts.append(Part(chunk, row, rows))
+            step.chunked.append(Part(chunk, row, rows))
             sequence.num_computed_tokens = end = chunk.end - len(chunk.draft)
             known = min(end, len(sequence.tokens))
             self._blocks.commit(sequence.block_table, sequence.tokens, known)
@@ -205,15 +228,31 @@ class Stepper:
                     step.rows[ready] = row
             row += rows
 
-    def _rows(self, sequences: list[Sequence]) -> Rows:
-        """How the sampler chooses the next token of each of these."""
-        if sequences != self._parameters_of:
-            self._parameters_of = sequences
-            self._parameters = RowParameters([(s.sampling, s.seed, s.seq) for s in sequences])
-        return Rows(
-            self._parameters,
-            np.array([s.num_generated for s in sequences], dtype=np.int64),
-            {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
-            {i: (sequences[i].prompt, sequences[i].generated) for i in self._parameters.bent},
-            [i for i, s in enumerate(sequences) if s.inspect],
+    def _continues(self, decodes: Decodes, before: Sampling | None) -> bool:
+        """Whether the next step computes one more token of each sequence of the last one."""
+        if decodes.changes != self._scheduler.changes or self._speculation.any_drafts:
+            return False
+        if before is not None and before.batch.sequences != decodes.sequences:
+            return False
+        return decodes.advance(before is not None)
+
+    def _only_decodes(self, batch: Batch) -> bool:
+        """Whether a batch computes one token of each running sequence, and all are sampled."""
+        chunks = batch.chunks
+        return len(chunks) == len(self._scheduler.running) and all(
+            chunk.end - chunk.start == 1 and chunk.completes and not chunk.sequence.scored
+            for chunk in chunks
         )
+
+
+@contextmanager
+def _on_device(sampling: Sampling | None) -> Iterator[None]:
+    """Around what is scheduled while the tokens of a sampling are still on the device."""
+    sequences = sampling.batch.sequences if sampling is not None else ()
+    for row, sequence in enumerate(sequences):
+        sequence.drawn = row
+    try:
+        yield
+    finally:
+        for sequence in sequences:
+            sequence.drawn = -1

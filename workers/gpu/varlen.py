@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -49,10 +48,10 @@ class VarlenBatch:
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
     """The chunks of a forward, on the device."""
-    starts = [0, *accumulate(spans.queries)]
+    starts = np.concatenate([[0], np.cumsum(spans.queries)])
 
-    def ints(values: list[int]) -> torch.Tensor:
-        return on_device(np.array(values, dtype=np.int32), slot_mapping.device)
+    def ints(values: np.ndarray) -> torch.Tensor:
+        return on_device(values.astype(np.int32), slot_mapping.device)
 
     return VarlenBatch(
         cache=cache,
@@ -60,8 +59,8 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
         starts=ints(starts),
         lengths=ints(spans.keys),
         block_table=ints(spans.blocks).view(-1, spans.width),
-        longest_chunk=max(spans.queries),
-        longest=max(spans.keys),
+        longest_chunk=int(spans.queries.max()),
+        longest=int(spans.keys.max()),
     )
 
 

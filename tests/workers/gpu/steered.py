@@ -21,8 +21,8 @@ from tokenbus.protocol.worker_messages import (
 )
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel
+from tokenbus.workers.gpu.packing import Packed
 from tokenbus.workers.gpu.runner import Forward
-from tokenbus.workers.gpu.scheduler import Batch
 from tokenbus.workers.gpu.steering import Steering
 from tokenbus.workers.machine import machine_id
 
@@ -45,9 +45,9 @@ class CountingEngine(Engine):
         super().__init__(loaded, config)
         launch = self._runner.launch
 
-        def counted(batch: Batch, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
-            self.forwarded += batch.num_tokens
-            return launch(batch, drawn)
+        def counted(packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
+            self.forwarded += len(packed.ids)
+            return launch(packed, drawn)
 
         self._runner.launch = counted  # type: ignore[method-assign]
 

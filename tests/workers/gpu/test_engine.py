@@ -178,9 +178,11 @@ def test_a_forward_that_raises_ends_only_the_sequence_that_causes_it(
 ) -> None:
     real = engine._runner.launch
 
-    def launch_or_fail(batch: Any, drawn: Any = None) -> Any:
-        forward = real(batch, drawn)
-        if any(chunk.sequence.request == 2 for chunk in batch.chunks):
+    def launch_or_fail(packed: Any, drawn: Any = None) -> Any:
+        forward = real(packed, drawn)
+        broken = engine._live.find(2, 0)
+        written = set((packed.slot_mapping // 16).tolist())
+        if broken is not None and written & set(broken.block_table.blocks):
             forward.work.wait()
             forward.work.error = RuntimeError("out of memory")
         return forward

@@ -73,6 +73,11 @@ class Speculation:
         if self._costs is not None:
             sequence.drafting = Drafting(PromptLookup(sequence.tokens))
 
+    @property
+    def any_drafts(self) -> bool:
+        """Whether the next step has drafts."""
+        return bool(self._drafted)
+
     def propose(self, running: Collection[Sequence]) -> None:
         """Sets ``draft`` of the sequences that are to be continued by one, before a step is
         scheduled; those of the step before are removed."""
