@@ -164,6 +164,8 @@ class StepSequence(Struct, array_like=True):
     """Tokens that were sampled: the argument of post_process."""
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
+    stop: str = ""
+    """The stop string that ended it, before whose first occurrence its text ends."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):

@@ -90,9 +90,10 @@ class Controller(Protocol):
 class Constraint(Controller, Protocol):
     """A controller that has its sequence write one text of a language: a built-in constraint."""
 
-    def text_end(self) -> ConstraintEnd:
-        """How the text would have ended if no token followed. Called between rounds; costs a call
-        of the backend."""
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
+        """How the text would have ended if no token followed; with ``stop``, if it ended before the
+        first occurrence of these bytes. Called between rounds; costs a call of the backend, and
+        with ``stop`` another parse of the text."""
 
     def fork(self, host: Host) -> Constraint:
         """As that of every controller."""

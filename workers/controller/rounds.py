@@ -98,9 +98,12 @@ class Rounds:
         """The round of a sequence that was woken."""
         return self._guarded(sequence, lambda: self._decide(sequence))
 
-    def ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
-        """The last post_process of a sequence that the GPU worker has ended."""
-        return self._guarded(sequence, lambda: self._ended(sequence, tokens))
+    def ended(
+        self, sequence: ControlledSequence, tokens: Sequence[int], stop: bytes = b""
+    ) -> list[StepResult]:
+        """The last post_process of a sequence that the GPU worker has ended; ``stop``: its text
+        ends before this stop string."""
+        return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -128,10 +131,12 @@ class Rounds:
             _end_of_sequence(results)
         return results
 
-    def _ended(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def _ended(
+        self, sequence: ControlledSequence, tokens: Sequence[int], stop: bytes
+    ) -> list[StepResult]:
         if tokens:
             sequence.controller.post_process(tokens, 0)
-        return [_stopped(sequence)]
+        return [_stopped(sequence, stop=stop)]
 
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
@@ -246,11 +251,13 @@ def _end_of_sequence(results: list[StepResult]) -> None:
         first.row = first.attachment = None
 
 
-def _stopped(sequence: ControlledSequence, change: Change | None = None) -> StepResult:
+def _stopped(
+    sequence: ControlledSequence, change: Change | None = None, stop: bytes = b""
+) -> StepResult:
     """The result of a sequence that ends; that of a constraint says how its text does."""
     result = _result(sequence, "stop", change)
     if isinstance(sequence.controller, Constraint):
-        result.constraint = sequence.controller.text_end()
+        result.constraint = sequence.controller.text_end(stop)
     return result
 
 

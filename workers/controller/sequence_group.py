@@ -111,10 +111,11 @@ class SequenceGroup:
         return self._rounds.begin(sequence, prompt, n)
 
     def step(
-        self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None
+        self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None, stop: str = ""
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model sampled ``tokens``, or after the GPU worker
-        ended it; None where the sequence does not wait for the model."""
+        ended it (by ``stop``: before that stop string); None where the sequence does not wait for
+        the model."""
         with self._lock:
             sequence = self._sequences.get(seq)
             # The GPU worker may end a suspended one too, as it does beyond ``max_tokens``.
@@ -126,8 +127,9 @@ class SequenceGroup:
                 self._give_row(sequence, rows)
             sequence.stage = Stage.RUNNING
             self._wakes = 0
-        round_ = self._rounds.ended if ended else self._rounds.sampled
-        return sequence, partial(round_, sequence, tokens)
+        if ended:
+            return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode())
+        return sequence, partial(self._rounds.sampled, sequence, tokens)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
         """Results are about to be sent: the rounds of the sequences that they wake, and results of

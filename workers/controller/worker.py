@@ -303,7 +303,9 @@ class ControllerWorker:
             if group is None:
                 unknown.append(stepped)
                 continue
-            found = group.step(stepped.seq, stepped.tokens, stepped.ended is not None, rows)
+            found = group.step(
+                stepped.seq, stepped.tokens, stepped.ended is not None, rows, stepped.stop
+            )
             if found is not None:
                 rounds.append((group, *found))
             elif not group.running(stepped.seq):

@@ -432,7 +432,7 @@ class Steering:
         Where a sequence ends otherwise than by its controller, this still runs a last round: the
         end is kept until that is over.
         """
-        reason, token = output.finish_reason, output.token
+        reason, token, stop = output.finish_reason, output.token, ""
         # A token that was fast-forwarded has no probability, and is known to its controller.
         drawn = [token] if token is not None and output.logprob is not None else []
         if reason is None:
@@ -448,8 +448,13 @@ class Steering:
                     # Without a controller it would have ended with this token just so.
                     reason = "stop"
                 self._await((output.request, output.seq))
-                steered.ends[output.seq] = output._replace(finish_reason=reason)
-        return StepSequence(output.request, output.seq, drawn, reason)
+                if output.shortened and isinstance(output.stop, str):
+                    # The controller judges the shorter text.
+                    stop = output.stop
+                shortened = output.shortened and not stop
+                end = output._replace(finish_reason=reason, shortened=shortened)
+                steered.ends[output.seq] = end
+        return StepSequence(output.request, output.seq, drawn, reason, stop)
 
     def _send_step(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
         step = Step(sequences=sequences)

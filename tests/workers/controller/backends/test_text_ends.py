@@ -113,11 +113,30 @@ def test_the_models_end_of_sequence_ends_a_complete_value(client: Client) -> Non
         assert (sequence.finish_reason, sequence.constraint) == ("stop", "complete")
 
 
-def test_at_a_stop_string_a_value_is_cut_and_at_a_stop_token_it_may_be_complete(
-    client: Client,
+@pytest.mark.parametrize(
+    ("controller", "arg", "constraint"),
+    [
+        ("regex", r"\{\}\{[a-z]*", "cut"),
+        ("regex", r"\{(\}\{[a-z]*)?", "complete"),
+        ("yacc", '%start s\n%%\ns: "{" | "{" "}" "{" a;\na: | "a" a;', "complete"),
+        ("lark", r"start: /\{\}\{[a-z]*/", "cut"),
+        ("lark", r"start: /\{(\}\{[a-z]*)?/", "complete"),
+        ("combination", {"sequence": ["{", {"regex": r"\}\{[a-z]*"}]}, "cut"),
+        ("combination", {"sequence": ["{", {"lark": r"start: /(\}\{[a-z]*)?/"}]}, "complete"),
+    ],
+    ids=str,
+)
+def test_at_a_stop_string_the_text_before_it_is_judged(
+    client: Client, controller: str, arg: Any, constraint: str
 ) -> None:
-    sequence = ended(client, "regex", r"\{\}\{\}", stop=["}{"])
-    assert (sequence.text, sequence.finish_reason, sequence.constraint) == ("{", "stop", "cut")
+    ids = Tokenizer.from_str(client.tokenizer().json).get_vocab()
+    bias = {number: 100.0 for piece, number in ids.items() if set(piece) <= set("{}")}
+    sequence = ended(client, controller, arg, stop=["}{"], logit_bias=bias)
+    assert (sequence.text, sequence.finish_reason) == ("{", "stop")
+    assert sequence.constraint == constraint
+
+
+def test_at_a_stop_token_a_value_may_be_complete(client: Client) -> None:
     a = first_token(client, "a")
     for pattern, constraint in (("[xa]b*", "complete"), ("[xa]b{9}", "cut")):
         sequence = ended(client, "regex", pattern, stop=[a], logit_bias={a: 100.0})
@@ -134,8 +153,9 @@ def test_at_a_stop_string_a_value_is_cut_and_at_a_stop_token_it_may_be_complete(
     ],
     ids=["regex", "lark", "combination"],
 )
+@pytest.mark.parametrize("stop", [[], ["b", "5", "l"]], ids=["no stop", "stop"])
 def test_a_value_is_cut_exactly_where_its_text_does_not_match(
-    client: Client, controller: str, make: Any
+    client: Client, controller: str, make: Any, stop: list[str]
 ) -> None:
     patterns = [r"[a-c]{2,9}", r"(ab|b[0-9]+c)*d?", r"\d+(\.\d{2})?", r"(if |else )+x"]
     found = set()
@@ -150,6 +170,7 @@ def test_a_value_is_cut_exactly_where_its_text_does_not_match(
                 temperature=1.5,
                 seed=length,
                 n=2,
+                stop=stop,
             ),
         )
         for pattern, length in itertools.product(patterns, (1, 2, 3, 5, 8, 13))

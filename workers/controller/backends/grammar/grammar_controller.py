@@ -9,6 +9,7 @@ from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
 from ...interface import CONTINUE, STOP, Action, Answer
+from ..text_before import tokens_before
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
@@ -88,8 +89,11 @@ class GrammarController:
         self._text += tokens
         return CONTINUE
 
-    def text_end(self) -> ConstraintEnd:
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``closed`` if closing has changed the text; else whether the grammar accepts it."""
+        if stop:
+            tokens = tokens_before(stop, self._text, self._host.vocabulary)
+            return "complete" if tokens is not None and self._accepts(tokens) else "cut"
         if self._end is not None:
             return self._end
         return "complete" if self._guest.complete(self._place) else "cut"
@@ -104,6 +108,14 @@ class GrammarController:
         """Ends the sequence in the instance."""
         self._guest.end(self._place)
         self._shared.release()
+
+    def _accepts(self, tokens: Sequence[int]) -> bool:
+        place = self._guest.start()
+        try:
+            followed = self._guest.append(place, tokens) if tokens else 0
+            return followed == len(tokens) and self._guest.complete(place)
+        finally:
+            self._guest.end(place)
 
     def _closing(self) -> Answer | None:
         """The splice that closes the text, if there would be no room for it later; else None."""

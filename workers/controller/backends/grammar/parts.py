@@ -18,6 +18,7 @@ from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
 from ...interface import CONTINUE, STOP, Action, Answer, Constraint
+from ..text_before import tokens_before
 from .combination import Part
 from .refusals import refusal
 
@@ -118,7 +119,7 @@ class PartsController:
         self._plan = plan
         self._start = start
         self._host = host
-        self._length = 0
+        self._text: list[int] = []
         self._ways: list[Way] = []
         self._waiting: list[Way] = []
         """Ways whose mid_process has not been called in this round; empty between rounds."""
@@ -138,7 +139,7 @@ class PartsController:
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """Writes the union of the masks of all ways. Appends the forced tokens if there is only
         one way, and stops if no token is allowed."""
-        if self._length >= self._host.max_tokens:
+        if len(self._text) >= self._host.max_tokens:
             return STOP
         waiting = self._waiting = self._ways
         self._ways = []
@@ -193,7 +194,8 @@ class PartsController:
         """Advances the ways that allow the appended tokens and closes the others."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
             return STOP
-        self._length += len(tokens) - backtrack
+        del self._text[len(self._text) - backtrack :]
+        self._text += tokens
         self._complete = False
         if len(self._ways) > 1:
             ways, self._ways = self._ways, []
@@ -206,8 +208,10 @@ class PartsController:
             way.controller.post_process(tokens, backtrack)
         return CONTINUE
 
-    def text_end(self) -> ConstraintEnd:
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """How the text ends in the way that is nearest to a whole value."""
+        if stop:
+            return self._end_before(stop)
         if self._complete:
             return "closed" if self._closed else "complete"
         ends: dict[int, ConstraintEnd] = {}
@@ -231,7 +235,7 @@ class PartsController:
     def fork(self, host: Host) -> PartsController:
         """A controller with copies of all ways."""
         other = PartsController(self._plan, self._start, host)
-        other._length, other._complete, other._begun = self._length, self._complete, self._begun
+        other._text, other._complete, other._begun = [*self._text], self._complete, self._begun
         try:
             for way in self._ways:
                 controller = way.controller.fork(self._within(host, way.position))
@@ -250,6 +254,23 @@ class PartsController:
 
     # --- inside ---------------------------------------------------------------------------------
 
+    def _end_before(self, stop: bytes) -> ConstraintEnd:
+        """Parses the text before ``stop`` again: the ways of the whole text are not those of it."""
+        tokens = tokens_before(stop, self._text, self._host.vocabulary)
+        if tokens is None:
+            return "cut"
+        shorter = PartsController(self._plan, self._start, self._host)
+        mask = memoryview(bytearray(4 * -(-self._host.vocabulary.size // 32)))
+        try:
+            for token in tokens:
+                shorter.mid_process((self._host.seq,), mask)
+                shorter.post_process((token,), 0)
+            return "cut" if shorter.text_end() == "cut" else "complete"
+        except ControllerError:
+            return "cut"
+        finally:
+            shorter.close()
+
     def _open(self, position: int) -> Way:
         host = self._within(self._host, position)
         return Way(position, self._start(self._plan.parts[position], host))
@@ -262,7 +283,7 @@ class PartsController:
             controller.close()
 
     def _within(self, host: Host, position: int) -> Host:
-        left = host.max_tokens - self._length
+        left = host.max_tokens - len(self._text)
         budget = self._plan.budgets[position]
         return replace(host, max_tokens=left if budget is None else min(left, budget))
 

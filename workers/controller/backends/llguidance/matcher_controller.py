@@ -13,6 +13,7 @@ from .....protocol.errors import Code, ControllerError
 from .....protocol.messages import ConstraintEnd
 from ...host import Host
 from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
+from ..text_before import tokens_before
 from .matchers import Grammar
 from .trial import reason
 
@@ -95,10 +96,20 @@ class MatcherController:
         self._text += tokens
         return CONTINUE
 
-    def text_end(self) -> ConstraintEnd:
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """Whether the grammar accepts the text; llguidance's texts are not closed."""
+        matcher = self._matcher
+        if stop:
+            tokens = tokens_before(stop, self._text, self._host.vocabulary)
+            matcher = self._grammar.start()
+            for at in range(0, len(tokens or ()), AT_ONCE):
+                with self._grammar.lock:
+                    if tokens is None or not matcher.consume_tokens(tokens[at : at + AT_ONCE]):
+                        return "cut"
+            if tokens is None:
+                return "cut"
         with self._grammar.lock:
-            return "complete" if self._matcher.is_accepting() else "cut"
+            return "complete" if matcher.is_accepting() else "cut"
 
     def fork(self, host: Host) -> MatcherController:
         """A controller with a copy of the matcher."""
