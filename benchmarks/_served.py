@@ -44,16 +44,25 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 class System:
     """A broker, a GPU worker started by the Python arguments ``gpu``, and a controller worker if
-    ``steered``. Made at once; ``wait`` waits until it serves."""
+    ``steered``, all with these ``settings``. Made at once; ``wait`` waits until it serves."""
 
     def __init__(
-        self, folder: Path, model: Path, gpu: Sequence[str] = GPU, steered: bool = False
+        self,
+        folder: Path,
+        model: Path,
+        gpu: Sequence[str] = GPU,
+        steered: bool = False,
+        **settings: str,
     ) -> None:
         folder.mkdir(parents=True)
         self.model = str(model)
         self.front = f"ipc://{folder}/front.sock"
         self._settings = environment(
-            front=self.front, run_dir=str(folder), model=str(model), log_level="warning"
+            front=self.front,
+            run_dir=str(folder),
+            model=str(model),
+            log_level="warning",
+            **settings,
         )
         self._roles = {"gpu", "controller"} if steered else {"gpu"}
         self._log = (folder / "log").open("w")
@@ -107,13 +116,11 @@ class Loader:
     """A process that puts load on a server: it takes a line of JSON for each run and answers with
     one (``_serving_client.py``, ``_serving_engine.py``)."""
 
-    def __init__(
-        self, script: str, *arguments: str, settings: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, script: str, *arguments: str, **settings: str) -> None:
         self._name = " ".join([script, *arguments])
         self._process = subprocess.Popen(
             [sys.executable, HERE / script, *arguments],
-            env=environment(**(settings or {})),
+            env=environment(**settings),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -4,13 +4,12 @@
 ``prompts``, a list of token ids for each stream, all begun at once; ``tokens``, how many each gets;
 ``options``, further fields of the request. It answers with tokens per second: ``whole`` from the
 first request to the last token, ``middle`` from a tenth to eight tenths of the tokens, while all
-streams run; and ``client_us``, the CPU time of this process for each token, in microseconds.
+streams run.
 
 - ``count`` has one connection, takes tokens in columns, and decodes no more than how many tokens
   and ends of streams there are;
-- ``python`` is our ``AsyncClient``; ``json`` is it too, but offers neither msgpack nor columns. In
-  a run that has ``seconds`` the streams follow one another, over and over for so long; the answer
-  has ``per_second``, the tokens of each second;
+- ``python`` is our ``AsyncClient``. In a run that has ``seconds`` the streams follow one another,
+  over and over for so long; the answer has ``per_second``, the tokens of each second;
 - ``llamacpp`` is an HTTP client of llama.cpp's server, one connection for each stream.
 """
 
@@ -28,7 +27,6 @@ import msgspec
 import zmq
 from _served import answer, orders
 from tokenbus.clients import AsyncClient
-from tokenbus.clients.session import ClientSession
 
 SILENCE_MS = 60_000
 """After this long without a message a run has failed."""
@@ -44,7 +42,6 @@ class Clock:
         self._total = total
         self._low, self._high = total // 10, 8 * total // 10
         self._marks: list[tuple[int, float]] = []
-        self._cpu = time.process_time()
         self._began = time.perf_counter()
 
     def add(self, count: int) -> None:
@@ -66,11 +63,7 @@ class Clock:
         """The answer to a run that is over."""
         whole = self.whole()
         (low, since), (high, until) = self._marks
-        return {
-            "whole": whole,
-            "middle": (high - low) / (until - since),
-            "client_us": 1e6 * (time.process_time() - self._cpu) / self.count,
-        }
+        return {"whole": whole, "middle": (high - low) / (until - since)}
 
 
 # --- a client that only counts --------------------------------------------------------------------
@@ -259,9 +252,7 @@ async def main(kind: str, address: str, model: str) -> None:
         counting = Counting(address, model)
         for order in orders():
             answer(counting.run(order))
-    elif kind in ("python", "json"):
-        if kind == "json":
-            ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping",)
+    elif kind == "python":
         async with AsyncClient(address) as client:
             await _serve(OurClient(client, model).run)
     else:

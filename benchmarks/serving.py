@@ -8,13 +8,11 @@
   over the same engine within a process. Prompts of 32 tokens; a stream of 192 tokens, or 32 of 64.
 - ``vs_llamacpp_*``: the same requests over llama.cpp's server, float32 and greedy too, its streams
   read over HTTP. Without that server, which ``make bench-peers`` builds, these figures are absent.
-- ``client_us_per_token_vs_json``: CPU time of our ``AsyncClient`` per token of 64 streams, over
-  that of the same client with entries in JSON in place of columns.
 - ``slowest_second_vs_median``: of a minute of streams of 1,000 tokens, one after another.
 
 All rounds alternate. A figure is the median, over the rounds, of the ratio of two runs of the same
 round. The machine is shared by all processes of a system and its clients; those that are not
-measured are idle.
+measured are idle. No tokens are drafted (``speculation = off``): ``speculation.py`` measures that.
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ ROUNDS = 5
 SHORT = 0.15
 """Part of a run that only warms up."""
 MINUTE_S = 60.0
+SETTINGS = {"speculation": "off"}
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 
 
@@ -61,7 +60,6 @@ LOADS = {
     "forward_64_regex": Load("standin_5ms", "count", 64, 500, options=REGEX),
     "forward_64_python": Load("standin_5ms", "python", 64, 500),
     "forward_64_2ms": Load("standin_2ms", "count", 64, 1_000),
-    "forward_64_json": Load("standin_5ms", "json", 64, 300),
     "bus_1": Load("model", "python", 1, 192, 32, rate="whole"),
     "engine_1": Load("model", "engine", 1, 192, 32, rate="whole"),
     "llamacpp_1": Load("llamacpp", "llamacpp", 1, 192, 32, rate="whole"),
@@ -74,14 +72,12 @@ FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
 
 
 class Figure(NamedTuple):
-    """The ratio of two loads; without ``over``, of the tokens per second of a system that never
-    waits."""
+    """The ratio of the tokens per second of two loads; without ``over``, to those of a system that
+    never waits."""
 
     load: str
     over: str
     note: str
-    of: str = ""
-    """Of what of their answers; empty: of the tokens per second."""
 
 
 FIGURES = {
@@ -101,12 +97,6 @@ FIGURES = {
         "bus_1", "engine_1", "through the bus over within a process, 1 stream; at least 0.85"
     ),
     "served_vs_engine_32": Figure("bus_32", "engine_32", "32 streams; at least 0.85"),
-    "client_us_per_token_vs_json": Figure(
-        "forward_64_python",
-        "forward_64_json",
-        "CPU time of AsyncClient with columns over that with JSON; at most 0.33",
-        of="client_us",
-    ),
     "vs_llamacpp_1": Figure(
         "bus_1", "llamacpp_1", "over llama.cpp's server, 1 stream; at least 0.6"
     ),
@@ -117,7 +107,6 @@ NOTES = {
     **{name: figure.note for name, figure in FIGURES.items()},
     MINUTE: "the slowest second of a minute of one stream over the median; at least 0.6",
     **{f"{name}_tokens_per_s": "" for name in LOADS},
-    **{f"{name}_client_us_per_token": "" for name in ("forward_64_python", "forward_64_json")},
 }
 
 
@@ -147,9 +136,9 @@ class Systems:
         if name == "llamacpp":
             return LlamaServer(folder, self._model)
         if name == "model":
-            return System(folder, self._model)
+            return System(folder, self._model, **SETTINGS)
         standin = [str(HERE / "_standin_gpu.py"), str(FORWARDS[name]), str(folder / "waits")]
-        return System(folder, self._model, standin, steered=True)
+        return System(folder, self._model, standin, steered=True, **SETTINGS)
 
     def _client(self, system: System | LlamaServer | None, client: str) -> Loader:
         script, address = "_serving_client.py", [str(self._model)]
@@ -160,7 +149,7 @@ class Systems:
             address = [client, system.front, str(self._model)]
         else:
             script = "_serving_engine.py"
-        return self._stack.enter_context(Loader(script, *address))
+        return self._stack.enter_context(Loader(script, *address, **SETTINGS))
 
     def run(self, name: str, number: int, part: float) -> dict[str, float]:
         """What a load gives in the round of this number; ``part`` of its tokens."""
@@ -189,10 +178,10 @@ def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
 def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None) -> float:
     """A figure, from what its loads gave in one round."""
     load = LOADS[figure.load]
-    value = ours[figure.of or load.rate]
+    value = ours[load.rate]
     if over is None:
         return value * FORWARDS[load.system] / load.streams
-    return value / over[figure.of or LOADS[figure.over].rate]
+    return value / over[LOADS[figure.over].rate]
 
 
 def measure(names: list[str], quick: bool) -> dict[str, float]:
@@ -221,9 +210,6 @@ def measure(names: list[str], quick: bool) -> dict[str, float]:
     for load, answers in found.items():
         per_s = [answer[LOADS[load].rate] for answer in answers]
         results[f"{load}_tokens_per_s"] = statistics.median(per_s)
-        if "client_us" in answers[0]:
-            client = [answer["client_us"] for answer in answers]
-            results[f"{load}_client_us_per_token"] = statistics.median(client)
     return {name: results[name] for name in NOTES if name in results}
 
 
