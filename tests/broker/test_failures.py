@@ -200,7 +200,7 @@ def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams(
     assert bench.broker.dispatcher.requests == {}
 
 
-def test_a_worker_whose_frames_cannot_be_told_apart_loses_its_streams(bench: Bench) -> None:
+def test_a_worker_whose_frames_cannot_be_distinguished_loses_its_streams(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")

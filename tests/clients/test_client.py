@@ -303,7 +303,7 @@ def test_without_a_broker_the_error_names_the_address() -> None:
         client.status()
 
 
-def test_an_address_that_is_none_is_refused_at_once() -> None:
+def test_an_invalid_address_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="is not a valid address"):
         Client("tcp://")
 

@@ -83,7 +83,7 @@ def test_a_run_leaves_its_file_s_module_only_where_it_was_before(
 
 
 @pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_told_to_end_takes_its_module_along(
+def test_a_run_that_is_stopped_takes_its_module_along(
     steered: Bus, client: Client, tmp_path: Path, wish: signal.Signals
 ) -> None:
     file = tmp_path / "told.wasm"
@@ -209,7 +209,7 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         ([], 2, "ACTION"),
     ],
 )
-def test_what_is_wrong_is_told_with_an_exit_code(
+def test_what_is_wrong_is_reported_with_an_exit_code(
     steered: Bus, arguments: list[str], code: int, says: str
 ) -> None:
     done = tokenbus(steered, *arguments)

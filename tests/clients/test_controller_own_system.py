@@ -52,7 +52,7 @@ def test_without_a_system_one_is_started_for_the_run_and_ended(
 
 @pytest.mark.process
 @pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_told_to_end_ends_its_system(folder: Path, wish: signal.Signals) -> None:
+def test_a_run_that_is_stopped_ends_its_system(folder: Path, wish: signal.Signals) -> None:
     process = subprocess.Popen(
         [TOKENBUS, "controller", "run", "choice", "--arg", '["a"]'],
         env=clean_environment() | {"TMPDIR": str(folder)},
@@ -74,7 +74,7 @@ def test_a_run_that_is_told_to_end_ends_its_system(folder: Path, wish: signal.Si
 
 
 @pytest.mark.process
-def test_a_system_that_cannot_start_is_told_with_its_reason(folder: Path) -> None:
+def test_a_system_that_cannot_start_is_reported_with_its_reason(folder: Path) -> None:
     done = tokenbus(None, "run", "x", "--model", "/nowhere", TMPDIR=str(folder))
     assert done.returncode == 3
     assert "/nowhere" in done.stderr

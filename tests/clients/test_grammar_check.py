@@ -86,7 +86,7 @@ def test_the_command_accepts_a_program_without_torch_or_transformers(file: Path)
     assert modules == "[]"
 
 
-def test_a_refused_input_is_told_with_its_place_and_its_line(shown: Shown, file: Path) -> None:
+def test_a_refused_input_is_reported_with_its_place_and_its_line(shown: Shown, file: Path) -> None:
     file.write_text("int f;\n\tint 123456;\n")
     code, output, errors = run(shown, "check", "c", str(file))
     assert (code, errors) == (1, "")
@@ -105,7 +105,7 @@ def test_an_input_that_ends_too_early_is_refused_at_its_end(shown: Shown, file: 
 
 
 @pytest.mark.parametrize("kind", ["y", "rx"])
-def test_a_character_that_is_refused_in_its_middle_is_told_as_a_whole(
+def test_a_character_that_is_refused_in_its_middle_is_reported_as_a_whole(
     shown: Shown, tmp_path: Path, file: Path, kind: str
 ) -> None:
     grammar = tmp_path / f"accent.{kind}"
@@ -328,7 +328,7 @@ def test_the_embedded_model_s_tokenizer_is_the_one_without_a_name() -> None:
         ("own.rx", "(", ":1:1: "),
     ],
 )
-def test_an_error_in_a_grammar_is_told_with_its_place_and_its_line(
+def test_an_error_in_a_grammar_is_reported_with_its_place_and_its_line(
     shown: Shown, tmp_path: Path, name: str, text: str, says: str
 ) -> None:
     grammar = tmp_path / name

@@ -57,7 +57,7 @@ def test_a_fork_may_take_back_what_it_had_from_its_parent() -> None:
     assert [s.texts for s in forked.listed()] == [["[1]", "[2]", "[3]", "[4]"], ["[1]", "[9]"]]
 
 
-def test_a_fork_may_take_back_in_the_entry_that_tells_of_it() -> None:
+def test_a_fork_may_drop_tokens_in_its_first_entry() -> None:
     forked = collect(entry(1, 0), entry(2, 1), entry(9, 1, 1, parent=0, backtrack=1))
     assert [s.tokens for s in forked.listed()] == [[1, 2], [1, 9]]
 

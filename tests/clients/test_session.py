@@ -204,7 +204,7 @@ def test_entries_of_an_earlier_try_are_not_taken_for_the_new_one(bench: Bench) -
     assert ids(bench.events(call)) == [5]
 
 
-def test_a_refused_request_is_tried_again_when_it_was_told_to(bench: Bench) -> None:
+def test_a_refused_request_is_tried_again_when_the_error_says_so(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
     bench.sent()
     body = {"code": "queue_full", "message": "full", "stream_id": call.number, "retry_after_s": 3}

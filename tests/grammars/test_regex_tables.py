@@ -75,7 +75,7 @@ def test_no_two_states_are_equivalent_and_each_goes_on_to_a_match(pattern: str) 
 
 
 @given(PATTERNS, PATTERNS)
-def test_a_lexer_is_the_smallest_that_tells_its_lexemes_apart(one: str, other: str) -> None:
+def test_a_lexer_is_the_smallest_that_distinguishes_its_lexemes(one: str, other: str) -> None:
     lexer = compile_lexer(
         [Lexeme("a", "a", True), Lexeme("x", one, False), Lexeme("y", other, False)]
     )

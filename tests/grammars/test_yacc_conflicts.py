@@ -75,7 +75,7 @@ def test_what_is_not_associative_does_not_stand_twice() -> None:
     assert refusal.offset == 3
 
 
-def test_a_shift_goes_before_a_reduction_and_is_told_with_an_example() -> None:
+def test_a_shift_goes_before_a_reduction_and_is_reported_with_an_example() -> None:
     compilation = compile_grammar(IF)
     (conflict,) = compilation.conflicts
     assert conflict.kind == "shift/reduce"
@@ -86,7 +86,7 @@ def test_a_shift_goes_before_a_reduction_and_is_told_with_an_example() -> None:
     assert check_text(compilation.grammar, b"if x if x go else go else go") is None
 
 
-def test_the_earlier_rule_goes_first_and_is_told_with_an_example() -> None:
+def test_the_earlier_rule_goes_first_and_is_reported_with_an_example() -> None:
     compilation = compile_grammar('%start s %% s: "(" a "." | "(" b "." | b "!"; a: "x"; b: "x";')
     (conflict,) = compilation.conflicts
     assert conflict.kind == "reduce/reduce"

@@ -251,7 +251,7 @@ def test_a_wrong_line_says_what_is_wrong_and_where(
     assert says in caught.value.message
 
 
-def test_json_and_msgpack_bodies_are_told_apart_by_their_first_byte() -> None:
+def test_json_and_msgpack_bodies_are_distinguished_by_their_first_byte() -> None:
     for body in ({"a": 1}, [1, 2], {}, [], list(range(70_000))):
         assert encoding_of(encode_body(body, "json")) == "json"
         assert encoding_of(encode_body(body, "msgpack")) == "msgpack"

@@ -35,7 +35,7 @@ def test_a_traceparent_is_read_and_written() -> None:
         HEADER.replace("b7ad6b7169203331", "0" * 16),
     ],
 )
-def test_what_is_no_traceparent_is_none(text: str) -> None:
+def test_an_invalid_traceparent_is_none(text: str) -> None:
     assert TraceContext.parse(text) is None
 
 

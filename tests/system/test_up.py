@@ -76,7 +76,7 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
     assert system.end() == 0
 
 
-def test_a_system_without_controller_workers_says_so_to_those_who_want_one(start: Start) -> None:
+def test_a_system_without_controller_workers_refuses_requests_that_need_one(start: Start) -> None:
     system = start("up", "--controller-workers", "0")
     system.wait_until_ready()
     with Client(system.front, patience_s=300) as client:

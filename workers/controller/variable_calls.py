@@ -1,8 +1,8 @@
-"""A guest's way to the variables of its request: over the bus to the state worker, and back.
+"""Operations on the variables of a request, which the state worker executes.
 
-A call waits on its own thread, which gives its slot of the pool back meanwhile; the answer is
-handed over on the bus thread. An operation that is not answered is sent again: its name (request,
-sequence, count) makes sure that it is done once.
+A call blocks its own thread, which frees its slot of the pool meanwhile; the answer is delivered on
+the bus thread. An operation without an answer is sent again: (request, sequence, count) identifies
+it, so that it is executed once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .pool import waiting
 AGAIN_S = 0.5
 """How long an operation waits before it is sent again, in seconds."""
 GIVE_UP_S = 10.0
-"""How long it waits at all: a state worker that was killed is back within this."""
+"""How long it waits in total, in seconds: a state worker that was killed has restarted by then."""
 ROUND_BYTES = 128 * 1024
-"""What a sequence may write in one round: it goes to the client with the next token. With a MiB,
-steps of other streams took twice as long on two cores; with this much, none was seen to."""
+"""Most bytes that a sequence may write in one round, as they are sent to the client with the next
+token. 1 MiB doubled the step time of other streams on two cores; this has no measurable effect."""
 
 
 class VariableCalls:
@@ -38,11 +38,11 @@ class VariableCalls:
     def perform(
         self, operation: Variable, ended: Callable[[], bool] = lambda: False
     ) -> VariableAnswer:
-        """The answer to an operation. ``ended``: whether its request has ended; from then on
-        ``cancel`` is called, and an operation that begins later is not sent.
+        """The answer to an operation. ``ended``: whether its request has ended, in which case
+        ``cancel`` was called for earlier operations, and this one is not sent.
 
-        Raises ControllerError where none comes or it is a refusal, UnavailableError where too many
-        operations wait already.
+        Raises ControllerError where no answer arrives or the operation is refused, UnavailableError
+        where too many operations wait already.
         """
         name = (operation.request, operation.seq, operation.count)
         call = _Call()
@@ -50,7 +50,7 @@ class VariableCalls:
             self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
-            # Only now: what ends later finds the call in the table.
+            # After the call was added to the table: a request that ends later cancels it.
             if ended():
                 raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
@@ -73,7 +73,7 @@ class VariableCalls:
         return answer
 
     def on_answer(self, body: bytes) -> None:
-        """On the bus thread: an answer has come."""
+        """On the bus thread: delivers an answer."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
         with self._lock:
             call = self._calls.get((answer.request, answer.seq, answer.count))
@@ -81,7 +81,7 @@ class VariableCalls:
                 call.give(answer)
 
     def cancel(self, request: int) -> None:
-        """A request has ended: its operations wait no longer."""
+        """A request has ended: its waiting operations end with an error."""
         with self._lock:
             for (owner, seq, count), call in self._calls.items():
                 if owner == request:
@@ -102,7 +102,7 @@ class _Call:
         self.answer: VariableAnswer | None = None
 
     def give(self, answer: VariableAnswer) -> None:
-        """The answer; only the first counts."""
+        """Delivers the answer; later ones are ignored."""
         if self.answer is None:
             self.answer = answer
             self.answered.release()

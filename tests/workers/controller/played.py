@@ -115,13 +115,13 @@ class Run:
         while results or rounds:
             if not results:
                 results = rounds.popleft()()
-            sampled = [round_ for result in results for round_ in self._told(result)]
+            sampled = [round_ for result in results for round_ in self._apply(result)]
             woken, results = self._group.record(results)
             self._group.free()
             rounds += [*sampled, *woken]
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 
-    def _told(self, result: StepResult) -> list[Round]:
+    def _apply(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
         del tokens[len(tokens) - result.backtrack :]

@@ -269,7 +269,7 @@ def _until_waiting(system: System, guests: int) -> None:
     until(enough, BOUND_S, f"{guests} guests wait")
 
 
-def test_a_state_worker_that_stays_away_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
     posted: list[list[bytes]] = []
     with pytest.raises(ControllerError) as caught:

@@ -167,7 +167,7 @@ def test_after_the_end_of_sequence_token_only_a_controller_that_does_more_goes_o
     assert (result.then, result.finish, result.attachment) == (then, finish, None)
 
 
-def test_an_end_told_by_the_model_s_side_is_passed_on_and_answered_with_the_last_log() -> None:
+def test_an_end_that_the_gpu_worker_reports_is_passed_on_and_answered_with_the_last_log() -> None:
     group, _ = opened(decides())
     results = stepped(group, 7, ended=True)
     assert [(r.then, r.logs) for r in results] == [("stop", "[7] 0;")]
@@ -213,7 +213,7 @@ class Pair(Controller):
         return go_on()
 
 
-def test_a_fork_is_told_first_and_each_of_its_sequences_after_it() -> None:
+def test_a_fork_is_reported_first_and_each_of_its_sequences_after_it() -> None:
     _, results = opened(Pair)
     assert [(r.seq, r.then, r.children) for r in results] == [
         (0, "fork", [1]),

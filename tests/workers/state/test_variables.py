@@ -204,7 +204,7 @@ def test_reading_a_value_that_grows_costs_its_growth_alone(
     assert storage.bytes < 6 * MIB
 
 
-def test_a_request_whose_answers_fill_its_quota_is_told_so_for_good(
+def test_a_request_whose_answers_fill_its_quota_is_refused_for_good(
     storage: VariableStorage, do: Do
 ) -> None:
     answer = do("get", "x")
@@ -228,7 +228,7 @@ def test_an_error_of_a_quota_is_given_again(storage: VariableStorage) -> None:
     assert storage.apply(too_long) == first
 
 
-def test_where_all_requests_fill_the_worker_new_writes_are_told_to_come_later() -> None:
+def test_where_all_requests_fill_the_worker_new_writes_are_refused_for_now() -> None:
     storage = VariableStorage(SMALL)
     do = doing(storage)
     held = 0

@@ -38,12 +38,12 @@ RESULT_BYTES = 4 * 1024 * 1024
 TEXT_BYTES = 1024 * 1024
 """The longest text that is tokenized at once."""
 LAST_WORDS_BYTES = 1000
-"""How much of what a guest logged last becomes its error where it stops itself."""
+"""Bytes at the end of a guest's log that become its error message when it stops itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
-"""What ``aici_host_get_config`` says 1 for."""
+"""The names for which ``aici_host_get_config`` returns 1."""
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
-"""Blobs by number. There is one of each kind, so a guest cannot have them pile up."""
+"""The numbers of the blobs. There is one of each kind, so that their memory is bounded."""
 _KINDS = {
     _PROCESS_ARG: "the argument of a call (aici_host_process_arg)",
     _TRIE: "the token trie (aici_host_token_trie)",
@@ -59,8 +59,8 @@ class AiciProgram:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
     ):
-        """``forks``: whether instances may be copied; raises wasmtime.WasmtimeError where an import
-        is unknown."""
+        """``why_no_fork``: why instances cannot be copied; None: they can. Raises
+        wasmtime.WasmtimeError for an unknown import."""
         self._template = Template(_linker(engine), module, engine)
         self._why_no_fork = why_no_fork
         self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
@@ -110,15 +110,16 @@ class AiciState:
         self.blobs: list[bytes | None] = [None] * 7
         self.blobs[_MODULE_ARG] = host.arg
         self.result: bytes | None = None
-        """What the call under way has returned."""
+        """The result of the current call."""
         self.mask: memoryview | None = None
-        """Where a mask goes; only while mid_process runs."""
+        """The mask to write; only while mid_process runs."""
         self.masked = False
         self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
         self.last_words = b""
-        """The end of what the call under way has logged."""
+        """The end of the log of the current call."""
         self.tokens: array.array[int] | None = None
-        """The sequence, its prompt included; None where the module cannot ask for it."""
+        """The sequence with its prompt; None where the module does not import
+        ``aici_host_tokens``."""
 
 
 class AiciController:

@@ -91,7 +91,7 @@ class Run:
         while True:
             sampled: list[Round] = []
             for result in results:
-                sampled += self._told(result)
+                sampled += self._apply(result)
             woken, more = self._group.record(results)
             self._group.free()
             rounds += [*sampled, *woken]
@@ -103,7 +103,7 @@ class Run:
                 break
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 
-    def _told(self, result: StepResult) -> list[Round]:
+    def _apply(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
         del tokens[len(tokens) - result.backtrack :]

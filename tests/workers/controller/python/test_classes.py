@@ -189,7 +189,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "returned", "message"), WRONG)
-def test_a_wrong_answer_is_told_with_what_would_be_right(
+def test_a_wrong_answer_is_reported_with_what_would_be_right(
     call: str, returned: object, message: str
 ) -> None:
     kind = type("Wrong", (Controller,), {call: lambda *_: returned})
@@ -205,7 +205,7 @@ class Failing(Controller):
         return sample({1 // len(fork_group[1:])})
 
 
-def test_an_exception_is_told_with_its_line_and_logged_with_its_trace() -> None:
+def test_an_exception_is_reported_with_its_line_and_logged_with_its_trace() -> None:
     run = play_class(Failing)
     assert run.codes == {0: Code.CONTROLLER_FAILED}
     assert "Failing raised ZeroDivisionError:" in run.errors[0]
@@ -238,7 +238,9 @@ def test_what_led_to_an_exception_is_in_the_log_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("x" * 257, "y"), ("x", "y" * 2**20 + "y")])
-def test_a_variable_that_is_too_long_is_told_with_the_authors_line(name: str, value: str) -> None:
+def test_a_variable_that_is_too_long_is_reported_with_the_authors_line(
+    name: str, value: str
+) -> None:
     class Sets(Controller):
         def pre_process(self) -> Decision:
             self.vars[name] = value
@@ -251,7 +253,7 @@ def test_a_variable_that_is_too_long_is_told_with_the_authors_line(name: str, va
     assert "in main: ctx.vars[name] = value" in play_script(main).errors[0]
 
 
-def test_the_line_told_is_the_authors_where_a_library_raised() -> None:
+def test_the_reported_line_is_the_authors_where_a_library_raised() -> None:
     class Parses(Controller):
         def pre_process(self) -> Decision:
             return json.loads("{")  # type: ignore[no-any-return]
@@ -269,7 +271,7 @@ def test_leaving_the_program_is_an_error_like_another() -> None:
     assert "raised SystemExit: 3" in play_class(Leaves).errors[0]
 
 
-def test_a_round_that_takes_too_long_is_told_in_the_log() -> None:
+def test_a_round_that_takes_too_long_is_in_the_log() -> None:
     class Slow(Controller):
         def pre_process(self) -> Decision:
             sum(range(2_000_000))

@@ -9,7 +9,7 @@ from tokenbus.workers.controller.python import Context
 from .runs import play_script
 
 
-def test_a_script_that_asks_something_else_in_its_fork_is_told_so() -> None:
+def test_a_script_that_asks_something_else_in_its_fork_gets_an_error() -> None:
     runs = []
 
     async def main(ctx: Context) -> None:
@@ -24,7 +24,7 @@ def test_a_script_that_asks_something_else_in_its_fork_is_told_so() -> None:
     assert 'in main: await ctx.fixed("b" * len(runs))' in error
 
 
-def test_a_script_that_reads_more_or_ends_early_in_its_fork_is_told_so() -> None:
+def test_a_script_that_reads_more_or_ends_early_in_its_fork_gets_an_error() -> None:
     runs: list[int] = []
 
     async def reads(ctx: Context) -> None:
@@ -60,7 +60,7 @@ def test_catching_it_does_not_make_a_script_deterministic() -> None:
     assert "the script is not deterministic" in play_script(main).errors[0]
 
 
-def test_a_script_that_raises_is_told_with_its_line() -> None:
+def test_a_script_that_raises_is_reported_with_its_line() -> None:
     async def main(ctx: Context) -> None:
         word = await ctx.gen(regex="[a-z]+", max_tokens=1)
         await ctx.fixed(str(int(word)))

@@ -485,7 +485,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 """
 
 
-def test_a_stack_that_is_used_up_is_told_with_the_functions_and_may_be_made_larger() -> None:
+def test_a_stack_that_is_used_up_is_reported_with_the_functions_and_may_be_made_larger() -> None:
     with pytest.raises(ControllerError, match="outside its memory, in deep < deep < deep"):
         Steered(RECURS, BYTES).begin()
     wasm = compile_guest(RECURS, "-Wl,-z,stack-size=1048576")

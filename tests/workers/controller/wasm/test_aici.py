@@ -52,7 +52,7 @@ def one(results: list[StepResult]) -> StepResult:
 # --- what a guest is given ------------------------------------------------------------------------
 
 
-def test_a_module_starts_before_it_is_told_the_prompt(puppets: Puppets) -> None:
+def test_a_module_starts_before_it_gets_the_prompt(puppets: Puppets) -> None:
     lines = [f"{call} log {call}" for call in ("start", "init", "create", "prompt", "pre", "mid")]
     assert one(puppets(*lines).begin()).logs.split() == [line.split()[0] for line in lines]
 
@@ -106,7 +106,7 @@ def test_text_becomes_tokens(puppets: Puppets) -> None:
     assert VOCABULARY.bytes_of([int(line) for line in logs.split()]) == b"yes, the red"
 
 
-def test_a_blob_that_is_larger_than_was_guessed_tells_its_size(puppets: Puppets) -> None:
+def test_a_blob_that_is_larger_than_was_guessed_returns_its_size(puppets: Puppets) -> None:
     assert one(puppets("create trie").begin()).logs == f"{len(VOCABULARY.trie)}\n"
 
 
@@ -217,7 +217,7 @@ def test_a_guest_that_stops_itself_gives_what_it_printed(puppets: Puppets) -> No
     assert result.logs == "earlier\nno such file:\nfine.txt\n", "and it stays in the log"
 
 
-def test_a_guest_that_stops_itself_without_a_word_is_told_of_as_that(puppets: Puppets) -> None:
+def test_a_guest_that_stops_itself_without_a_log_is_reported_as_that(puppets: Puppets) -> None:
     [result] = puppets("pre log earlier", "mid stop").begin()
     assert "mid_process: it stopped itself, by aici_host_stop" in (result.error or "")
 
@@ -272,7 +272,7 @@ def test_a_suspended_fork_goes_on_when_another_writes(puppets: Puppets) -> None:
 # --- storage --------------------------------------------------------------------------------------
 
 
-def test_a_write_is_told_to_the_client_as_the_guest_gave_it(puppets: Puppets) -> None:
+def test_a_write_is_sent_to_the_client_as_the_guest_gave_it(puppets: Puppets) -> None:
     command = '{"WriteVar":{"name":"ä","value":"00ff","op":"Append","when_version_is":0}}'
     result = one(puppets(f"mid storage {command}", f"mid storage {command}").begin())
     assert result.storage == [json.loads(command)], "the one that was written"

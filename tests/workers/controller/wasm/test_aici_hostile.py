@@ -83,7 +83,7 @@ def test_an_endless_recursion_is_stopped_in_each_call(engine: wasmtime.Engine, c
 
 
 @pytest.mark.parametrize("call", NAMES)
-def test_a_trap_is_told_of_with_its_call(engine: wasmtime.Engine, call: str) -> None:
+def test_a_trap_is_reported_with_its_call(engine: wasmtime.Engine, call: str) -> None:
     assert failure(engine, f"{call} nonsense").startswith(f"{NAMES[call]}: it trapped")
 
 
@@ -132,7 +132,7 @@ def test_exiting_is_a_failure(engine: wasmtime.Engine) -> None:
     ],
 )
 @pytest.mark.parametrize("address", [PAST, LAST])
-def test_a_pointer_out_of_bounds_is_told_of(
+def test_a_pointer_out_of_bounds_is_reported(
     engine: wasmtime.Engine, call: str, address: int
 ) -> None:
     error = failure(engine, f"mid poke {call.format(address)}")
@@ -140,7 +140,7 @@ def test_a_pointer_out_of_bounds_is_told_of(
     assert str(address) in error
 
 
-def test_a_mask_that_ends_outside_of_memory_is_told_of(engine: wasmtime.Engine) -> None:
+def test_a_mask_that_ends_outside_of_memory_is_reported(engine: wasmtime.Engine) -> None:
     size = 64 * 1024 * 1024
     request = Request(engine, puppet(), f"prompt grow\nmid poke return_logit_bias {size - 32}")
     [result] = request.begin()
@@ -149,12 +149,12 @@ def test_a_mask_that_ends_outside_of_memory_is_told_of(engine: wasmtime.Engine) 
 
 
 @pytest.mark.parametrize("blob", [0, 7, 4711, LAST])
-def test_a_blob_that_is_none_is_told_of(engine: wasmtime.Engine, blob: int) -> None:
+def test_an_unknown_blob_is_reported(engine: wasmtime.Engine, blob: int) -> None:
     error = failure(engine, f"mid poke read_blob {blob} 8 8")
     assert error == f"mid_process: it read blob {blob}, which does not exist"
 
 
-def test_a_blob_that_is_not_there_yet_is_told_of(engine: wasmtime.Engine) -> None:
+def test_a_blob_that_is_not_there_yet_is_reported(engine: wasmtime.Engine) -> None:
     error = failure(engine, "create poke read_blob 5 8 8")
     assert "the answer to a storage command (aici_host_storage_cmd), before there was one" in error
 
@@ -216,7 +216,9 @@ def test_a_wrong_result_is_shown(engine: wasmtime.Engine, call: str, result: byt
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_a_result_that_is_nested_without_end_is_told_of(engine: wasmtime.Engine, call: str) -> None:
+def test_a_result_that_is_nested_without_end_is_reported(
+    engine: wasmtime.Engine, call: str
+) -> None:
     error = failure(engine, f'{call} = {{"x":{"[" * 50_000}')
     assert "it is nested too deeply" in error or "right would be" in error
 
@@ -265,7 +267,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
         (b'{"ReadVar":{"name":"%b"}}' % (b"[" * 40_000), "at most 4096 are allowed"),
     ],
 )
-def test_a_wrong_storage_command_is_told_of(
+def test_a_wrong_storage_command_is_reported(
     engine: wasmtime.Engine, command: bytes, message: str
 ) -> None:
     error = failure(engine, b"mid storage " + command)
@@ -276,7 +278,7 @@ def test_a_wrong_storage_command_is_told_of(
 # --- before there is an instance ------------------------------------------------------------------
 
 
-def test_a_start_section_that_calls_the_host_is_told_of(engine: wasmtime.Engine) -> None:
+def test_a_start_section_that_calls_the_host_is_reported(engine: wasmtime.Engine) -> None:
     calls = ["init_prompt", "pre_process", "mid_process", "post_process"]
     exports = "\n".join(f'(func (export "aici_{call}") (param i32))' for call in calls)
     wat = f"""

@@ -70,7 +70,7 @@ def test_a_guest_accepts_the_trie_of_131072_tokens(engine: wasmtime.Engine) -> N
     request.close()
 
 
-def test_one_fork_takes_back_and_tells_a_word_that_the_other_waits_for(
+def test_one_fork_drops_tokens_and_writes_a_variable_that_the_other_waits_for(
     engine: wasmtime.Engine,
 ) -> None:
     request = Request(engine, compile_rust("scribe"), "green")

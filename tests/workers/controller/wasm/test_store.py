@@ -227,7 +227,7 @@ def test_an_id_may_be_named_by_its_first_8_characters(modules: ModuleStore) -> N
     assert modules.resolve("anna", one[:8]) == other, "a tag goes before the beginning of an id"
 
 
-def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_told(modules: ModuleStore) -> None:
+def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_named(modules: ModuleStore) -> None:
     one, two = alike()
     ids = sorted(modules.put("anna", wasm).module for wasm in (one, two))
     with pytest.raises(RequestError, match=f"2 modules .*{ids[0]}, {ids[1]}") as caught:

@@ -318,7 +318,7 @@ def function(body: str) -> bytes:
     return wasm
 
 
-def test_instructions_with_every_kind_of_immediate_are_told_apart() -> None:
+def test_instructions_with_every_kind_of_immediate_are_distinguished() -> None:
     wasm = function(HARMLESS)
     for start, end in bodies(read(wasm)):
         assert first_change(wasm, start, end) is None
@@ -389,7 +389,7 @@ def test_a_global_that_holds_a_reference_hinders() -> None:
 # --- interfaces -----------------------------------------------------------------------------------
 
 
-def test_the_interface_is_told_from_the_exports() -> None:
+def test_the_interface_is_found_by_the_exports() -> None:
     assert examine(wat(native()), LIMITS) == ("native", None)
     assert examine(wat(aici()), LIMITS) == ("aici", None)
     assert examine(wat(native("(table 1 funcref)")), LIMITS).why_no_fork is None

@@ -31,7 +31,7 @@ def test_bits_beyond_the_vocabulary_mean_nothing(system: System) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_empty_mask_is_told_of(system: System, temperature: float) -> None:
+def test_an_empty_mask_is_reported(system: System, temperature: float) -> None:
     error = system.controller_error(guest(mid=set_word(MASK_AT, FREE)), temperature=temperature)
     assert error == (
         "its controller allows no token that may come here; allow one at least, or stop"
@@ -46,7 +46,7 @@ def splice(drop: int, *tokens: int) -> str:
 
 
 @pytest.mark.parametrize("drop", [5, 2**32 - 1])
-def test_a_splice_before_the_beginning_is_told_of(system: System, drop: int) -> None:
+def test_a_splice_before_the_beginning_is_reported(system: System, drop: int) -> None:
     # In its third round, when there are 2 tokens.
     body = f"(if (i32.eq (global.get $round) (i32.const 3)) (then {splice(drop, 7)}))"
     assert system.controller_error(guest(mid=body)) == (
@@ -54,7 +54,7 @@ def test_a_splice_before_the_beginning_is_told_of(system: System, drop: int) -> 
     )
 
 
-def test_a_splice_that_does_nothing_is_told_of(system: System) -> None:
+def test_a_splice_that_does_nothing_is_reported(system: System) -> None:
     assert system.controller_error(guest(mid=splice(0))) == (
         "its splice neither drops nor appends tokens; a splice has to do one of them"
     )
@@ -62,7 +62,7 @@ def test_a_splice_that_does_nothing_is_told_of(system: System) -> None:
 
 @pytest.mark.parametrize("phase", ["pre", "mid"])
 @pytest.mark.parametrize("token", [1_000_000, 2**32 - 1])
-def test_a_token_outside_the_vocabulary_is_told_of(system: System, phase: str, token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_reported(system: System, phase: str, token: int) -> None:
     last = system.client.model_info().vocab_size - 1
     assert system.controller_error(guest(**{phase: splice(0, 65, token)})) == (
         f"it appended token {token}; token ids of this model are 0 to {last}"
@@ -77,7 +77,7 @@ def test_a_token_outside_the_vocabulary_is_told_of(system: System, phase: str, t
         ("post", "0 (stop), 1 (go on)"),
     ],
 )
-def test_an_answer_that_does_not_exist_is_told_of(system: System, phase: str, known: str) -> None:
+def test_an_answer_that_does_not_exist_is_reported(system: System, phase: str, known: str) -> None:
     error = system.controller_error(guest(**{phase: "(return (i32.const 7))"}))
     assert error == f"{phase}_process returned 7; it must return one of {known}"
 

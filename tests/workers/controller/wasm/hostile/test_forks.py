@@ -42,7 +42,7 @@ def test_sequences_that_wake_each_other_for_ever_are_stopped(system: System) -> 
     }
 
 
-def test_a_deadlock_is_told_of(system: System) -> None:
+def test_a_deadlock_is_reported(system: System) -> None:
     error = system.fails(guest(pre="(return (i32.const 2))"))
     assert type(error) is ControllerError
     assert error.code == "deadlock"
@@ -52,7 +52,7 @@ def test_a_deadlock_is_told_of(system: System) -> None:
     )
 
 
-def test_a_deadlock_of_forks_is_told_of_by_each(system: System) -> None:
+def test_a_deadlock_of_forks_is_reported_by_each(system: System) -> None:
     fork = f"{set_word(N, 3)} (return (i32.const 3))"
     pre = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then {fork}))
       (return (i32.const 2))"""

@@ -83,7 +83,7 @@ def test_an_endless_recursion_is_stopped_in_each_phase(
         ("post_process", {"post": "unreachable"}),
     ],
 )
-def test_a_trap_is_told_of_with_its_phase(
+def test_a_trap_is_reported_with_its_phase(
     system: System, phase: str, calls: dict[str, str]
 ) -> None:
     assert system.controller_error(guest(**calls)).startswith(f"{phase}: it trapped (unreachable")

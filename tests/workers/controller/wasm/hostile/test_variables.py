@@ -74,7 +74,7 @@ def test_no_request_reads_the_variables_of_another(system: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["var_get", "var_set", "var_append"])
-def test_a_name_that_is_no_utf8_is_told_of(system: System, name: str) -> None:
+def test_a_name_that_is_no_utf8_is_reported(system: System, name: str) -> None:
     rest = (8, 8, 0) if name == "var_get" else (8, 8, -1, 0)
     error = system.controller_error(guest(mid=f"(drop {call(name, 528, 3, *rest)})"))
     assert error.startswith("mid_process: the variable name is not UTF-8: ")
@@ -82,7 +82,7 @@ def test_a_name_that_is_no_utf8_is_told_of(system: System, name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 257, 60_000])
-def test_a_name_of_a_wrong_length_is_told_of(system: System, size: int) -> None:
+def test_a_name_of_a_wrong_length_is_reported(system: System, size: int) -> None:
     assert system.controller_error(guest(mid=f"(drop {call('var_get', 0, size, 8, 8, 0)})")) == (
         f"mid_process: the variable name has {size} bytes of UTF-8; a name has 1 to 256"
     )
