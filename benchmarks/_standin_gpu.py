@@ -94,7 +94,7 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
         tokens[masked] = at * 32 + np.log2(np.maximum(found & -found, 1)).astype(np.int64)
         allowed[masked] = found != 0
     fixed = np.full(count, -1.0)
-    numbers = torch.from_numpy(np.stack([tokens.astype(np.float64), fixed, allowed, -fixed]))
+    numbers = torch.from_numpy(np.stack([tokens.astype(np.float64), fixed, allowed]))
     return Drawn(rows, vocab, torch.from_numpy(tokens), numbers)
 
 
