@@ -246,6 +246,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
     forward_steps()
     runner._forward = lambda *_: logits
     times = [timed(engine.step) for _ in range(steps)]
+    runner.forget_mirrors()  # Nothing was computed for them.
     forward_steps()
     runner._forward = forward
     for request in requests:
