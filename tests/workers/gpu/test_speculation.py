@@ -12,9 +12,12 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
 
+from ...counts import rounds
 from . import shapes
 
-NEW = 60
+pytestmark = pytest.mark.long
+
+NEW = rounds(36, 60)
 ROOM = 32 * 2**20
 CODE = "def first(a, b):\n    return a + b\n\n\ndef second(a, b):\n    return a - b\n\n\ndef third("
 LIST = "names = ['Ada', 'Alan', 'Barbara', 'Claude', 'Donald', 'Edsger', 'Frances', 'Grace', "
@@ -139,13 +142,13 @@ def test_a_stream_is_the_same_with_drafts(loaded: LoadedModel, names: list[str])
 
 def test_a_text_that_repeats_takes_fewer_steps(embedded: LoadedModel) -> None:
     engine = engine_of(embedded, True)
-    engine.add(1, prompts(embedded)[0], sampling_of(embedded))
+    engine.add(1, prompts(embedded)[0], sampling_of(embedded, max_tokens=60))
     steps = 0
     while engine.has_work:
         engine.step()
         steps += 1
-    assert steps < NEW / 2
-    assert accepted(engine) >= NEW - steps - 1
+    assert steps < 60 / 2
+    assert accepted(engine) >= 60 - steps - 1
 
 
 def test_an_end_within_a_draft_is_where_it_was(embedded: LoadedModel) -> None:
@@ -193,7 +196,9 @@ def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel) -> None:
         )
         engine = Engine(llama, config)
         for i, prompt in enumerate(shapes.prompts(8, 90, llama.vocab_size)):
-            sampling = sampling_of(llama, max_tokens=80, temperature=0.1 * (i % 2), seed=i)
+            sampling = sampling_of(
+                llama, max_tokens=rounds(50, 80), temperature=0.1 * (i % 2), seed=i
+            )
             engine.add(i, prompt, sampling)
         found.append(drained(engine))
     check_same(*found)
