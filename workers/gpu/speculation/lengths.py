@@ -19,8 +19,8 @@ FADE = 0.9
 """What an observation weighs after each later one of its kind."""
 PRIOR = 2.0
 """So many observations the first guess weighs."""
-FIRST_GUESSES = (0.4, 0.6, 0.8, 0.9)
-"""The probability that a token of a draft is accepted, for a match of up to 4, 8, 16 and more
+FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9)
+"""The probability that a token of a draft is accepted, for a match of up to 2, 4, 8, 16 and more
 tokens, before any was observed."""
 
 
@@ -33,14 +33,14 @@ class Costs(NamedTuple):
     """Rows of one forward up to which this holds."""
 
 
-CPU = Costs(0.025, 0.1, 64)
+CPU = Costs(0.05, 0.4, 64)
 CUDA = Costs(0.004, 0.1, 512)
 """Weights are read once for all rows: until their products take as long, a row is nearly free."""
 
 
 def kind_of(match_length: int) -> int:
     """The kind of a draft, by the length of the match that it comes from."""
-    return 0 if match_length <= 4 else min((match_length - 1).bit_length(), 5) - 2
+    return 0 if match_length <= 2 else min((match_length - 1).bit_length(), 5) - 1
 
 
 @dataclass(slots=True)

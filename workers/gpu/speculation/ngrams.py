@@ -4,6 +4,9 @@ The index has, for each run of ``SIZE`` tokens, the last places where it occurre
 one request: its prompt, what it has generated, and its forks. It grows with the texts, one entry
 for each token, so that a lookup costs the same however long they are. Found places are compared
 backwards, and the longest match wins. The idea is Saxena's (prompt lookup decoding, 2023).
+
+Where a text departs from what it repeats (a name that was replaced, a value of a record), it often
+comes back soon. So behind the last match one or two tokens are enough.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ PLACES = 4
 """Places that are remembered of each run, the last ones."""
 LONGEST = 32
 """Matches are compared up to this length; a longer one predicts no better."""
+NEAR = 12
+"""So many tokens behind the last match, and so many tokens long, the text is expected back."""
 ADVANCE = 4096
 """Tokens that one lookup adds to the index at most: of a long prompt it takes several."""
 
@@ -40,13 +45,17 @@ class PromptLookup:
     Tokens that were dropped from it may be in the index still, and are recognised there.
     """
 
-    __slots__ = ("_index", "_indexed", "_tokens")
+    __slots__ = ("_index", "_indexed", "_last", "_size", "_tokens")
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
         self._index: Index = {}
         self._indexed = SIZE
         """Runs that end before this position are in the index."""
+        self._last: Match | None = None
+        """The last match of a run."""
+        self._size = 0
+        """How many tokens there were then."""
 
     def fork(self, tokens: list[int]) -> PromptLookup:
         """The lookups of a fork, whose ``tokens`` are equal until now."""
@@ -57,6 +66,13 @@ class PromptLookup:
 
     def match(self) -> Match | None:
         """The longest earlier occurrence of what the text ends with, the latest of equal ones."""
+        found = self._of_run()
+        if found is None:
+            return self._near()
+        self._last, self._size = found, len(self._tokens)
+        return found
+
+    def _of_run(self) -> Match | None:
         tokens = self._tokens
         size = len(tokens)
         if size <= SIZE:
@@ -84,6 +100,20 @@ class PromptLookup:
             while len(found) < count:
                 found.append(found[-period])
         return found
+
+    def _near(self) -> Match | None:
+        """Where behind the last match the last two tokens occur, or the last one."""
+        last, tokens = self._last, self._tokens
+        if last is None or not self._size < len(tokens) <= self._size + NEAR:
+            return None
+        text, start, _ = last
+        single: Match | None = None
+        for end in range(start + 1, min(start + NEAR, len(text))):
+            if text[end - 1] == tokens[-1] and (text is not tokens or end < len(tokens)):
+                if text[end - 2] == tokens[-2]:
+                    return Match(text, end, 2)
+                single = single or Match(text, end, 1)
+        return single
 
     def _advance(self, size: int) -> None:
         """Adds the runs that end before the last token. The run at the end is added when another
