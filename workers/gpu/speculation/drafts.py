@@ -111,7 +111,7 @@ class Speculation:
     ) -> list[tuple[Sequence, Drafting, Match, int]]:
         """The sequences for which a draft in a step of so many ``rows`` saves more than it costs,
         with the match that it is made from and its length."""
-        if self._costs is None or not 0 < rows < self._costs.most_rows:
+        if self._costs is None or not 0 < rows <= self._costs.most_sequences:
             return []
         found: list[tuple[Sequence, Drafting, Match]] = []
         for sequence in sequences:

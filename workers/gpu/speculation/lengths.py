@@ -1,10 +1,10 @@
 """How long a draft is: as long as what it saves is more than what it costs.
 
 A forward of n rows is taken to cost as much as ``1 + (n - 1) * row_cost`` forwards of one row, and
-``draft_cost`` more where any sequence of it has a draft. Of a draft whose tokens are accepted with
-probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts are made so long that the
-tokens of a step over its cost are the most. So a lone sequence gets long drafts, and the more
-sequences share a step the more certain a draft must be.
+``draft_cost`` more for each of its sequences where any of them has a draft. Of a draft whose tokens
+are accepted with probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts are made
+so long that the tokens of a step over its cost are the most. So a lone sequence gets long drafts,
+and the more sequences share a step the more certain a draft must be.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class Costs(NamedTuple):
 
     row_cost: float
     draft_cost: float
-    most_rows: int
-    """Rows of one forward up to which this holds."""
+    """For each sequence of a step in which any has a draft: attention over several rows, and on a
+    CPU the copies of keys and values, which are made for the sequences that decode together."""
+    most_sequences: int
+    """Sequences of a step with drafts at most: with more, nothing is looked up."""
 
 
-CPU = Costs(0.05, 0.4, 64)
-CUDA = Costs(0.004, 0.1, 512)
+CPU = Costs(0.05, 0.4, 8)
+CUDA = Costs(0.004, 0.1, 64)
 """Weights are read once for all rows: until their products take as long, a row is nearly free."""
 
 
@@ -70,7 +72,7 @@ class Acceptance:
 def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
     """How many tokens to draft for each of some sequences, by the probability of each one's tokens.
 
-    ``rows``: those of the step without drafts, at least one.
+    ``rows``: those of the step without drafts, one for each sequence, at least one.
     """
     tokens, cost = float(rows), 1 + (rows - 1) * costs.row_cost
     best = tokens / cost
@@ -84,8 +86,7 @@ def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
             gain *= p
     # The more probable tokens first: within a draft this is their order.
     gains.sort(key=lambda gain: -gain[0])
-    del gains[max(0, costs.most_rows - rows) :]
-    cost += costs.draft_cost
+    cost += costs.draft_cost * rows
     chosen = 0
     for number, (gain, _) in enumerate(gains, 1):
         tokens += gain
