@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
+from ..protocol.frames import Frames
 from . import memory
 from .dealer import Dealer, Peer
 
@@ -25,6 +27,10 @@ class Carrier(Protocol):
 
     def wake(self) -> None:
         """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
+
+    def send(self, queue: deque[Frames]) -> None:
+        """Sends what is in ``queue``, which the peer's ``outgoing`` yields too, in order and soon:
+        on the calling thread where that can be. Callable from any thread."""
 
     def close(self) -> None:
         """Sends what the peer has to send, and ends the connection and its thread."""

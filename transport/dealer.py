@@ -11,8 +11,10 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -39,6 +41,8 @@ PAUSES_S = (0.05, 2.0)
 """The pause after the first failure of a row, and the longest; each is twice the one before."""
 OFFLINE_TICK_S = 0.1
 """How often the peer's deadlines are checked during such a pause, in seconds."""
+MIN_WAIT_S = 0.001
+"""How long the thread waits at least where nothing has arrived, in seconds."""
 JOIN_S = 5.0
 """How long ``close`` waits for the thread, in seconds."""
 
@@ -51,7 +55,7 @@ def open_dealer(context: Context, address: str, pipe_messages: int = 0) -> zmq.S
     """A DEALER that connects to ``address``, again and again where it has to.
 
     ``pipe_messages``: how many ZeroMQ keeps in each direction; 0: without a bound. Raises
-    AddressError.
+    Raises AddressError.
     """
     socket = context.socket(zmq.DEALER)
     try:
@@ -87,6 +91,11 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
         frame = _RECV(socket, _NOBLOCK, False)
         frames.append(frame.bytes)
     return frames
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits."""
+    return bool(_GET(socket, _EVENTS) & _POLLIN)
 
 
 def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
@@ -135,8 +144,12 @@ class Dealer:
 
     ZeroMQ queues what is sent without a bound, so that no send blocks; what is queued is bounded
     by the time after which the peer says ``lost``, as closing the socket discards it. ``linger_ms``
-    is how long an orderly close goes on sending. ``packed``: messages are in the form between
-    broker and workers (``protocol/packing.py``). Raises AddressError.
+    is how long an orderly close goes on sending.
+
+    The connection's thread receives and keeps the deadlines. Any thread may ``send``: to hand a
+    message over to another thread costs more than to send it, as both need the interpreter's lock.
+    ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
+    Raises AddressError.
     """
 
     def __init__(
@@ -151,6 +164,10 @@ class Dealer:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
+        self._turn = threading.Lock()
+        """Held by the thread that uses the socket."""
+        self._socket: zmq.Socket[bytes] | None = None
+        """While other threads may use it."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -180,6 +197,36 @@ class Dealer:
         """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"!")
+
+    def send(self, queue: deque[Frames]) -> None:
+        """Sends the messages of ``queue`` in order, on the calling thread if the socket is free.
+
+        Otherwise the connection's thread sends them: what is in ``queue``, the peer's ``outgoing``
+        has to yield. Callable from any thread.
+        """
+        if self._turn.acquire(blocking=False):
+            try:
+                if self._sent_here(queue):
+                    return
+            finally:
+                self._turn.release()
+        self.wake()
+
+    def _sent_here(self, queue: deque[Frames]) -> bool:
+        """Whether all is sent, and the connection's thread has nothing to do."""
+        socket = self._socket
+        if socket is None:
+            return False
+        try:
+            while queue:
+                frames = queue[0]
+                send(socket, pack(frames) if self._packed else frames)
+                queue.popleft()
+            # A send can swallow the edge that would wake the connection's thread.
+            return not readable(socket)
+        except zmq.ZMQError:
+            # That thread meets the same error, and handles it.
+            return False
 
     def close(self) -> None:
         """Sends what the peer has to send, closes the socket and ends the thread."""
@@ -254,35 +301,42 @@ class Dealer:
         try:
             self._exchange(socket)
         finally:
-            socket.close(linger=self._linger_ms if self._closing else 0)
+            with self._turn:
+                self._socket = None
+                socket.close(linger=self._linger_ms if self._closing else 0)
 
     def _exchange(self, socket: zmq.Socket[bytes]) -> None:
-        peer = self._peer
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
-        peer.connected(time.monotonic())
-        woken = True
+        # Not zmq.Poller, which uses the socket, while other threads send.
+        poller = select.poll()
+        poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
+        poller.register(self._wake_r, select.POLLIN)
+        with self._turn:
+            self._peer.connected(time.monotonic())
         while True:
-            messages = self._receive(socket)
-            now = time.monotonic()
-            if messages:
-                self._received = True
-                peer.receive(messages, now)
-            if woken:
+            with self._turn:
+                wait_s = self._take_turn(socket)
+            if wait_s is None:
+                return
+            if wait_s and any(fd == self._wake_r for fd, _ in poller.poll(1000 * wait_s)):
                 self._clear_wake()
-                woken = False
-            # Read before ``outgoing``: what was handed over before the close is sent.
-            closing = self._closing
-            for frames in peer.outgoing(now):
-                send(socket, pack(frames) if self._packed else frames)
-            if closing:
-                return
-            if peer.lost(now):
-                return
-            if len(messages) < RECEIVE_AT_ONCE:
-                ready = poller.poll(int(peer.wait_s(now) * 1000) + 1)
-                woken = any(which == self._wake_r for which, _ in ready)
+
+    def _take_turn(self, socket: zmq.Socket[bytes]) -> float | None:
+        """Receives and sends; returns for how long to wait then, in seconds, or None at the end."""
+        peer = self._peer
+        messages = self._receive(socket)
+        now = time.monotonic()
+        if messages:
+            self._received = True
+            peer.receive(messages, now)
+        # Read before ``outgoing``: what was handed over before the close is sent.
+        closing = self._closing
+        for frames in peer.outgoing(now):
+            send(socket, pack(frames) if self._packed else frames)
+        # Other threads may send from now on: the peer's first message has been sent.
+        self._socket = socket
+        if closing or peer.lost(now):
+            return None
+        return 0.0 if readable(socket) else max(peer.wait_s(now), MIN_WAIT_S)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[Frames]:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
@@ -290,7 +344,7 @@ class Dealer:
         while len(messages) < RECEIVE_AT_ONCE:
             # A look costs half of an attempt to receive where no message waits, so that it pays
             # where one at most is expected.
-            if len(messages) < 2 and not _GET(socket, _EVENTS) & _POLLIN:
+            if len(messages) < 2 and not readable(socket):
                 break
             frames = receive(socket)
             if frames is None:

@@ -142,6 +142,10 @@ class MemoryCarrier:
         """Has the peer's ``outgoing`` called soon. Callable from any thread."""
         self._woken.put(None)
 
+    def send(self, queue: deque[Frames]) -> None:
+        """Has the messages of ``queue`` sent by the peer's ``outgoing``."""
+        self.wake()
+
     def close(self) -> None:
         """Sends what the peer has to send, closes the link and ends the thread."""
         self._closing = True

@@ -1,18 +1,18 @@
-"""A worker's connection to the bus, on a thread of its own, so that heartbeats go out while a
+"""A worker's connection to the bus, with a thread of its own, so that heartbeats go out while a
 forward runs.
 
-The worker's own thread takes messages with ``take`` and hands over frames with ``post``; neither
-waits for the network.
+The worker's own thread takes messages with ``take`` and sends with ``post``; neither waits for the
+network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ..protocol.errors import TokenbusError
@@ -60,9 +60,9 @@ class Bus:
         first: Callable[[list[FromBus]], list[FromBus]] | None = None,
         metrics: Callable[[], list[Series]] = list,
     ) -> None:
-        self._inbox: deque[FromBus] = deque()
-        self._arrived = threading.Condition()
-        self._interrupted = False
+        self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
+        """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
+        handler that interrupts a ``put`` may ``put`` too."""
         self._outbox: deque[Frames] = deque()
         self._ended: str | None = None
         self._step_started: float | None = None
@@ -70,7 +70,8 @@ class Bus:
         self._metrics = metrics
         lease = Lease(registration, self._beat, time.monotonic())
         self._lease = lease
-        peer = _WorkerPeer(endpoint, lease, self._outbox, self._put, first, self._end, self._drop)
+        put = self._inbox.put
+        peer = _WorkerPeer(endpoint, lease, self._outbox, put, first, self._end, self._drop)
         self._carrier = carrier(endpoint, peer, "bus", LINGER_MS, packed=True)
 
     def start(self) -> None:
@@ -82,36 +83,31 @@ class Bus:
 
         Raises BusEndedError where none can arrive any more.
         """
-        with self._arrived:
-            if not self._inbox and not self._interrupted and wait_s > 0 and self._ended is None:
-                self._arrived.wait(wait_s)
-            self._interrupted = False
-            taken = list(self._inbox)
-            self._inbox.clear()
+        taken: list[FromBus] = []
+        inbox = self._inbox
+        with contextlib.suppress(Empty):
+            if wait_s > 0 and self._ended is None:
+                taken += inbox.get(timeout=wait_s)
+            while not inbox.empty():
+                taken += inbox.get_nowait()
         if self._ended and not taken:
             raise BusEndedError(f"the connection to the broker has ended: {self._ended}")
         return taken
 
     def interrupt(self) -> None:
         """Lets a waiting ``take``, or the next one, return at once."""
-        with self._arrived:
-            self._interrupted = True
-            self._arrived.notify_all()
+        self._inbox.put([])
 
     def post(self, frames: Frames, wake: bool = True) -> None:
-        """Hands a message over for sending, in order; without ``wake``, with what comes next.
-
-        Waking the bus thread costs this one its turn, so that messages which belong together are
-        better handed over together.
-        """
+        """Sends a message without waiting, in order; without ``wake``, with what comes next."""
         self._outbox.append(frames)
         if wake:
-            self._carrier.wake()
+            self._carrier.send(self._outbox)
 
     def flush(self) -> None:
-        """Sends what was handed over without a wake-up."""
+        """Sends what was posted without ``wake``."""
         if self._outbox:
-            self._carrier.wake()
+            self._carrier.send(self._outbox)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -140,22 +136,17 @@ class Bus:
 
     # --- on the bus thread ----------------------------------------------------------------------
 
-    def _put(self, messages: list[FromBus]) -> None:
-        with self._arrived:
-            self._inbox.extend(messages)
-            self._arrived.notify_all()
-
     def _drop(self) -> None:
         """Drops what is about requests of the registration that has ended."""
-        with self._arrived:
-            kept = [message for message in self._inbox if not message.header.request]
-            self._inbox.clear()
-            self._inbox.extend(kept)
+        waiting: list[FromBus] = []
+        with contextlib.suppress(Empty):
+            while True:
+                waiting += self._inbox.get_nowait()
+        self._inbox.put([message for message in waiting if not message.header.request])
 
     def _end(self, reason: str) -> None:
-        with self._arrived:
-            self._ended = reason
-            self._arrived.notify_all()
+        self._ended = reason
+        self._inbox.put([])
 
     def _beat(self, now: float) -> Heartbeat:
         started = self._step_started

@@ -140,6 +140,59 @@ def test_a_wake_up_from_another_thread_sends_at_once(router: Router) -> None:
     dealer.close()
 
 
+def test_other_threads_send_on_the_socket_while_its_own_receives(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, and without a message in either direction that waits for the next wake-up."""
+    senders: set[str] = set()
+
+    def send(socket: zmq.Socket[bytes], frames: Frames) -> None:
+        senders.add(threading.current_thread().name)
+        socket.send_multipart(frames)
+
+    monkeypatch.setattr("tokenbus.transport.dealer.send", send)
+    peer = Echo()
+    peer.wait_s = lambda now: 3600.0  # type: ignore[method-assign]
+    dealer = Dealer(router.address, peer, "own", linger_ms=0)
+    dealer.start()
+    client, hello = router.receive()
+    assert hello == b"hello"
+    count, names = 500, [b"a", b"b", b"c"]
+
+    def hand_over(name: bytes) -> None:
+        for number in range(count):
+            peer.to_send.append([name, b"%d" % number])
+            dealer.send(peer.to_send)
+
+    threads = [threading.Thread(target=hand_over, args=(n,), name=n.decode()) for n in names]
+    for thread in threads:
+        thread.start()
+    got: dict[bytes, list[int]] = {name: [] for name in names}
+    for number in range(count * len(names)):
+        _, name, sent = router.receive()
+        got[name].append(int(sent))
+        router.send([client, b"%d" % number])
+    assert got == {name: list(range(count)) for name in names}
+    until(lambda: len(peer.received) == count * len(names), WAIT_S, "all answers were received")
+    for thread in threads:
+        thread.join()
+    assert senders & {"a", "b", "c"}, "some were sent without the connection's thread"
+    dealer.close()
+
+
+def test_what_is_handed_over_before_there_is_a_socket_follows_the_peers_first_message(
+    router: Router,
+) -> None:
+    peer = Echo()
+    peer.wait_s = lambda now: 3600.0  # type: ignore[method-assign]
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    peer.to_send.append([b"early"])
+    dealer.send(peer.to_send)
+    dealer.start()
+    assert [router.receive()[1] for _ in range(2)] == [b"hello", b"early"]
+    dealer.close()
+
+
 def test_a_broker_that_is_lost_gets_a_new_socket(router: Router) -> None:
     peer = Echo()
     dealer = Dealer(router.address, peer, "test", linger_ms=0)
