@@ -236,7 +236,7 @@ def _best(own: torch.Tensor) -> torch.Tensor:
     whole = size - size % PART
     if own.is_cuda or not whole:
         return own.max(-1).indices
-    most = own[:, :whole].unflatten(-1, (-1, PART)).amax(-1)
+    most = torch.unflatten(own[:, :whole], -1, (-1, PART)).amax(-1)
     if whole < size:
         most = torch.cat([most, own[:, whole:].amax(-1, keepdim=True)], -1)
     first = most.max(-1).indices.unsqueeze(-1) * PART
