@@ -24,6 +24,8 @@ from tokenbus.clients import (
     System,
     Token,
 )
+from tokenbus.clients.lanes import Step
+from tokenbus.clients.session import ClientSession
 
 from ..processes import Bus, free_port, until
 
@@ -68,6 +70,39 @@ def test_token_ids_in_give_token_ids_out(client: Client) -> None:
     assert [len(top) for top in stream.sequences[0].top_logprobs] == [3] * 4
     with pytest.raises(ValueError, match="text=True"):
         _ = stream.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"n": 3, "temperature": 1.0}, {"stop": [200, 300]}, {"top_logprobs": 2}]
+)
+def test_tokens_in_columns_are_those_that_entries_give(
+    bus: Bus, client: Client, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Step] = []
+    deliver = Step.deliver
+
+    def noted(step: Step) -> None:
+        steps.append(step)
+        deliver(step)
+
+    monkeypatch.setattr(Step, "deliver", noted)
+
+    def read(of: Client) -> tuple[list[Any], list[float]]:
+        with of.generate([5, 6, 7], max_tokens=12, seed=3, ignore_eos=True, **options) as stream:
+            found = sorted(stream, key=lambda entry: (entry.seq, entry.pos))
+            assert [t for s in stream.sequences for t in s.tokens] == [e.token for e in found]
+        shown = [(e.seq, e.pos, e.token, e.finish_reason, e.prompt_tokens) for e in found]
+        return shown, [e.logprob or 0.0 for e in found]
+
+    by_columns, logprobs = read(client)
+    assert bool(steps) == ("top_logprobs" not in options)
+    monkeypatch.setattr(ClientSession, "capabilities", ("ping",))
+    steps.clear()
+    with Client(bus.front) as other:
+        by_entries, others = read(other)
+    assert not steps
+    assert by_entries == by_columns
+    assert logprobs == pytest.approx(others, abs=1e-4)
 
 
 def test_many_streams_share_one_connection(client: Client) -> None:

@@ -54,31 +54,38 @@ class Recipients:
         self.sequences: list[Sequence] | None = sequences
         """None: these recipients are for one step only."""
         by_session: dict[tuple[int, Form], list[tuple[int, Stream]]] = {}
+        counts: dict[Stream, int] = {}
         for row, stream in enumerate(streams):
             if stream is not None:
-                by_session.setdefault((stream.session, stream.form), []).append((row, stream))
+                # Not ``stream.form``: this is done for each row of each batch that has changed.
+                key = stream.session, "columns" if stream.columns else stream.encoding
+                rows = by_session.get(key)
+                if rows is None:
+                    by_session[key] = [(row, stream)]
+                else:
+                    rows.append((row, stream))
+                counts[stream] = counts.get(stream, 0) + 1
+        self.streams = counts
+        """Each stream, and how many rows it has."""
         ordered = [row for rows in by_session.values() for row in rows]
-        order = np.array([row for row, _ in ordered], dtype=np.intp)
-        self._order = None if np.array_equal(order, np.arange(len(sequences))) else order
-        self.requests = np.array([s.request for _, s in ordered], dtype="<u8")
+        order = [row for row, _ in ordered]
+        as_given = order == list(range(len(sequences)))
+        self._order = None if as_given else np.array(order, dtype=np.intp)
+        self.requests = np.array([stream.request for _, stream in ordered], dtype="<u8")
         """The request of each row that has a recipient."""
-        self.seqs = np.array([sequences[row].seq for row, _ in ordered], dtype="<u4")
-        ids = np.array([s.stream_id for _, s in ordered], dtype="<u8")
-        self._ids = list(zip(ids.tolist(), self.seqs.tolist(), strict=True))
+        self.seqs = np.array([sequences[row].seq for row in order], dtype="<u4")
+        self._ids = np.array([stream.stream_id for _, stream in ordered], dtype="<u8")
+        ids, seqs = self._ids.tobytes(), self.seqs.tobytes() if self.seqs.any() else b""
         self._parts: list[_Part] = []
         first = 0
         for (session, form), rows in by_session.items():
             end = first + len(rows)
-            seqs = self.seqs[first:end]
-            packed = seqs.tobytes() if seqs.any() else b""
-            streams_of = ids[first:end].tobytes()
-            self._parts.append(_Part(session, form, first, end, streams_of, packed))
+            of_it = seqs[4 * first : 4 * end]
+            if not any(of_it):
+                of_it = b""
+            self._parts.append(_Part(session, form, first, end, ids[8 * first : 8 * end], of_it))
             first = end
         self._head = encode_token_header([session for session, _ in by_session])
-        self.streams: dict[Stream, int] = {}
-        """Each stream, and how many rows it has."""
-        for _, stream in ordered:
-            self.streams[stream] = self.streams.get(stream, 0) + 1
         self._steps = 0
         self.sent_at = math.nan
         """When these streams got tokens last, by ``time.monotonic``, in seconds."""
@@ -120,13 +127,14 @@ class Recipients:
     def _entries(self, columns: Columns, first: int, end: int) -> list[Token]:
         """Rows as entries, for a client that takes no columns."""
         rows = zip(
-            self._ids[first:end],
+            self._ids[first:end].tolist(),
             columns.tokens[first:end].tolist(),
             columns.logprobs[first:end].tolist(),
             columns.positions[first:end].tolist(),
+            self.seqs[first:end].tolist(),
             strict=True,
         )
-        return [plain_entry(id, token, lp, pos, seq) for (id, seq), token, lp, pos in rows]
+        return [plain_entry(*row) for row in rows]
 
     def sent(self, now: float) -> None:
         """Each row of these streams was sent once more."""
