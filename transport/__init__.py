@@ -1,1 +1,1 @@
-"""What workers and clients share to reach the broker: a DEALER socket on a thread of its own."""
+"""What workers and clients share to reach the broker: a DEALER socket with a thread of its own."""
