@@ -115,9 +115,7 @@ class Worker:
 
     def send(self, kind: bytes, body: bytes, request: int = 0, *attachments: bytes) -> None:
         header = decode_header(encode_header(request, GPU))
-        with self._bus._arrived:
-            self._bus._inbox.append(FromBus(kind, header, body, list(attachments)))
-            self._bus._arrived.notify_all()
+        self._bus._inbox.put([FromBus(kind, header, body, list(attachments))])
 
     def start(self, request: int, controller: str, n: int = 1) -> StepResult:
         """START, with the tokenizer sent where the worker requests it."""
