@@ -44,7 +44,7 @@ class Loop:
     def give(self, kind: bytes, body: Any, request: int = 0, address: int = 0) -> None:
         """A message has arrived."""
         encoded = body if isinstance(body, bytes) else encode_body(body, "msgpack")
-        self.worker._bus._put([FromBus(kind, Header(request, address), encoded, [])])
+        self.worker._bus._inbox.put([FromBus(kind, Header(request, address), encoded, [])])
 
     def generate(
         self,
