@@ -12,17 +12,22 @@ the median of those of the rounds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing as mp
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 from _report import arguments, report
+from _served import end, environment
 from tokenbus.clients import AsyncClient
 from tokenbus.clients.session import ClientSession
 from tokenbus.clients.streams import AsyncStream
@@ -36,8 +41,6 @@ from tokenbus.protocol.worker_messages import Register
 from tokenbus.workers.gpu.live_streams import LiveStreams
 from tokenbus.workers.gpu.sequence import Sequence, StepOutputs, TokenColumns
 from tokenbus.workers.gpu.streams import Stream
-
-from broker import broker, dealer
 
 STREAMS = 64
 ROUNDS = 5
@@ -86,14 +89,30 @@ async def _each(stream: AsyncStream) -> int:
 WAYS: dict[str, Callable[[AsyncStream], Any]] = {"whole": _whole, "each": _each}
 
 
-# --- the worker -----------------------------------------------------------------------------------
+# --- the broker and the worker --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def broker(folder: Path) -> Iterator[tuple[str, str]]:
+    """A broker in a process of its own: its two addresses."""
+    front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
+    settings = environment(front=front, back=back, max_pending_bytes=str(2**31), expiry_s="600")
+    command = [sys.executable, "-m", "tokenbus.broker"]
+    process = subprocess.Popen(command, env=settings, cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        yield front, back
+    finally:
+        end(process)
 
 
 class Worker:
     """A registered worker that serves the model ``m``, played by a socket."""
 
     def __init__(self, back: str) -> None:
-        self._socket = dealer(back)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.connect(back)
         register = Register(
             name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
         )
@@ -159,7 +178,7 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
     found: dict[tuple[str, str], list[float]] = {}
     cores: list[float] = []
     spawn = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="tb-") as name, broker(Path(name)) as (front, back, *_):
+    with tempfile.TemporaryDirectory(prefix="tb-") as name, broker(Path(name)) as (front, back):
         worker = Worker(back)
         pipes: dict[str, Connection] = {}
         processes = []
