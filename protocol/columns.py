@@ -7,9 +7,9 @@ number of names; here they are rows of arrays, which neither side takes apart on
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, Struct
 
@@ -58,9 +58,19 @@ class Rows(NamedTuple):
     seqs: tuple[int, ...]
 
 
+_NEW: Callable[[type[Rows], tuple[tuple[Any, ...], ...]], Rows] = tuple.__new__
+_Unpack = Callable[[bytes], tuple[Any, ...]]
+
+
 @lru_cache(maxsize=1024)
 def _column(kind: str, rows: int) -> struct.Struct:
     return struct.Struct(f"<{rows}{kind}")
+
+
+@lru_cache(maxsize=1024)
+def _unpackers(rows: int) -> tuple[_Unpack, _Unpack, _Unpack]:
+    """What unpacks so many u64, u32 and f64; each raises struct.error for any other size."""
+    return _column("Q", rows).unpack, _column("I", rows).unpack, _column("d", rows).unpack
 
 
 def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
@@ -69,21 +79,24 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
     """
     rows = len(body.streams) // 8
-    u32 = _column("I", rows)
-    sizes = (len(body.streams), len(body.tokens), len(body.logprobs), len(body.positions))
-    if sizes != (8 * rows, 4 * rows, 8 * rows, 4 * rows) or len(body.seqs) not in (0, 4 * rows):
+    u64, u32, f64 = _unpackers(rows)
+    try:
+        if like is not None:
+            streams, seqs = like.streams, like.seqs
+        else:
+            streams = u64(body.streams)
+            seqs = u32(body.seqs) if body.seqs else (0,) * rows
+        # A named tuple's own constructor takes as long as all three columns.
+        return _NEW(
+            Rows, (streams, u32(body.tokens), f64(body.logprobs), u32(body.positions), seqs)
+        )
+    except struct.error:
+        columns = (body.streams, body.tokens, body.logprobs, body.positions, body.seqs)
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {(*sizes, len(body.seqs))} bytes; with {rows} rows they "
+            f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; with {rows} rows they "
             f"have {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, and seqs {4 * rows} or none",
-        )
-    if like is not None:
-        streams, seqs = like.streams, like.seqs
-    else:
-        streams = _column("Q", rows).unpack(body.streams)
-        seqs = u32.unpack(body.seqs) if body.seqs else (0,) * rows
-    tokens, positions = u32.unpack(body.tokens), u32.unpack(body.positions)
-    return Rows(streams, tokens, _column("d", rows).unpack(body.logprobs), positions, seqs)
+        ) from None
 
 
 def pack_columns(entries: Iterable[Token]) -> TokenColumns:
