@@ -178,8 +178,9 @@ def attend(
             keys, values = group.gathered(cache)
         else:
             keys, values = group.mirrored(group.mirror, layer, cache, k, v)
-            if group.rows is None and q.dtype == torch.float32:
-                found.append(_attend_decodes(group, q, keys, values, scaling, window, softcap))
+            if q.dtype == torch.float32:
+                by_products = _attend_decodes if group.rows is None else _attend_drafts
+                found.append(by_products(group, q, keys, values, scaling, window, softcap))
                 continue
             batch = len(group.positions)
             keys, values = (
@@ -247,6 +248,37 @@ def _attend_decodes(
     if not group.level:
         scores.view(batch, -1, *scores.shape[1:]).add_(group.mask(window, q.dtype))
     return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, -1)
+
+
+def _attend_drafts(
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same for the last token and the draft of each sequence: ``[num_tokens, heads, dim]``."""
+    assert group.rows is not None
+    assert group.places is not None
+    batch, width = group.positions.shape
+    _, heads, dim = q.shape
+    k, v = k[:, : group.length], v[:, : group.length]
+    scale = dim**-0.5 if scaling is None else scaling
+    rectangle = q[group.rows - group.start].transpose(1, 2)
+    scores = torch.baddbmm(
+        _NOTHING,
+        rectangle.reshape(len(k), -1, dim),
+        k.transpose(1, 2),
+        beta=0,
+        alpha=scale if softcap is None else scale / softcap,
+    )
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
+    scores.view(batch, heads, width, -1).add_(group.mask(window, q.dtype))
+    found = torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, width, dim)
+    return found.transpose(1, 2).flatten(0, 1)[group.places]
 
 
 def dot_product(

@@ -15,6 +15,7 @@ from tokenbus.workers.gpu.speculation.lengths import Costs
 
 from ...counts import rounds
 from . import shapes
+from .test_architectures import make
 
 pytestmark = pytest.mark.long
 
@@ -143,6 +144,21 @@ def test_a_stream_is_the_same_with_drafts(loaded: LoadedModel, names: list[str])
             for j, name in enumerate(names):
                 sampling = sampling_of(loaded, **REQUESTS[name])
                 engine.add(100 * i + j, prompt, sampling, text=loaded.tokenizer is not None)
+        found.append(drained(engine))
+    check_same(*found)
+    assert accepted(engine) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral with a sliding window", "gemma2: soft caps, windows in every other layer"]
+)
+def test_windows_and_soft_caps_hold_within_a_draft(name: str) -> None:
+    found = []
+    loaded = wrap_model(name, make(name))
+    for speculation in (False, True):
+        engine = engine_of(loaded, speculation)
+        for i in range(3):
+            engine.add(i, [*NUMBERS[i:], *prompts(loaded)[0]], sampling_of(loaded))
         found.append(drained(engine))
     check_same(*found)
     assert accepted(engine) > 0
