@@ -111,7 +111,7 @@ class Worker:
     def __init__(self, back: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
-        self._socket.linger = 0
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(back)
         register = Register(
             name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
