@@ -159,8 +159,11 @@ class Stepper:
         if sequences != self._batch.sequences:
             self._batch = SampledBatch(sequences)
         batch, which = self._batch, None
-        if step.decodes is not None and len(sequences) == len(step.decodes[0]):
-            rows = batch.rows(step.decodes[1])
+        # As many sequences need not be the same ones: one whose row was kept may have taken the
+        # place of one that was deferred.
+        decodes = step.decodes if not step.kept else None
+        if decodes is not None and len(sequences) == len(decodes[0]):
+            rows = batch.rows(decodes[1])
         else:
             rows, which = batch.rows(None), list(step.rows.values())
         for sequence in sequences if step.kept else ():

@@ -59,6 +59,37 @@ def test_a_deferred_sequence_leaves_its_slot_to_the_next(embedded: LoadedModel) 
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
 
 
+def test_a_decision_that_takes_the_place_of_another_in_a_step(embedded: LoadedModel) -> None:
+    """In the middle of a step one sequence is deferred and another, deferred before, is decided: as
+    many are sampled as the forward has rows, but not the same ones."""
+    engine = small(embedded, blocks=100)
+    engine.add(1, PROMPT, SEEDED)
+    engine.add(2, PROMPT[:9], SEEDED)
+    outputs = step(engine)
+    outputs += step(engine, 2)
+    outputs += step(engine)
+    pending = engine.begin()
+    assert pending.decodes is not None, "this forward is the next one of the same sequences"
+    engine.defer(1, 0)
+    engine.reschedule(2, 0)
+    swapped = engine.finish(pending).as_outputs()
+    assert Counter(o.request for o in swapped) == {2: 1}
+    outputs += swapped
+    engine.reschedule(1, 0)
+    outputs += step(engine, 2)
+    outputs += step(engine)
+    pending = engine.begin()
+    assert pending.decodes is not None, "the same with one sequence"
+    engine.defer(1, 0)
+    engine.reschedule(1, 0)
+    outputs += engine.finish(pending).as_outputs()
+    engine.reschedule(2, 0)
+    while engine.has_work:
+        outputs += step(engine)
+    assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
+    assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
+
+
 def test_without_a_slot_the_rescheduled_and_the_earlier_go_first(embedded: LoadedModel) -> None:
     engine = small(embedded, blocks=100, running=2)
     for request in (1, 2, 3, 4):
