@@ -33,6 +33,8 @@ class Code(StrEnum):
     CONTROLLER_FAILED = "controller_failed"
     CONTROLLER_TIMEOUT = "controller_timeout"
     DEADLOCK = "deadlock"
+    # Each worker that ran the request died.
+    QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
     NO_WORKER = "no_worker"

@@ -32,6 +32,8 @@ class Flag(IntFlag):
     """The last message of the request; the broker removes the request."""
     COLUMNS = 4
     """The client takes the bodies of TOKEN in columns too (``columns.py``)."""
+    MOVED = 8
+    """The request began at another worker: its last attachment is a ``Transcript``."""
 
 
 WAITED_SHIFT = 8

@@ -442,7 +442,9 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     result: Any = UNSET
 
 
-SystemEvent = Literal["queued", "loading", "loaded", "moved", "throttled", "draining", "retrying"]
+SystemEvent = Literal[
+    "queued", "loading", "loaded", "moved", "not_movable", "throttled", "draining", "retrying"
+]
 """``retrying`` is emitted by the client itself, which sends a lost or refused request again."""
 
 
@@ -457,6 +459,12 @@ class System(Struct, kw_only=True, omit_defaults=True):
     """``queued``: the position in the queue, from 1."""
     progress: float | None = None
     """``loading``: the part that is done, 0 to 1."""
+    left: str = ""
+    """``moved``: the worker that the stream, or its controller, was with."""
+    worker: str = ""
+    """``moved``: the worker that it is with now."""
+    pause_s: float | None = None
+    """``moved``: from the loss of the worker to the first new token, in seconds."""
 
 
 class Error(Struct, kw_only=True, omit_defaults=True):

@@ -130,6 +130,29 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     eos: list[int]
 
 
+class Replay(Struct, array_like=True):
+    """What a sequence has been through before its controller is started again, elsewhere.
+
+    The controller worker runs all rounds of it again, with the same inputs: variable operations are
+    answered as they were the first time. Of their results it sends those that may not have been
+    applied: all that follow the sequence's last sampled token, or the last fork that is in
+    ``forks`` or that made it, where that is later. They are sent as they were the first time, in
+    their order.
+    """
+
+    seq: Id
+    tokens: list[TokenId]
+    """The tokens that were sampled, in order; one round followed each. What its controller dropped
+    or appended is not here, as it follows from them."""
+    forks: list[list[int]] = []
+    """The new sequences of each fork of it, in order. A fork beyond these is made anew."""
+    ended: bool = False
+    """Whether it has ended. It is run again for the sake of its forks, and sends nothing."""
+    last: bool = False
+    """Whether the last of ``tokens`` ended it (its length, a stop string): after that token it had
+    only a last post_process."""
+
+
 class Start(Struct, kw_only=True, omit_defaults=True):
     """``START``: start the controller of a request, with sequence 0.
 
@@ -153,6 +176,9 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     trace: TraceParent = ""
     request_id: RequestId = ""
     """Both as in ``GENERATE``."""
+    replay: list[Replay] = []
+    """Of a request that was started before: its sequences, parents before their forks. Sequences
+    that are not in it, and that no fork makes, have never been."""
 
 
 class StepSequence(Struct, array_like=True):

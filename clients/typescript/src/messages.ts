@@ -38,6 +38,7 @@ export type Code =
   | "controller_failed"
   | "controller_timeout"
   | "deadlock"
+  | "quarantined"
   | "queue_full"
   | "no_worker"
   | "worker_lost"
@@ -80,6 +81,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   controller_failed: "ControllerError",
   controller_timeout: "ControllerError",
   deadlock: "ControllerError",
+  quarantined: "RequestError",
   queue_full: "UnavailableError",
   no_worker: "UnavailableError",
   worker_lost: "UnavailableError",
@@ -730,7 +732,7 @@ export function readMsg(sent: Sent<Msg, typeof MSG_DEFAULTS>): Msg {
 
 /** `SYSTEM`: why a stream waits, or that it has moved. For display. */
 export interface System {
-  readonly event: "draining" | "loaded" | "loading" | "moved" | "queued" | "retrying" | "throttled";
+  readonly event: "draining" | "loaded" | "loading" | "moved" | "not_movable" | "queued" | "retrying" | "throttled";
   readonly message: string;
   readonly stream_id: number | null;
   readonly model: string;
@@ -738,6 +740,12 @@ export interface System {
   readonly place: number | null;
   /** `loading`: the part that is done, 0 to 1. */
   readonly progress: number | null;
+  /** `moved`: the worker that the stream, or its controller, was with. */
+  readonly left: string;
+  /** `moved`: the worker that it is with now. */
+  readonly worker: string;
+  /** `moved`: from the loss of the worker to the first new token, in seconds. */
+  readonly pause_s: number | null;
 }
 
 const SYSTEM_DEFAULTS = {
@@ -745,6 +753,9 @@ const SYSTEM_DEFAULTS = {
   model: "",
   place: null,
   progress: null,
+  left: "",
+  worker: "",
+  pause_s: null,
 } satisfies Partial<System>;
 
 /** `System` as it was sent, with the defaults of the fields that are absent. */

@@ -1,0 +1,46 @@
+"""What the client of a stream has been sent: with it, another worker continues the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from .bodies import decode_as, encode_body
+from .columns import TokenBody, TokenColumns, column_entries, pack_columns
+from .messages import Token
+
+
+class Transcript(Struct, kw_only=True, omit_defaults=True):
+    """The last attachment of a request with ``Flag.MOVED``, in msgpack.
+
+    The worker continues behind these entries: the client gets no gap and no repeat.
+    """
+
+    sent: TokenBody
+    """All TOKEN entries of the stream that were routed to its client, in their order."""
+    left: str = ""
+    """The worker that the stream was with."""
+    why: str = ""
+    """Why it moves."""
+    pause_s: float = 0.0
+    """Since it was with no worker, in seconds."""
+
+    @property
+    def entries(self) -> list[Token]:
+        """What was sent, as entries; raises RequestError where its columns are malformed."""
+        return column_entries(self.sent) if isinstance(self.sent, TokenColumns) else self.sent
+
+
+def encode_transcript(
+    entries: Iterable[Token], left: str = "", why: str = "", pause_s: float = 0.0
+) -> bytes:
+    """The attachment for a stream with these entries."""
+    transcript = Transcript(sent=pack_columns(entries), left=left, why=why, pause_s=pause_s)
+    return encode_body(transcript, "msgpack")
+
+
+def decode_transcript(attachment: bytes) -> Transcript:
+    """The transcript in an attachment; raises RequestError where it is malformed."""
+    transcript: Transcript = decode_as(Transcript, attachment, "msgpack")
+    return transcript
