@@ -33,6 +33,10 @@ MAX_TIMEOUT_S = 86_400.0
 StreamId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Count = Annotated[int, Meta(ge=0)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
+"""Seconds to wait before another try."""
+Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
+"""Seconds between two messages, or without one. Less would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 UserName = Annotated[str, Meta(max_length=256)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
@@ -259,9 +263,9 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     """The live streams of a resumed session."""
     server: str = ""
     capabilities: list[str] = []
-    ping_s: float = 2.0
+    ping_s: Period = 2.0
     """Send a PING this often, in seconds."""
-    expiry_s: float = 10.0
+    expiry_s: Period = 10.0
     """A session without a message for this long, in seconds, is ended with its streams."""
     max_body_bytes: int = MAX_BODY_BYTES
 
@@ -477,7 +481,7 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     ``duplicate_stream`` the new request was ended, and the stream of this id continues."""
     path: str | None = None
     """The invalid field, as ``$.max_tokens``."""
-    retry_after_s: float | None = None
+    retry_after_s: Pause | None = None
     """When to try again, in seconds."""
     type: str | None = None
     """The type of the refused message, if there is no stream."""

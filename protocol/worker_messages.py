@@ -23,6 +23,8 @@ from .messages import (
     ModelInfoRequest,
     ModelTokenizerRequest,
     Msg,
+    Pause,
+    Period,
     RequestId,
     Score,
     System,
@@ -75,8 +77,8 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     """``REGISTERED``: the broker's answer."""
 
     worker: Id
-    heartbeat_s: float
-    expiry_s: float
+    heartbeat_s: Period
+    expiry_s: Period
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
 
@@ -253,7 +255,7 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
     code: str
     message: str
     path: str | None = None
-    retry_after_s: float | None = None
+    retry_after_s: Pause | None = None
 
 
 class End(Struct, kw_only=True, omit_defaults=True):

@@ -1,0 +1,35 @@
+"""What fuzzing has found, each as the smallest case that failed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tokenbus.clients.session import ClientSession
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.messages import Error
+from tokenbus.protocol.worker_messages import Registered
+
+
+@pytest.mark.parametrize("ping_s", [0.0, -1.0, 1e-300, float("nan"), float("inf")])
+def test_a_broker_cannot_make_a_client_send_pings_without_a_pause(ping_s: float) -> None:
+    session = ClientSession("tcp://front", 10.0, 0.0)
+    session.connected(0.0)
+    welcome = {"version": 1, "encoding": "json", "session": "t", "ping_s": ping_s}
+    session.on_frames([b"WELCOME", msgspec.msgpack.encode(welcome)], 0.0)
+    session.on_time(1.0)
+    assert session.wait_s(1.0) > 0
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.0, float("nan"), 1e300])
+def test_a_broker_cannot_make_a_worker_send_heartbeats_without_a_pause(heartbeat_s: float) -> None:
+    body = {"worker": 1, "heartbeat_s": heartbeat_s, "expiry_s": 5.0}
+    with pytest.raises(RequestError, match="heartbeat_s"):
+        decode_as(Registered, msgspec.msgpack.encode(body), "msgpack")
+
+
+@pytest.mark.parametrize("pause", [-1.0, float("nan"), 1e300])
+def test_a_broker_cannot_make_a_client_wait_for_ever_before_it_tries_again(pause: float) -> None:
+    body = {"code": "queue_full", "message": "full", "retry_after_s": pause}
+    with pytest.raises(RequestError, match="retry_after_s"):
+        decode_as(Error, msgspec.msgpack.encode(body), "msgpack")
