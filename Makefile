@@ -10,7 +10,7 @@ PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install demo test test-quick test-long lint bench bench-peers clean
+.PHONY: install demo test test-quick test-long fuzz lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -40,6 +40,14 @@ test-quick: install
 # The property tests, with twenty times the examples.
 test-long: install
 	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
+
+# Coverage-guided: make fuzz TARGET=packing RUNS=1000000. tests/fuzz has the targets.
+TARGET ?= packing
+RUNS ?= 1000000
+
+fuzz: install
+	$(PY) -m pip install --quiet 'atheris>=3,<4'
+	$(PY) -m tests.fuzz $(TARGET) --runs $(RUNS)
 
 # The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
 lint: install

@@ -1,0 +1,80 @@
+"""What always holds of the broker's tables, after each event."""
+
+from __future__ import annotations
+
+from tokenbus.broker.core import Broker
+
+
+def check(broker: Broker) -> None:
+    """Raises AssertionError where the tables disagree, or where the broker has met a defect."""
+    assert broker.counters.internal_errors == 0, "an event met a defect of the broker"
+    _check_sessions(broker)
+    _check_requests(broker)
+    _check_workers(broker)
+
+
+def check_empty(broker: Broker) -> None:
+    """Raises AssertionError where something is left of the requests, though all have ended."""
+    dispatcher = broker.dispatcher
+    assert not dispatcher.requests
+    assert not dispatcher.queues
+    assert dispatcher.queued == 0
+    for worker in dispatcher.workers.values():
+        assert not worker.requests
+        assert not worker.steers
+    for session in broker.session_table:
+        assert not session.streams
+
+
+def _check_sessions(broker: Broker) -> None:
+    table = broker.session_table
+    assert len(table.by_id) == len(table.by_token)
+    for session in table:
+        assert table.by_id[session.id] is session
+        assert table.by_token[session.token] is session
+        if session.peer is not None:
+            assert table.by_peer[session.peer] is session
+        assert session.buffer_bytes == sum(map(len, session.buffers.values()))
+        for stream_id, request in session.streams.items():
+            assert request.open
+            assert request.stream_id == stream_id
+            assert broker.dispatcher.requests[request.id] is request
+    for peer, session in table.by_peer.items():
+        assert session.peer == peer
+        assert table.by_id[session.id] is session
+
+
+def _check_requests(broker: Broker) -> None:
+    dispatcher = broker.dispatcher
+    queued = {id(r): r for queue in dispatcher.queues.values() for r in queue}
+    assert len(queued) == dispatcher.queued, "a request waits twice"
+    assert all(dispatcher.queues.values()), "an empty queue is kept"
+    for request in queued.values():
+        assert dispatcher.requests[request.id] is request
+    for number, request in dispatcher.requests.items():
+        assert request.id == number
+        in_session = request.session.streams.get(request.stream_id) is request
+        assert in_session == request.open
+        if request.worker is None:
+            assert id(request) in queued, "a request is nowhere"
+            assert request.open
+        else:
+            assert id(request) not in queued, "a request is with a worker, and waits"
+            assert dispatcher.workers[request.worker.id] is request.worker
+            assert request.worker.requests[number] is request
+        if request.steered_by is not None:
+            assert request.steered_by.steers[number] is request
+            assert dispatcher.workers[request.steered_by.id] is request.steered_by
+
+
+def _check_workers(broker: Broker) -> None:
+    dispatcher = broker.dispatcher
+    names = [worker.name for worker in dispatcher.workers.values()]
+    assert len(set(names)) == len(names), "a worker is registered twice"
+    for worker in dispatcher.workers.values():
+        for number, request in worker.requests.items():
+            assert dispatcher.requests[number] is request
+            assert request.worker is worker
+        for number, request in worker.steers.items():
+            assert dispatcher.requests[number] is request
+            assert request.steered_by is worker

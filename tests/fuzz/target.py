@@ -1,0 +1,18 @@
+"""What a fuzz target is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """Code that reads what others send, and the inputs that fuzzing begins with."""
+
+    run: Callable[[bytes], None]
+    """Raises where the code fails, or where what it promises of its result does not hold. The
+    errors that it documents are no failure."""
+    corpus: Callable[[], Iterable[bytes]]
+    """Inputs, most of them valid; the same ones in each run."""
+    words: tuple[bytes, ...] = ()
+    """What mutations insert: keywords of the format."""
