@@ -15,6 +15,7 @@ from ..protocol.messages import (
     StreamId,
     Timeout,
     TraceParent,
+    UserName,
     module_too_large,
 )
 from .buffers import Buffers
@@ -33,6 +34,7 @@ class RoutingFields(Struct, kw_only=True):
     buffers: list[Name] = []
     timeout_s: Timeout | None = None
     controller: str | None = None
+    by: UserName = ""
     trace: TraceParent = ""
     request_id: RequestId = ""
 
@@ -104,10 +106,11 @@ class Admission:
             controller=controller,
             frames=[*frames[1:], *buffers, *tenant],
             arrived=now,
+            by=fields.by,
             trace=fields.trace,
             request_id=fields.request_id,
         )
-        self._check_streams(request)
+        self._check_streams(request, now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
         self._counters.requests += 1
@@ -130,7 +133,7 @@ class Admission:
         waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
         if len(waiting) >= MAX_TOKENIZERS:
             raise UnavailableError(
-                Code.QUEUE_FULL,
+                Code.CLIENT_LIMIT,
                 f"this session waits for {len(waiting)} tokenizers already, and more are not "
                 "allowed; wait for one of them",
                 retry_after_s=1.0,
@@ -145,7 +148,7 @@ class Admission:
                 "tokenizer of a model, or ask on a new connection",
             )
 
-    def _check_streams(self, request: Request) -> None:
+    def _check_streams(self, request: Request, now: float) -> None:
         streams = request.session.streams
         if request.stream_id in streams:
             raise RequestError(
@@ -155,8 +158,8 @@ class Admission:
             )
         if len(streams) >= self._settings.max_streams:
             raise UnavailableError(
-                Code.QUEUE_FULL,
+                Code.CLIENT_LIMIT,
                 f"this session has {len(streams)} live streams already, and more are not allowed; "
                 "wait until one ends",
-                retry_after_s=1.0,
+                retry_after_s=request.session.pace.retry_after_s(now),
             )

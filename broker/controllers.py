@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
@@ -17,9 +19,15 @@ class Controllers:
     its end, and counts towards that worker's load. A queued one has no reservation.
     """
 
-    def __init__(self, workers: dict[int, Worker], out: Outgoings) -> None:
+    def __init__(
+        self, workers: dict[int, Worker], out: Outgoings, now: Callable[[], float]
+    ) -> None:
+        """``now`` returns the time of the event that is handled, in seconds."""
         self._workers = workers
         self._out = out
+        self._now = now
+        self._pace = Pace()
+        """At which requests that have a controller end."""
 
     def module_workers(self) -> list[Worker]:
         """The controller workers that run uploaded modules."""
@@ -52,7 +60,7 @@ class Controllers:
                 Code.QUEUE_FULL,
                 f"every controller worker that serves {name!r} is full or draining; "
                 "try again later",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=self._pace.retry_after_s(self._now()),
             )
         return min(free, key=lambda w: (w.fill, w.id))
 
@@ -88,6 +96,7 @@ class Controllers:
         """A request has ended: its place is free, and its controller and variables go."""
         worker = request.steered_by
         self._release(request)
+        self._pace.note(self._now())
         if not request.controller_started:
             return
         body = End(requests=[request.id])

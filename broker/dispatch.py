@@ -8,6 +8,8 @@ from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header, waited_flags
 from ..protocol.messages import Cancel, System
+from ..protocol.pace import BOUNDS_S, Pace
+from ..protocol.shares import fits_share
 from .controllers import Controllers
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
@@ -21,8 +23,22 @@ log = logging.getLogger(__name__)
 EMBEDDED = "embedded"
 """The default model where several are served."""
 
+MOST_WAITING = 0.5
+"""The part of its ``timeout_s`` that a request may be expected to wait in its queue."""
+
 CANCEL_GRACE_S = 10.0
 """How long a worker has to end a request that was cancelled, in seconds."""
+
+
+def room_for(priority: int, most: int) -> int:
+    """How much of a queue's bound is for requests of a priority.
+
+    The last eighth is for priorities above 0, and another one for those of 0 and more: a full queue
+    does not keep out what is more urgent than all that waits, and nothing that was accepted has to
+    make room.
+    """
+    eighths = 8 if priority > 0 else 7 if priority == 0 else 6
+    return max(1, most * eighths // 8) if most else 0
 
 
 class Dispatcher:
@@ -34,8 +50,10 @@ class Dispatcher:
         self.workers: dict[int, Worker] = {}
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
-        self.controllers = Controllers(self.workers, out)
+        self.controllers = Controllers(self.workers, out, lambda: self.now)
         self.deadlines = Deadlines()
+        self._pace = Pace()
+        """At which requests leave the queues for a worker."""
         self.now = 0.0
         """The time of the event that is handled, in seconds."""
 
@@ -109,6 +127,7 @@ class Dispatcher:
         if request.trace:
             record_span(request)
         logs.end(request.id)
+        request.session.pace.note(self.now)
         if request.controller:
             self.controllers.end(request)
         worker = request.worker
@@ -186,9 +205,14 @@ class Dispatcher:
             key = max(served, key=lambda key: served[key].priority)
             queue = served.pop(key)
             del self.queues[key]
-            request = queue.pop()
+            request = queue.pop(self.now)
             if queue:
                 served[key] = self.queues[key] = queue
+            if request.deadline is not None and request.deadline <= self.now:
+                # Nobody waits for its tokens any more.
+                self.cancel(request, self.now, "timeout")
+                continue
+            self._pace.note(self.now)
             self._start(request, worker)
 
     def report_places(self) -> None:
@@ -240,16 +264,49 @@ class Dispatcher:
         )
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` where one more request cannot wait."""
-        settings, queues = self._settings, self.queues.values()
-        size = sum(queue.bytes for queue in queues) + request.bytes
-        if self.queued >= settings.max_queued or size > settings.max_queued_bytes:
+        """Raises why one more request cannot wait: ``queue_full``, or ``client_limit`` where only
+        its own session has too much waiting."""
+        settings, session, queues = self._settings, request.session, self.queues.values()
+        number, size = self.queued, sum(queue.bytes for queue in queues)
+        most = room_for(request.priority, settings.max_queued)
+        most_bytes = room_for(request.priority, settings.max_queued_bytes)
+        if number >= most or size + request.bytes > most_bytes:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{self.queued} requests wait for a worker already; with this one they would have "
-                f"{size} bytes, of {settings.max_queued_bytes} that are allowed, or be more than "
-                f"{settings.max_queued}; try again later",
-                retry_after_s=RETRY_AFTER_S,
+                f"{number} requests wait for a worker already; with this one they would have "
+                f"{size + request.bytes} bytes, of {most_bytes} that are allowed at its priority, "
+                f"or be more than {most}; try again later",
+                retry_after_s=self._pace.retry_after_s(self.now),
+            )
+        if not (
+            fits_share(session.queued, number, most)
+            and fits_share(session.queued_bytes, size, most_bytes, request.bytes)
+        ):
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                f"{session.queued} requests of this session wait for a worker already, with "
+                f"{session.queued_bytes} bytes; with this one it would have more than it leaves to "
+                f"others, of {most} requests and {most_bytes} bytes; wait until one of them ends",
+                retry_after_s=session.pace.retry_after_s(self.now),
+            )
+        self._check_wait(request)
+
+    def _check_wait(self, request: Request) -> None:
+        """Raises ``queue_full`` where a request would use up most of its time waiting: it would be
+        computed in part, and then end by its ``timeout_s``."""
+        queue = self.queues.get((request.role, request.model))
+        rate = queue.pace.per_s(self.now) if queue is not None else None
+        if queue is None or rate is None or request.deadline is None:
+            return
+        ahead, left_s = queue.ahead(request), request.deadline - self.now
+        wait_s = (ahead + 1) / rate
+        if wait_s > MOST_WAITING * left_s:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"about {ahead} requests go before this one, which takes about {wait_s:.1f} s and "
+                f"leaves too little of its timeout_s of {left_s:g} s; try again later, or give it "
+                "more time",
+                retry_after_s=round(max(wait_s - MOST_WAITING * left_s, BOUNDS_S[0]), 3),
             )
 
     def _accepts(self, worker: Worker) -> bool:

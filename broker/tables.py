@@ -12,11 +12,9 @@ from ..protocol.bodies import Encoding
 from ..protocol.header import Flag
 from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
+from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
+from ..protocol.pace import Pace
 from .unread import UnreadAnswers
-
-RETRY_AFTER_S = 1.0
-"""When to try again what found no worker, in seconds."""
-
 
 CancelReason = Literal["cancelled", "timeout"]
 
@@ -55,6 +53,11 @@ class Session:
     """Its live streams, by their stream_id."""
     buffers: dict[str, bytes] = field(default_factory=dict)
     buffer_bytes: int = 0
+    queued: int = 0
+    """Its requests that wait for a worker."""
+    queued_bytes: int = 0
+    pace: Pace = field(default_factory=Pace)
+    """At which its streams end."""
 
     @property
     def tenant(self) -> bytes:
@@ -171,6 +174,8 @@ class Request:
     frames: list[bytes]
     """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
     arrived: float
+    by: str = ""
+    """The user whose request it is, where its client serves several."""
     trace: str = ""
     request_id: str = ""
     dispatched: float | None = None

@@ -86,7 +86,7 @@ class Call:
     retry_s: float = 0.0
     """How long to send the request again after its first retryable failure."""
     waits_for_room: bool = True
-    """Whether ``queue_full`` is such a failure."""
+    """Whether ``queue_full`` or ``client_limit`` is such a failure."""
     span: ClientSpan | None = None
     """Its span, where the program traces."""
     take: Callable[[Sequence[Event]], None] = _discard

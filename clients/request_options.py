@@ -63,6 +63,8 @@ class RequestOptions(TypedDict, total=False):
     """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
     trace: str
     """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
+    by: str
+    """Whose request it is, where one client serves several users: they take turns in the queue."""
     request_id: str
     """What log lines of all processes call the request, at most 128 characters."""
 

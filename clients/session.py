@@ -215,7 +215,7 @@ class ClientSession:
         if call.failed_at is None:
             call.failed_at = now
         retryable = error.code in RETRYABLE
-        if error.code == Code.QUEUE_FULL:
+        if error.code in (Code.QUEUE_FULL, Code.CLIENT_LIMIT):
             retryable = call.waits_for_room
         if not retryable or now - call.failed_at >= call.retry_s:
             if tell_broker:

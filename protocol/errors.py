@@ -37,6 +37,7 @@ class Code(StrEnum):
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
+    CLIENT_LIMIT = "client_limit"
     NO_WORKER = "no_worker"
     WORKER_LOST = "worker_lost"
     SHUTTING_DOWN = "shutting_down"
@@ -53,6 +54,7 @@ class Code(StrEnum):
 RETRYABLE = frozenset(
     {
         Code.QUEUE_FULL,
+        Code.CLIENT_LIMIT,
         Code.NO_WORKER,
         Code.WORKER_LOST,
         Code.SHUTTING_DOWN,
@@ -138,6 +140,7 @@ _KINDS: dict[str, type[TokenbusError]] = {
     Code.CONTROLLER_TIMEOUT: ControllerError,
     Code.DEADLOCK: ControllerError,
     Code.QUEUE_FULL: UnavailableError,
+    Code.CLIENT_LIMIT: UnavailableError,
     Code.NO_WORKER: UnavailableError,
     Code.WORKER_LOST: UnavailableError,
     Code.SHUTTING_DOWN: UnavailableError,

@@ -91,6 +91,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """Higher goes first."""
     timeout_s: Timeout | None = None
     """End the stream, with ``timeout``, this many seconds after it arrived."""
+    by: UserName = ""
+    """Whose request it is, where one session serves several users: their requests take turns in the
+    queue."""
     inspect: bool = False
     """TOKEN entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
     trace: TraceParent = ""
@@ -113,6 +116,7 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     """How many of the most likely tokens to report at each place, besides the scored one."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
+    by: UserName = ""
     trace: TraceParent = ""
     request_id: RequestId = ""
 

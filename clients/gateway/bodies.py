@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct
 from starlette.requests import ClientDisconnect, Request
 
 from ...protocol.messages import MAX_BODY_BYTES
+from .context import gateway_of
 from .errors import ApiError, field_name
 
 IGNORED_HEADER = "x-tokenbus-ignored"
@@ -44,17 +45,20 @@ B = TypeVar("B")
 
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes."""
+    """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes, and
+    UnavailableError where there is no room for it."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
     parts: list[bytes] = []
     size = 0
+    shares = gateway_of(request).shares
     try:
         async for part in request.stream():
             size += len(part)
             if size > limit:
                 raise _too_large(size, limit)
+            shares.take_bytes(len(part))
             parts.append(part)
     except ClientDisconnect:
         raise ApiError(400, "the connection was closed before the whole body arrived") from None

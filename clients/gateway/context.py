@@ -7,11 +7,11 @@ import asyncio
 from starlette.requests import HTTPConnection
 
 from ...protocol.settings import Settings
-from .. import AsyncClient
 from .models import ModelTable
 from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
+from .user_shares import SharedClient, UserShares
 
 
 class Gateway:
@@ -19,9 +19,8 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.client = AsyncClient(
-            settings.front, max_unread=settings.max_unread, wait_for_room=False
-        )
+        self.shares = UserShares(settings.max_streams)
+        self.client = SharedClient(settings.front, self.shares, settings.max_unread)
         """The connection to the broker that all requests over HTTP share."""
         self.models = ModelTable(self.client)
         self.traffic = Counts()

@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 from starlette.responses import Response
 
-from ...protocol.errors import Code, TokenbusError
+from ...protocol.errors import Code, TokenbusError, UnavailableError
 from .json import json_response
 
 _STATUS: dict[str, int] = {
@@ -17,7 +17,9 @@ _STATUS: dict[str, int] = {
     Code.UNKNOWN_CONTROLLER: 404,
     Code.NOT_ALLOWED: 403,
     Code.MODEL_LOAD_FAILED: 502,
-    Code.QUEUE_FULL: 429,
+    Code.QUEUE_FULL: 503,
+    # Of the gateway's session at the broker: its users are told apart by ``UserShares`` (429).
+    Code.CLIENT_LIMIT: 503,
     Code.NO_WORKER: 503,
     Code.WORKER_LOST: 503,
     Code.SHUTTING_DOWN: 503,
@@ -46,6 +48,10 @@ _CODES: dict[str, str] = {
     Code.PROMPT_TOO_LONG: "context_length_exceeded",
 }
 """Codes that OpenAI has a name of its own for."""
+
+
+class UserLimitError(UnavailableError):
+    """A user has too much open, and is refused with a 429; other users are not refused."""
 
 
 class ApiError(Exception):
@@ -162,7 +168,7 @@ _FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (
 
 def from_tokenbus(error: TokenbusError) -> ApiError:
     """The same error over HTTP."""
-    status = _STATUS.get(error.code, 400)
+    status = 429 if isinstance(error, UserLimitError) else _STATUS.get(error.code, 400)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and status in (429, 503):
         retry_after_s = 1.0

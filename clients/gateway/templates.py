@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ...protocol.errors import Code
 from .errors import ApiError
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
@@ -114,13 +115,14 @@ class _Renderer:
     async def ask(self, request: bytes) -> dict[str, str]:
         """The answer of the process; raises ApiError if it ends or takes too long."""
         user = current_user.get()
-        if len(self._asked) >= MAX_WAITING or self._users[user] >= MAX_OF_ONE:
+        full = len(self._asked) >= MAX_WAITING
+        if full or self._users[user] >= MAX_OF_ONE:
             raise ApiError(
-                429,
+                503 if full else 429,
                 f"{len(self._asked)} conversations wait to be rendered, {self._users[user]} of "
                 f"them yours; at most {MAX_WAITING} are allowed, and {MAX_OF_ONE} of one user; try "
                 "again",
-                code="queue_full",
+                code=Code.QUEUE_FULL if full else Code.CLIENT_LIMIT,
                 retry_after_s=CPU_S,
             )
         # A client that leaves ends neither the process nor a rendering that is under way.

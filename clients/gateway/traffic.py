@@ -103,7 +103,7 @@ class Traffic:
         if scope.get("client") is not None:
             current_user.set(scope["client"][0])
         try:
-            with request:
+            with request, gateway.shares.request():
                 await self._app(scope, receive, sending)
         finally:
             counts.in_progress -= 1

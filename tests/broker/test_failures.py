@@ -368,5 +368,5 @@ def test_a_client_waits_for_a_bounded_number_of_tokenizers(bench: Bench) -> None
     answers = []
     for stream in range(6):
         answers += bench.client("c", "TOKENIZER", {"stream_id": stream, "model": "m"})
-    assert [error["code"] for _, error in answers] == ["queue_full"] * 2
+    assert [error["code"] for _, error in answers] == ["client_limit"] * 2
     assert len(bench.to_worker("a")) == 4

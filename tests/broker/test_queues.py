@@ -101,7 +101,7 @@ def test_models_that_share_a_worker_take_turns(bench: Bench) -> None:
 
 
 def test_waiting_requests_are_bounded_in_bytes() -> None:
-    bench = Bench(max_queued_bytes=1000)
+    bench = Bench(max_queued_bytes=1200)
     bench.worker("a", capacity=1)
     bench.client("c", "GENERATE", generate(1))
     bench.client("c", "GENERATE", generate(2, controller_arg="x" * 800))

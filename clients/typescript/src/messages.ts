@@ -40,6 +40,7 @@ export type Code =
   | "deadlock"
   | "quarantined"
   | "queue_full"
+  | "client_limit"
   | "no_worker"
   | "worker_lost"
   | "shutting_down"
@@ -83,6 +84,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   deadlock: "ControllerError",
   quarantined: "RequestError",
   queue_full: "UnavailableError",
+  client_limit: "UnavailableError",
   no_worker: "UnavailableError",
   worker_lost: "UnavailableError",
   shutting_down: "UnavailableError",
@@ -96,6 +98,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
 
 /** Codes after which the same request, sent again, may succeed. */
 export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
+  "client_limit",
   "connection_lost",
   "no_worker",
   "queue_full",
@@ -210,6 +213,11 @@ export interface Generate {
    */
   readonly timeout_s?: number | null | undefined;
   /**
+   * Whose request it is, where one session serves several users: their requests take turns in the
+   * queue. At most 256 in length.
+   */
+  readonly by?: string | undefined;
+  /**
    * TOKEN entries also say what their masks did: `allowed`, `cut` and `round_us`. Default: false.
    */
   readonly inspect?: boolean | undefined;
@@ -244,6 +252,8 @@ export interface Score {
   readonly priority?: number | undefined;
   /** More than 0, at most 86400. */
   readonly timeout_s?: number | null | undefined;
+  /** At most 256 in length. */
+  readonly by?: string | undefined;
   /** At most 256 in length. */
   readonly trace?: string | undefined;
   /** At most 128 in length. */

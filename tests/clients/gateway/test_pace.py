@@ -195,7 +195,7 @@ def test_beyond_the_most_connections_only_probes_are_answered(
     )
 
 
-def test_a_full_queue_is_a_rate_limit_that_the_openai_package_waits_for(
+def test_the_openai_package_waits_while_the_queue_is_full(
     quiet: Bus, worker: SteppedWorker, served: Gateway
 ) -> None:
     def client(max_retries: int) -> openai.OpenAI:
@@ -204,9 +204,9 @@ def test_a_full_queue_is_a_rate_limit_that_the_openai_package_waits_for(
 
     requests = [Request(served, "/v1/completions") for _ in range(CAPACITY)]
     running = [worker.begun() for _ in requests]
-    with pytest.raises(openai.RateLimitError) as refused:
+    with pytest.raises(openai.InternalServerError) as refused:
         client(0).completions.create(model="stepped", prompt=[5])
-    assert (refused.value.status_code, refused.value.code) == (429, "queue_full")
+    assert (refused.value.status_code, refused.value.code) == (503, "queue_full")
     assert int(refused.value.response.headers["retry-after"]) >= 1
     with quiet.client() as bus, ThreadPoolExecutor(1) as threads:
         before = bus.status().counters["refused"]

@@ -1,0 +1,107 @@
+"""What the users of one gateway have open: none takes all, and who has too much gets a 429."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tokenbus.clients.gateway.errors import UserLimitError
+from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.protocol.errors import UnavailableError
+
+from ...processes import Bus, Gateway
+from .stepped import WAIT_S, SteppedWorker, stepped_worker
+
+MOST = 6
+
+
+@pytest.fixture(scope="module")
+def worker_and_gateway(processes: None) -> Iterator[tuple[SteppedWorker, Gateway]]:
+    """A worker with room for fewer streams than its gateway, and a queue for one more."""
+    with Bus(max_queued=1) as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", MOST) as worker:
+        bus.wait_for_models("stepped")
+        yield worker, bus.start_gateway(max_streams=MOST)
+
+
+def post(gateway: Gateway, path: str, address: str) -> HTTPConnection:
+    """Sends a request from an address of this machine."""
+    place = urlsplit(gateway.url)
+    connection = HTTPConnection(
+        str(place.hostname), place.port, timeout=WAIT_S, source_address=(address, 0)
+    )
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "messages" in path else {}
+    body = {"model": "stepped", "max_tokens": 1000, **(prompt or {"prompt": [5]})}
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    return connection
+
+
+def read(answer: HTTPResponse) -> Any:
+    return json.loads(answer.read())
+
+
+def test_one_user_cannot_take_the_streams_of_the_others(
+    worker_and_gateway: tuple[SteppedWorker, Gateway],
+) -> None:
+    worker, gateway = worker_and_gateway
+    with ExitStack() as open_requests:
+
+        def begin(address: str) -> None:
+            open_requests.callback(post(gateway, "/v1/completions", address).close)
+            worker.begun()
+
+        for _ in range(MOST // 2):
+            begin("127.0.0.1")
+        refused = post(gateway, "/v1/completions", "127.0.0.1").getresponse()
+        assert (refused.status, int(refused.headers["retry-after"]) >= 1) == (429, True)
+        error = read(refused)["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "client_limit")
+        refused = post(gateway, "/v1/messages", "127.0.0.1").getresponse()
+        assert (refused.status, int(refused.headers["retry-after"]) >= 1) == (429, True)
+        assert read(refused)["error"]["type"] == "rate_limit_error"
+        # Others are served, until there is nothing left for anybody.
+        for number in range(2, 2 + MOST // 2):
+            begin(f"127.0.0.{number}")
+        refused = post(gateway, "/v1/completions", "127.0.0.9").getresponse()
+        assert (refused.status, int(refused.headers["retry-after"]) >= 1) == (503, True)
+        assert read(refused)["error"]["code"] == "queue_full"
+        refused = post(gateway, "/v1/messages", "127.0.0.9").getresponse()
+        assert (refused.status, read(refused)["error"]["type"]) == (503, "overloaded_error")
+    for _ in range(MOST):
+        worker.cancelled()
+
+
+def as_user(name: str) -> None:
+    current_user.set(name)
+
+
+def test_a_request_gives_back_all_that_it_took() -> None:
+    shares = UserShares(4, 1000)
+    as_user("ann")
+    with shares.request():
+        shares.take_stream()
+        shares.take_stream()
+        shares.take_bytes(400)
+        with pytest.raises(UserLimitError) as limit:
+            shares.take_stream()
+        assert limit.value.retry_after_s is not None
+        with pytest.raises(UserLimitError):
+            shares.take_bytes(201)
+        as_user("bob")
+        with shares.request():
+            shares.take_stream()
+            shares.take_bytes(600)
+            as_user("cyd")
+            with shares.request(), pytest.raises(UnavailableError) as full:
+                shares.take_bytes(1)
+            assert not isinstance(full.value, UserLimitError)
+    as_user("ann")
+    with shares.request():
+        shares.take_bytes(1000)
+        shares.take_stream()
+    assert not shares._users
