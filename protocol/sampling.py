@@ -47,7 +47,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Subtracted per occurrence from the logits of tokens already generated."""
     seed: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)] | None = None
     """The same request with the same seed gets the same tokens, whatever else is in the batch.
-    None: a random one."""
+    None: one that follows from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""

@@ -11,6 +11,7 @@ import msgspec
 from ...protocol import logs
 from ...protocol.bodies import decode_as
 from ...protocol.errors import Code, RequestError
+from ...protocol.header import Flag
 from ...protocol.messages import (
     Cancel,
     Generate,
@@ -21,14 +22,16 @@ from ...protocol.messages import (
     System,
     Token,
 )
+from ...protocol.transcript import decode_transcript
 from ...protocol.worker_messages import Start, VocabularyName
 from ..bus import FromBus
-from .engine import Engine
+from .engine import Continued, Engine
 from .live_streams import LiveStreams
 from .models import Failed, LoadEvent, Models, Progress, Ready, model_info
 from .prompts import prompt_tokens, tokenize
+from .resumption import Resumed, Resumption, resume
 from .steering import Steering
-from .streams import Frames, Stream, message_frames
+from .streams import Frames, Move, Stream, message_frames
 from .tokenizer_files import TokenizerAnswers
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,19 @@ class Waiting:
     stream: Stream
     message: Request
     attachments: list[bytes] = field(default_factory=list)
+    sent: list[Token] | None = None
+    """Of a request that has moved here: what its client was sent before."""
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """The sequences of a stream that has moved here, where its client was sent anything."""
+        message = self.message
+        if not self.sent or not isinstance(message, Generate | Score):
+            return None
+        if isinstance(message, Score):
+            return resume(self.sent)
+        steered = message.controller is not None
+        return resume(self.sent, 1 if steered else message.n, steered)
 
 
 class Arrivals:
@@ -94,7 +110,10 @@ class Arrivals:
                 logs.begin(stream.request, request.request_id, request.trace)
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
-            self._take(stream, request, message.attachments)
+            waiting = Waiting(stream, request, message.attachments)
+            if message.header.flags & Flag.MOVED:
+                _take_transcript(waiting)
+            self._take(waiting)
         except Exception as error:
             self._waiting.pop(stream.request, None)
             self._streams.fail(stream, error, "starting this request")
@@ -104,13 +123,21 @@ class Arrivals:
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return False
-        end = Token(
-            token=None,
-            stream_id=waiting.stream.stream_id,
-            logprob=None,
-            finish_reason=cancel.reason,
-        )
-        self._streams.send_end(waiting.stream, end)
+        resumption = waiting.resumption
+        live = resumption.live if resumption is not None else [Resumed(0)]
+        ends = [
+            Token(
+                token=None,
+                stream_id=waiting.stream.stream_id,
+                logprob=None,
+                finish_reason=cancel.reason,
+                pos=one.num_sent,
+                seq=one.seq,
+                live=len(live) - number,
+            )
+            for number, one in enumerate(live, 1)
+        ]
+        self._streams.send_end(waiting.stream, ends)
         return True
 
     def drop(self, request: int) -> None:
@@ -127,7 +154,8 @@ class Arrivals:
 
     # --- one request ----------------------------------------------------------------------------
 
-    def _take(self, stream: Stream, request: Request, attachments: list[bytes]) -> None:
+    def _take(self, waiting: Waiting) -> None:
+        stream, request = waiting.stream, waiting.message
         stream.model = request.model or self._models.default
         if not stream.model:
             raise RequestError(
@@ -135,7 +163,6 @@ class Arrivals:
                 "the request names no model, and this worker has no default one; name a model",
                 path="$.model",
             )
-        waiting = Waiting(stream, request, attachments)
         engine = self._models.get(stream.model)
         if engine is not None:
             self._begin(waiting, engine)
@@ -156,6 +183,11 @@ class Arrivals:
             self._post(self._tokenizers.frames(stream, engine.loaded))
             return
         prompt = prompt_tokens(message, waiting.attachments, tokenizer)
+        resumption = waiting.resumption
+        if resumption is not None and not resumption.live:
+            stream.save, stream.prompt = getattr(message, "save", None), prompt
+            self._streams.finish(stream)
+            return
         common = {"priority": message.priority, "client": stream.session}
         if isinstance(message, Score):
             scored = message.scored
@@ -167,6 +199,7 @@ class Arrivals:
                 scored,
                 text=message.text,
                 top_logprobs=message.top_logprobs,
+                num_scored=len(waiting.sent or ()),
                 **common,
             )
         else:
@@ -175,6 +208,11 @@ class Arrivals:
                 # Its controller decides what an end-of-sequence token is, and is forked with it.
                 sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
             stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
+            continued = None
+            if resumption is not None:
+                stream.live = len(resumption.live)
+                generated = {one.seq: one.tokens for one in resumption.live}
+                continued = Continued(generated, resumption.next_seq)
             stream.usage = engine.add(
                 stream.request,
                 prompt,
@@ -184,6 +222,7 @@ class Arrivals:
                 speculate=message.controller is None,
                 priority=message.priority,
                 client=stream.session,
+                continued=continued,
             )
             if message.controller is not None:
                 self._steering.start(stream.request, engine, _start(message, stream, engine))
@@ -266,6 +305,20 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         trace=message.trace,
         request_id=message.request_id,
     )
+
+
+def _take_transcript(waiting: Waiting) -> None:
+    """Takes in what the client of a request that has moved here was sent before."""
+    if not waiting.attachments:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            "the request has moved here without a transcript, which is its last attachment",
+        )
+    *waiting.attachments, last = waiting.attachments
+    transcript = decode_transcript(last)
+    stream, waiting.sent = waiting.stream, transcript.entries
+    since = stream.received - transcript.pause_s
+    stream.restore(waiting.sent, Move(transcript.left, transcript.why, since))
 
 
 def _stream_id(body: bytes) -> int:

@@ -32,14 +32,14 @@ from .loader import LoadedModel
 from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import PromptUsage, StepOutputs, TokenOutput
+from .sequence import Continued, PromptUsage, StepOutputs, TokenOutput
 from .sequences import LiveSequences
 from .speculation.drafts import Speculation
 from .speculation.lengths import CPU, CUDA
 from .step import Stepper
 from .varlen import choose_layout
 
-__all__ = ["Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
+__all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +126,15 @@ class Engine:
         text: bool = False,
         inspect: bool = False,
         speculate: bool = True,
+        continued: Continued | None = None,
     ) -> PromptUsage:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
         ``client`` identifies the client: requests of clients with the fewest running sequences go
         first. ``text``: outputs carry text. ``inspect``: they say what the masks did.
         ``speculate``: it may have drafts, where the engine makes any; without use where each of its
-        tokens is decided upon. Raises RequestError where the request cannot be run, and then
+        tokens is decided upon. ``continued``: it began at another worker; these are its sequences,
+        and their text goes on. Raises RequestError where the request cannot be run, and then
         nothing has changed. Returns the usage of its prompt, which is complete with the first
         output.
         """
@@ -145,9 +147,15 @@ class Engine:
             text=text,
             inspect=inspect,
         )
-        if speculate:
-            self._speculation.begin(sequence)
-        self._live.begin(sequence)
+        sequences = [sequence]
+        if continued is not None:
+            sequences = self._intake.continued(sequence, continued.generated)
+        for one in sequences if speculate else ():
+            self._speculation.begin(one)
+        if continued is not None:
+            self._live.restore(sequences, continued.next_seq)
+        else:
+            self._live.begin(sequence)
         return sequence.prompt_usage
 
     def score(
@@ -160,10 +168,12 @@ class Engine:
         client: int = 0,
         text: bool = False,
         top_logprobs: int = 0,
+        num_scored: int = 0,
     ) -> PromptUsage:
         """Begins a score: the log-probability of each token of ``scored``, given all before it.
 
         ``text``: outputs carry text; ``top_logprobs``: and so many of the most likely tokens.
+        ``num_scored``: so many of the first tokens have been scored elsewhere, and have no output.
         Raises RequestError where the request cannot be run. Returns the usage of its prompt, as
         ``add`` does.
         """
@@ -175,6 +185,7 @@ class Engine:
             client=client,
             text=text,
             top_logprobs=top_logprobs,
+            num_scored=num_scored,
         )
         self._live.begin(sequence)
         return sequence.prompt_usage

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from itertools import count
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.sampling import Sampling
+from .block_manager import BlockTable
 from .loader import LoadedModel
 from .sequence import PromptUsage, Sequence
 from .text import Detokenizer, TextStream, detokenizers
+
+_MASK = (1 << 64) - 1
+SEED_BITS = 62
+
+
+def derived_seed(request: int) -> int:
+    """The seed of a request that names none: it follows from the broker's number of the request, so
+    that the request draws the same numbers wherever it runs (splitmix64's finalizer)."""
+    z = (request + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
 class Intake:
@@ -63,7 +76,7 @@ class Intake:
             num_prompt=len(prompt),
             sampling=sampling,
             max_length=min(self._max_length, len(prompt) + sampling.max_tokens),
-            seed=secrets.randbits(62) if sampling.seed is None else sampling.seed,
+            seed=derived_seed(request) if sampling.seed is None else sampling.seed,
             priority=priority,
             client=client,
             arrival=next(self._arrivals),
@@ -87,8 +100,10 @@ class Intake:
         client: int,
         text: bool,
         top_logprobs: int,
+        num_scored: int = 0,
     ) -> Sequence:
-        """The sequence of a score. Raises RequestError where the request cannot be run."""
+        """The sequence of a score, of which the first ``num_scored`` tokens were scored elsewhere.
+        Raises RequestError where the request cannot be run."""
         length = len(prompt) + len(scored)
         self._check_prompt(prompt, length)
         if not scored:
@@ -106,6 +121,7 @@ class Intake:
             sampling=Sampling(top_logprobs=top_logprobs),
             max_length=length,
             scored=True,
+            scored_from=len(prompt) + num_scored,
             priority=priority,
             client=client,
             arrival=next(self._arrivals),
@@ -113,7 +129,34 @@ class Intake:
         )
         if text and self._detokenizer is not None:
             sequence.text = TextStream(self._detokenizer(prompt))
+            for token in scored[:num_scored]:
+                sequence.text.push(token)
         return sequence
+
+    def continued(self, first: Sequence, generated: Mapping[int, Tokens[int]]) -> list[Sequence]:
+        """The sequences of a generation with these tokens after its prompt, by number; ``first`` is
+        what ``generation`` made of it. Raises RequestError where one of them is too long."""
+        sequences = []
+        for seq, tokens in generated.items():
+            if first.num_prompt + len(tokens) >= first.max_length:
+                raise RequestError(
+                    Code.PROMPT_TOO_LONG,
+                    f"sequence {seq} was to be continued after {first.num_prompt + len(tokens)} "
+                    f"tokens; {self._loaded.name} takes at most {first.max_length - 1} here",
+                    path="$.prompt",
+                )
+            self.check_tokens(tokens, "$.prompt")
+            sequence = replace(
+                first,
+                seq=seq,
+                tokens=[*first.tokens, *tokens],
+                block_table=BlockTable(),
+                pending_forks=0,
+            )
+            if first.text is not None:
+                sequence.text = self.text_of(sequence)
+            sequences.append(sequence)
+        return sequences
 
     def text_of(self, sequence: Sequence) -> TextStream:
         """The text of a sequence's tokens so far, ready for the next token."""

@@ -23,9 +23,11 @@ from .spans import record_span
 from .streams import (
     BySession,
     Frames,
+    Move,
     Stream,
     attached_frames,
     error_frames,
+    message_frames,
     saved_buffer_frames,
     token_frames,
 )
@@ -37,7 +39,7 @@ class LiveStreams:
     """The streams whose requests an engine has, by request.
 
     ``post`` sends frames. ``release`` frees what the engine and the controllers keep of a stream
-    that is over; it may be called for one of which nothing is left.
+    that is over; it may be called for one of which nothing is left. ``name``: the worker's.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class LiveStreams:
         post: Callable[[Frames], None],
         release: Callable[[Stream], None],
         metrics: WorkerMetrics | None = None,
+        name: str = "",
     ) -> None:
         self.metrics = metrics or WorkerMetrics()
         self._post = post
         self._release = release
+        self._name = name
         self._streams: dict[int, Stream] = {}
         self._history = History(self._streams)
         self._recipients: dict[str, Recipients] = {}
@@ -108,6 +112,8 @@ class LiveStreams:
                     self.metrics.errors.add(output.code or Code.INTERNAL)
             if output.parent is not None:
                 stream.live += 1
+            if stream.move is not None:
+                self._announce(stream, stream.move)
             stream.num_tokens += output.token is not None
             entry = _entry(output, stream)
             if not stream.started:
@@ -132,6 +138,9 @@ class LiveStreams:
         before = self._recipients.pop(first.model, None)
         if before is not None:
             before.settle()
+        for stream in streams:
+            if stream is not None and stream.move is not None:
+                self._announce(stream, stream.move)
         begins = {stream for stream in streams if stream is not None and not stream.started}
         if not begins:
             found = Recipients(columns.sequences, streams)
@@ -147,10 +156,22 @@ class LiveStreams:
         self._recipients[first.model] = found
         return found
 
-    def send_end(self, stream: Stream, end: Token) -> None:
-        """Sends the only entry of a stream that no engine has."""
+    def _announce(self, stream: Stream, move: Move) -> None:
+        """Notifies the client of a stream that has moved, before its first new entry."""
+        stream.move = None
+        self._post(message_frames(stream, b"SYSTEM", move.notice(stream, self._name)))
+
+    def send_end(self, stream: Stream, ends: list[Token]) -> None:
+        """Sends the last entries of a stream that no engine has."""
         stream.live = 0
-        self._deliver([(stream, [end])])
+        self._deliver([(stream, ends)])
+
+    def finish(self, stream: Stream) -> None:
+        """Reports the end of a stream that has moved, and whose last entry was sent before."""
+        if stream.save:
+            self._post(saved_buffer_frames(stream, self._history.of(stream)))
+        self._post(token_frames({}, [stream.request]))
+        logs.end(stream.request)
 
     def _deliver(
         self, new: list[tuple[Stream, list[Token]]], columns: Columns | None = None

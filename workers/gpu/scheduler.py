@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
     def first_row(self) -> int:
         """The first of its tokens whose logits are needed; ``end`` where none are."""
         if self.sequence.scored:
-            return min(max(self.start, self.sequence.num_prompt - 1), self.end)
+            return min(max(self.start, self.sequence.scored_from - 1), self.end)
         return self.end - len(self.draft) - 1 if self.completes else self.end
 
     @property
@@ -234,7 +234,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
         if sequence.scored:
-            end = min(end, max(start, sequence.num_prompt - 1) + SCORE_ROWS)
+            end = min(end, max(start, sequence.scored_from - 1) + SCORE_ROWS)
         return Chunk(sequence, start, end)
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
@@ -266,7 +266,7 @@ class Scheduler:
         if kept:
             hit = sequence.num_computed_tokens
         else:
-            limit = sequence.num_prompt - 1 if sequence.scored else sequence.target - 1
+            limit = sequence.scored_from - 1 if sequence.scored else sequence.target - 1
             hit = self._blocks.match(sequence.block_table, sequence.tokens, limit)
         needed = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         chunk = self._chunk(sequence, hit, room)

@@ -76,6 +76,15 @@ class PromptUsage:
     """When that was, by ``time.monotonic``."""
 
 
+class Continued(NamedTuple):
+    """The live sequences of a request that began at another worker."""
+
+    generated: Mapping[int, Tokens[int]]
+    """By number, at least one: the tokens after the prompt."""
+    next_seq: int
+    """The number of its next fork."""
+
+
 @dataclass(slots=True)
 class KeptRow:
     """The logits of a deferred sequence; its forks share them."""
@@ -100,6 +109,9 @@ class Sequence:
     seed: int = 0
     scored: bool = False
     """It is a SCORE: all its tokens are known, and their log-probabilities are computed."""
+    scored_from: int = 0
+    """Of a score: the first token whose log-probability is computed; those before it are the
+    prompt, and what another worker has scored."""
     priority: int = 0
     client: int = 0
     arrival: int = 0

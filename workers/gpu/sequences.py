@@ -58,6 +58,14 @@ class LiveSequences:
         self._next_fork[sequence.request] = 1 + sequence.pending_forks
         self._scheduler.add(sequence)
 
+    def restore(self, sequences: Tokens[Sequence], next_seq: int) -> None:
+        """Takes in the live sequences of a request that began elsewhere."""
+        request = sequences[0].request
+        self.requests[request] = {sequence.seq: sequence for sequence in sequences}
+        self._next_fork[request] = next_seq
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
     def find(self, request: int, seq: int) -> Sequence | None:
         """A live sequence; None where it has ended or never was."""
         return self.requests.get(request, {}).get(seq)

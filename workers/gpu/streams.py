@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,28 @@ from .sequence import PromptUsage
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
 """How a client gets TOKEN: entries in one of two encodings, or columns, in msgpack."""
+
+
+class Move(NamedTuple):
+    """That a stream, or its controller, is with another worker now."""
+
+    left: str
+    """The worker that it was with."""
+    why: str
+    since: float
+    """Since when it was with none, by ``time.monotonic``."""
+
+    def notice(self, stream: Stream, worker: str) -> System:
+        """The SYSTEM for its client; ``worker``: the one that it is with now."""
+        return System(
+            event="moved",
+            message=self.why,
+            stream_id=stream.stream_id,
+            model=stream.model,
+            left=self.left,
+            worker=worker,
+            pause_s=round(time.monotonic() - self.since, 6),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +84,8 @@ class Stream:
     """When its last one was."""
     metrics: ModelMetrics | None = None
     """Those of its model, while an engine has it."""
+    move: Move | None = None
+    """Of one that has moved, until its client is notified."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1) -> Stream:
@@ -75,6 +99,16 @@ class Stream:
     def form(self) -> Form:
         """The form of its tokens."""
         return "columns" if self.columns else self.encoding
+
+    def restore(self, sent: list[Token], move: Move) -> None:
+        """It began at another worker, which has sent these entries."""
+        self.entries = [(0, sent)]
+        self.started = bool(sent)
+        self.num_tokens = sum(entry.token is not None for entry in sent)
+        self.move = move
+        if self.num_tokens:
+            # The time to its first token is not counted again; the pause is one between tokens.
+            self.first_at = self.sent_at = move.since
 
     def take_form(self, flags: int) -> None:
         """Its client takes what these flags of a header say."""

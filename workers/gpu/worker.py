@@ -56,7 +56,7 @@ class GpuWorker:
         )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
-        self._streams = LiveStreams(self._bus.post, self._release)
+        self._streams = LiveStreams(self._bus.post, self._release, name=self._name)
         self._steering = Steering(
             partial(self._bus.post, wake=False),
             decision_timeout(settings),

@@ -169,7 +169,8 @@ export interface Generate {
   readonly frequency_penalty?: number | undefined;
   /**
    * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
-   * a random one. At least 0, at most 9223372036854775807.
+   * one that follows from the broker's number of the request. At least 0, at most
+   * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
   /**

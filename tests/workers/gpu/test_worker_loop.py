@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,19 @@ class Loop:
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()
 
-    def give(self, kind: bytes, body: Any, request: int = 0, address: int = 0) -> None:
+    def give(
+        self,
+        kind: bytes,
+        body: Any,
+        request: int = 0,
+        address: int = 0,
+        flags: int = 0,
+        attachments: Iterable[bytes] = (),
+    ) -> None:
         """A message has arrived."""
         encoded = body if isinstance(body, bytes) else encode_body(body, "msgpack")
-        self.worker._bus._inbox.put([FromBus(kind, Header(request, address), encoded, [])])
+        header = Header(request, address, flags)
+        self.worker._bus._inbox.put([FromBus(kind, header, encoded, list(attachments))])
 
     def generate(
         self,

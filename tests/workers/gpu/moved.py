@@ -1,0 +1,137 @@
+"""A stream that moves between workers, as its client sees it: what one worker has sent up to some
+message, and what the next one sends from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import UNSET
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
+from tokenbus.protocol.header import Flag, decode_manifest
+from tokenbus.protocol.messages import System, Token
+from tokenbus.protocol.transcript import encode_transcript
+from tokenbus.workers.gpu.loader import LoadedModel
+
+from .test_worker_loop import Loop
+
+REQUEST = 5
+TURNS = 3000
+
+
+def token_messages(loop: Loop) -> list[list[Token]]:
+    """The entries of each TOKEN that a worker has sent, message by message."""
+    messages = []
+    for frames in loop.sent(b"TOKEN"):
+        entries: list[Token] = []
+        for body in frames[2:]:
+            decoded: TokenBody = decode_as(TokenBody, body)
+            entries += column_entries(decoded) if isinstance(decoded, TokenColumns) else decoded
+        messages.append(entries)
+    return messages
+
+
+def give(loop: Loop, kind: bytes, body: dict[str, Any], flags: int, *attachments: bytes) -> None:
+    """The request arrives."""
+    encoded = msgspec.msgpack.encode({"model": "m", "stream_id": REQUEST} | body)
+    loop.give(kind, encoded, REQUEST, 100, flags | Flag.MSGPACK, attachments)
+
+
+def finished(loop: Loop) -> bool:
+    return any(REQUEST in decode_manifest(frames[1]).finished for frames in loop.sent(b"TOKEN"))
+
+
+def finish(loop: Loop) -> None:
+    """Turns until the stream is over."""
+    for _ in range(TURNS):
+        if finished(loop):
+            return
+        assert not loop.sent(b"ERROR"), loop.sent(b"ERROR")
+        loop.turn()
+    raise AssertionError("the stream is not over")
+
+
+def transcript(messages: Sequence[list[Token]]) -> bytes:
+    """What a worker is given that the client has been sent these messages."""
+    return encode_transcript([e for m in messages for e in m], "gpu-1", "it was killed", 0.5)
+
+
+class Moving:
+    """Runs one request undisturbed, and then again in two workers."""
+
+    def __init__(
+        self, folder: Path, loaded: LoadedModel, kind: bytes, body: dict[str, Any], flags: int = 0
+    ) -> None:
+        self._folder, self._loaded = folder, loaded
+        self._kind, self._body, self._flags = kind, body, flags
+        whole = Loop(folder, loaded)
+        give(whole, kind, body, flags)
+        finish(whole)
+        self.messages = token_messages(whole)
+        self.buffers = whole.sent(b"BUFFER")
+
+    def check(self, cut: int, overlap: bool = False) -> None:
+        """Moves the stream after ``cut`` of its messages: its client gets what it got without."""
+        before = self.messages[:cut]
+        second = Loop(self._folder, self._loaded, overlap=overlap)
+        flags = self._flags | Flag.MOVED
+        give(second, self._kind, self._body, flags, transcript(before))
+        finish(second)
+        after = token_messages(second)
+        same_entries([*before, *after], self.messages)
+        assert second.sent(b"BUFFER") == self.buffers
+        check_notice(second)
+
+
+def check_notice(loop: Loop) -> None:
+    """The client was notified once, before the first new entry."""
+    kinds = [frames[0] for frames in loop.worker._bus._outbox]
+    if not any(token_messages(loop)):
+        assert b"SYSTEM" not in kinds
+        return
+    assert kinds.count(b"SYSTEM") == 1
+    assert kinds.index(b"SYSTEM") < kinds.index(b"TOKEN")
+    notice: System = decode_as(System, loop.sent(b"SYSTEM")[0][2])
+    assert (notice.event, notice.left, notice.message) == ("moved", "gpu-1", "it was killed")
+    assert notice.worker == loop.worker._name
+    assert notice.pause_s is not None
+    assert notice.pause_s >= 0.5
+
+
+def same_entries(got: Sequence[list[Token]], wanted: Sequence[list[Token]]) -> None:
+    """The same entries of each sequence in the same order; steps may divide them otherwise."""
+    first, second = ([e for m in messages for e in m] for messages in (got, wanted))
+    seqs = {entry.seq for entry in second}
+    assert {entry.seq for entry in first} == seqs
+    for seq in seqs:
+        a, b = ([plain(e) for e in every if e.seq == seq] for every in (first, second))
+        assert a == b
+        c, d = ([e for e in every if e.seq == seq] for every in (first, second))
+        for one, other in zip(c, d, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            if isinstance(one.top_logprobs, dict) and isinstance(other.top_logprobs, dict):
+                near(one.top_logprobs, other.top_logprobs)
+    ends = [[e.live for e in every if e.finish_reason] for every in (first, second)]
+    assert ends[0] == ends[1]
+
+
+def plain(entry: Token) -> Token:
+    """An entry without its numbers, which are compared with a tolerance, and without how many
+    sequences were live, which depends on the order of ends."""
+    return msgspec.structs.replace(
+        entry, logprob=None, top_logprobs=UNSET, live=0, cached_tokens=0, round_us=0
+    )
+
+
+def near(one: dict[int, float], other: dict[int, float]) -> None:
+    """The same log-probabilities; the least likely of two that are alike may be another one."""
+    for token in one.keys() & other.keys():
+        assert one[token] == pytest.approx(other[token], abs=1e-4)
+    rest = [*(one.keys() - other.keys()), *(other.keys() - one.keys())]
+    values = [(one | other)[token] for token in rest]
+    assert not values or math.isclose(min(values), max(values), abs_tol=1e-4)
