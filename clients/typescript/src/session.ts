@@ -387,5 +387,6 @@ function endedOffline(): ConnectionLostError {
 }
 
 function retrying(message: string) {
-  return { event: "retrying", message, stream_id: null, model: "", place: null, progress: null } as const;
+  const nothing = { model: "", place: null, progress: null, left: "", worker: "", pause_s: null };
+  return { event: "retrying" as const, message, stream_id: null, ...nothing };
 }
