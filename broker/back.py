@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from ..protocol.bodies import decode_as, error_body
-from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
+from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import PROTOCOL_VERSION, Buffer
 from ..protocol.worker_messages import (
@@ -22,7 +22,7 @@ from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters
-from .tables import RETRY_AFTER_S, SessionTable, Worker, WorkerState
+from .tables import SessionTable, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Back:
                 reason = "this connection has no registered worker"
                 self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
-                self._pass_on(message_type, head, frames)
+                self._pass_on(worker, message_type, head, frames)
             else:
                 self._on_worker_message(worker, message_type, head, frames)
         except Exception as error:
@@ -109,12 +109,14 @@ class Back:
         for i, number in enumerate(sessions, 2):
             session = known.get(number)
             if session is not None:
-                out.tokens(session, frames[i])
+                body = frames[i]
+                out.tokens(session, body)
+                session.journal.tail.append(body)
         self._counters.token_bodies += len(sessions)
         for number in finished:
             try:
                 request = self._dispatcher.requests.get(number)
-                if request is not None:
+                if request is not None and request.worker is worker:
                     self._dispatcher.forget(request)
             except Exception as error:
                 self._on_failure(worker, peer, frames, error)
@@ -132,13 +134,18 @@ class Back:
         """A worker's connection closed: its lease ends."""
         worker = self._by_peer.get(peer)
         if worker is not None:
-            self._lose(worker, "its connection closed")
+            self._lose(worker, "its connection closed", died=True)
+
+    def renew(self, now: float) -> None:
+        """Renews all leases: what the workers sent meanwhile has not been looked at yet."""
+        for worker in self._by_peer.values():
+            worker.last_seen = now
 
     def tick(self, now: float) -> None:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""
         for worker in list(self._by_peer.values()):
             if now - worker.last_seen > self._settings.expiry_s:
-                self._lose(worker, f"no message for {now - worker.last_seen:.1f} s")
+                self._lose(worker, f"no message for {now - worker.last_seen:.1f} s", died=True)
         if now - self._last_beat >= self._settings.heartbeat_s:
             self._last_beat = now
             for worker in self._by_peer.values():
@@ -173,13 +180,20 @@ class Back:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _pass_on(self, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
+    def _pass_on(
+        self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]
+    ) -> None:
         header = decode_header(head)
         request = self._dispatcher.requests.get(header.request)
+        if request is not None and worker not in (request.worker, request.steered_by):
+            return
         if header.request and (request is None or not request.open):
             if request is not None and header.flags & Flag.FINAL:
                 self._dispatcher.forget(request)
             return
+        if request is not None and request.attaching and message_type == b"MSG":
+            # What follows it comes again.
+            request.session.journal.repeats(request.id, request.attaching.pop(0))
         session = self._sessions.by_id.get(header.address)
         if session is not None and session.peer is not None:
             self._sessions.unread.add(session.peer, sum(map(len, frames[2:])))
@@ -197,7 +211,10 @@ class Back:
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
             worker.load, worker.metrics = beat.load, beat.metrics
-            if hung:
+            if self._dispatcher.is_hung(worker):
+                if worker.requests:
+                    self._lose(worker, f"its step has run for {beat.step_age_s:.0f} s", died=True)
+            elif hung:
                 self._dispatcher.refill(worker)
         elif message_type == b"DRAIN":
             decode_as(Drain, frames[2], "msgpack")
@@ -206,7 +223,7 @@ class Back:
             log.info("worker %s is draining", worker.name)
         elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
-            self._lose(worker, gone.reason or "it unregistered")
+            self._lose(worker, gone.reason or "it unregistered", died=False)
         elif message_type == b"BUFFER":
             self._save_buffer(head, frames)
         elif message_type == b"START":
@@ -233,7 +250,8 @@ class Back:
             return
         for other in list(self._by_peer.values()):
             if other.name == message.name:
-                self._lose(other, "it registered again on a new connection")
+                died = other.pid != message.pid
+                self._lose(other, "it registered again on a new connection", died)
         worker = Worker(
             id=next(self._ids),
             peer=peer,
@@ -246,6 +264,7 @@ class Back:
             patterns=message.patterns,
             default=message.default,
             last_seen=now,
+            step_age_s=message.step_age_s,
         )
         self._by_peer[peer] = worker
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
@@ -292,14 +311,7 @@ class Back:
             return
         if request.controller_started:
             return
-        try:
-            chosen = self._dispatcher.controllers.start(request)
-        except TokenbusError as error:
-            self._dispatcher.controllers.refuse(request, error)
-            return
-        sent_by = encode_header(request.id, worker.id)
-        given = (b"START", sent_by, frames[2], request.session.tenant)
-        self._out.append(Outgoing(_BACK, chosen.peer, given, True))
+        self._dispatcher.controllers.start(request, frames[2], self._dispatcher.now)
 
     def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
         """A stream with ``save`` is about to end: its tokens become a buffer of its session."""
@@ -324,20 +336,14 @@ class Back:
     def _lose_unread(self, worker: Worker, error: Exception) -> None:
         """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
         of the worker's can continue."""
-        self._lose(worker, f"a message of it cannot be read: {error}")
+        self._lose(worker, f"a message of it cannot be read: {error}", died=True)
         reason = "a message of this worker cannot be read"
         self._out.to_worker(worker.peer, b"REREGISTER", Reregister(reason=reason))
 
-    def _lose(self, worker: Worker, why: str) -> None:
+    def _lose(self, worker: Worker, why: str, died: bool) -> None:
         self._by_peer.pop(worker.peer, None)
         lost = len(worker.requests)
         if lost:
             self._counters.workers_lost += 1
         log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
-        error = UnavailableError(
-            Code.WORKER_LOST,
-            f"the worker {worker.name} that ran this stream was lost ({why}); send the "
-            "request again",
-            retry_after_s=RETRY_AFTER_S,
-        )
-        self._dispatcher.remove(worker, error)
+        self._dispatcher.remove(worker, why, died)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.header import encode_header
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
-from .outgoing import Outgoings
+from .outgoing import Outgoing, Outgoings, Side
+from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A START that no controller worker can take at the moment."""
+
+    request: Request
+    body: bytes
+    since: float
 
 
 class Controllers:
@@ -20,24 +32,33 @@ class Controllers:
     """
 
     def __init__(
-        self, workers: dict[int, Worker], out: Outgoings, now: Callable[[], float]
+        self,
+        settings: BrokerSettings,
+        workers: dict[int, Worker],
+        out: Outgoings,
+        now: Callable[[], float],
     ) -> None:
         """``now`` returns the time of the event that is handled, in seconds."""
+        self._settings = settings
         self._workers = workers
         self._out = out
         self._now = now
         self._pace = Pace()
         """At which requests that have a controller end."""
+        self._waiting: dict[int, _Waiting] = {}
+        """By request."""
 
     def module_workers(self) -> list[Worker]:
         """The controller workers that run uploaded modules."""
         every = self._workers.values()
         return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
 
-    def choose(self, name: str) -> Worker:
+    def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that runs the controller ``name``; raises why it is refused.
 
-        A worker that registered that name goes before those that run any module.
+        A worker that registered that name goes before those that run any module. ``served_as``: of
+        a controller that has begun, the pattern of the worker where it did; another may have
+        another controller of that name.
         """
         workers = [w for w in self._workers.values() if w.role == "controller"]
         if not workers:
@@ -46,7 +67,17 @@ class Controllers:
                 "no controller worker is running; start one, or try again in a moment",
                 retry_after_s=RETRY_AFTER_S,
             )
-        serving = [w for w in workers if name in w.patterns] or self.module_workers()
+        if served_as:
+            serving = [w for w in workers if served_as in w.patterns]
+            if not serving:
+                raise UnavailableError(
+                    Code.NO_WORKER,
+                    f"the worker that served the controller {name!r} is lost, and no other serves "
+                    "it; start one, or try again in a moment",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+        else:
+            serving = [w for w in workers if name in w.patterns] or self.module_workers()
         if not serving:
             names = ", ".join(sorted({p for w in workers for p in w.patterns}))
             raise RequestError(
@@ -69,25 +100,58 @@ class Controllers:
 
         Where there is none, ``start`` chooses a worker, or says why the request is refused.
         """
-        with contextlib.suppress(TokenbusError):
-            self._assign(request, self.choose(request.controller))
+        if request.steered_by is None:
+            with contextlib.suppress(TokenbusError):
+                self._assign(request, self.choose(request.controller, request.served_as))
 
     def _assign(self, request: Request, worker: Worker) -> None:
         request.steered_by = worker
         worker.steers[request.id] = request
 
-    def start(self, request: Request) -> Worker:
-        """The worker that begins a request's controller now.
+    def start(self, request: Request, body: bytes, now: float) -> None:
+        """Sends the START of a request's controller to the worker that begins it.
 
-        That is the reserved one, or another one where it was lost or drains; raises as ``choose``.
+        That is the reserved one, or another one where it was lost or drains. Where there is none
+        for now, the START waits for one; where there can be none, the GPU worker is notified.
         """
         if request.steered_by is None:
-            self._assign(request, self.choose(request.controller))
-        assert request.steered_by is not None
+            try:
+                self._assign(request, self.choose(request.controller, request.served_as))
+            except UnavailableError:
+                self._waiting[request.id] = _Waiting(request, body, now)
+                return
+            except TokenbusError as error:
+                self._refuse(request, error)
+                return
+        worker = request.steered_by
+        assert worker is not None
+        assert request.worker is not None
         request.controller_started = True
-        return request.steered_by
+        name = request.controller
+        request.served_as = name if name in worker.patterns else ANY_MODULE
+        sent_by = encode_header(request.id, request.worker.id)
+        given = (b"START", sent_by, body, request.session.tenant)
+        self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
-    def refuse(self, request: Request, error: TokenbusError) -> None:
+    def start_waiting(self) -> None:
+        """Starts what waits for a controller worker and has one now."""
+        for number, waiting in list(self._waiting.items()):
+            del self._waiting[number]
+            self.start(waiting.request, waiting.body, waiting.since)
+
+    def refuse_waiting(self, now: float) -> None:
+        """Refuses what has waited for ``move_wait_s`` for a controller worker."""
+        for number, waiting in list(self._waiting.items()):
+            if now - waiting.since < self._settings.move_wait_s:
+                continue
+            del self._waiting[number]
+            request = waiting.request
+            try:
+                self.choose(request.controller, request.served_as)
+            except TokenbusError as error:
+                self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: TokenbusError) -> None:
         """Notifies a request's GPU worker that its controller cannot start."""
         if request.worker is not None:
             self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
@@ -97,7 +161,10 @@ class Controllers:
         worker = request.steered_by
         self._release(request)
         self._pace.note(self._now())
-        if not request.controller_started:
+        self._waiting.pop(request.id, None)
+        if self._waiting:
+            self.start_waiting()
+        if not request.served_as:
             return
         body = End(requests=[request.id])
         if worker is not None:
@@ -112,17 +179,29 @@ class Controllers:
             if not request.controller_started:
                 self._release(request)
 
+    def on_moving(self, request: Request) -> None:
+        """A request has lost its GPU worker: the next one starts its controller again.
+
+        That is at the same controller worker, where it does not drain; it has no END, as the
+        answers that its variable operations got are needed for the replay.
+        """
+        self._waiting.pop(request.id, None)
+        request.controller_started = False
+        if request.steered_by is not None and request.steered_by.state is WorkerState.DRAINING:
+            self._release(request)
+
     def on_lost(self, worker: Worker) -> None:
         """A worker is lost.
 
-        GPU workers end the requests whose controllers it ran; those that it had not begun are for
-        another one.
+        GPU workers start the controllers that it ran again, which goes to another one, as do those
+        that it had not begun.
         """
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)
             if request.controller_started and request.worker is not None:
                 by_gpu.setdefault(request.worker.id, []).append(request.id)
+            request.controller_started = False
         error = UnavailableError(
             Code.WORKER_LOST,
             f"the worker {worker.name} that ran this stream's controller was lost; send the "

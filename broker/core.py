@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 Message = tuple[bytes, list[bytes]]
 """A connection (on a socket its routing id), and the frames of a message that came on it."""
 
+LATE_TICKS = 8
+"""A tick that comes so many of their intervals after the one before is late: leases that seem to
+have expired by then are renewed first."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
@@ -41,7 +44,7 @@ class Broker:
         self._out = Outgoings(counters.errors)
         ids = counting_ids(boot)
         self.session_table = table = SessionTable()
-        self.dispatcher = dispatcher = Dispatcher(settings, self._out)
+        self.dispatcher = dispatcher = Dispatcher(settings, table, self._out)
         buffers = Buffers(settings)
         self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
         self._sessions = Sessions(settings, table, dispatcher, buffers, self._out, ids)
@@ -57,7 +60,8 @@ class Broker:
             now,
         )
         self._back = Back(settings, table, dispatcher, buffers, self._out, ids, counters)
-        self._places_at = now
+        self._settings = settings
+        self._places_at = self._ticked_at = now
 
     def on_client(
         self, peer: bytes, frames: list[bytes], now: float, key: str = ""
@@ -119,7 +123,12 @@ class Broker:
     def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: checks leases and deadlines, sends notices."""
         self.dispatcher.now = now
-        for part in (self._back.tick, self._sessions.tick, self.dispatcher.expire):
+        if now - self._ticked_at > LATE_TICKS * self._settings.tick_s:
+            # This process was stopped, and so was the time of those that it would find silent.
+            self._guarded(self._back.renew, now)
+            self._guarded(self._sessions.renew, now)
+        self._ticked_at = now
+        for part in (self._back.tick, self._sessions.tick, self.dispatcher.tick):
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now

@@ -6,17 +6,18 @@ import logging
 
 from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.header import encode_header, waited_flags
+from ..protocol.header import Flag, encode_header, waited_flags
 from ..protocol.messages import Cancel, System
 from ..protocol.pace import BOUNDS_S, Pace
 from ..protocol.shares import fits_share
 from .controllers import Controllers
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
+from .moves import Moves
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .spans import record_span
-from .tables import RETRY_AFTER_S, CancelReason, Request, Worker, WorkerState
+from .tables import RETRY_AFTER_S, CancelReason, Request, SessionTable, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,16 @@ def room_for(priority: int, most: int) -> int:
 class Dispatcher:
     """Requests and workers: each request goes to the least loaded worker, or waits in a queue."""
 
-    def __init__(self, settings: BrokerSettings, out: Outgoings) -> None:
+    def __init__(self, settings: BrokerSettings, sessions: SessionTable, out: Outgoings) -> None:
         self._settings = settings
         self._out = out
         self.workers: dict[int, Worker] = {}
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
-        self.controllers = Controllers(self.workers, out, lambda: self.now)
+        self._unserved: dict[tuple[str, str], float] = {}
+        """Since when no worker serves what waits in a queue."""
+        self.controllers = Controllers(settings, self.workers, out, lambda: self.now)
+        self.moves = Moves(settings, sessions, out)
         self.deadlines = Deadlines()
         self._pace = Pace()
         """At which requests leave the queues for a worker."""
@@ -60,7 +64,7 @@ class Dispatcher:
     @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
-        return sum(map(len, self.queues.values()))
+        return sum(map(len, self.queues.values())) + len(self.moves.waiting)
 
     # --- the life of a request ------------------------------------------------------------------
 
@@ -115,6 +119,7 @@ class Dispatcher:
         if request.worker is None:
             self.forget(request)
         else:
+            self.moves.forget(request)
             self._send_cancel(request, "cancelled")
 
     def forget(self, request: Request) -> None:
@@ -124,6 +129,7 @@ class Dispatcher:
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
         self.deadlines.remove(request)
+        self.moves.forget(request)
         if request.trace:
             record_span(request)
         logs.end(request.id)
@@ -135,8 +141,14 @@ class Dispatcher:
             self._dequeue(request)
             return
         worker.requests.pop(request.id, None)
-        if self.queues:
+        if self.queues or self.moves.waiting:
             self.refill(worker)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: deadlines, what waits for a worker, and the journals."""
+        self.expire(now)
+        self.refuse_unserved(now)
+        self.moves.tick(self.requests)
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
@@ -159,42 +171,77 @@ class Dispatcher:
         self.workers[worker.id] = worker
         self.rebalance()
 
-    def remove(self, worker: Worker, error: TokenbusError) -> None:
-        """A worker is lost: its streams end with ``error``, and what only it served is refused."""
+    def remove(self, worker: Worker, why: str, died: bool) -> None:
+        """A worker is lost: its streams move. ``died``: not at its own wish."""
         if self.workers.pop(worker.id, None) is None:
             return
         self.controllers.on_lost(worker)
+        running = []
         for request in list(worker.requests.values()):
-            worker.requests.pop(request.id, None)
-            if request.open:
-                request.error = error.message
-                self._out.error(request, error)
+            del worker.requests[request.id]
+            if request.open and request.cancelled is None:
+                running.append(request)
+                continue
+            if request.open and request.cancelled is not None:
+                self._out.finish(request, request.cancelled)
             self.forget(request)
+        ended = self.moves.take(worker, running, why, died, self.now)
+        for request in running:
+            self.controllers.on_moving(request)
+        for request, error in ended:
+            self._refuse([request], error)
         self.rebalance()
 
     def rebalance(self) -> None:
-        """The workers, or what they serve, have changed.
+        """The workers, or what they serve, have changed: starts what a worker now has room for.
 
-        Refuses waiting requests that no worker serves any more, and starts those that a worker now
-        has room for.
+        What no worker serves any more waits for one to register; but requests without a model are
+        refused where it is not clear any more which model that is.
         """
+        defaults = {worker.default for worker in self.workers.values() if worker.default}
+        unclear = self.queues.get(("gpu", ""))
+        if unclear is not None and defaults and not self.default_model():
+            try:
+                self._candidates("gpu", "")
+            except TokenbusError as error:
+                self._refuse(list(unclear), error)
+        for worker in list(self.workers.values()):
+            self.refill(worker)
+        self.controllers.start_waiting()
+
+    def refuse_unserved(self, now: float) -> None:
+        """Refuses what has waited for ``move_wait_s`` where no worker serves it any more."""
+        for key in [key for key in self._unserved if key not in self.queues]:
+            del self._unserved[key]
         for (role, model), queue in list(self.queues.items()):
             try:
                 self._candidates(role, model)
             except TokenbusError as error:
-                for request in list(queue):
-                    self._out.error(request, error)
-                    self.forget(request)
-        if self.queues:
-            for worker in list(self.workers.values()):
-                self.refill(worker)
+                since = self._unserved.setdefault((role, model), now)
+                if now - since >= self._settings.move_wait_s:
+                    self._refuse(list(queue), error)
+            else:
+                self._unserved.pop((role, model), None)
+        for request in list(self.moves.waiting.values()):
+            if self.moves.overdue(request, now) and not self._may_continue_at(request):
+                self._refuse([request], self.moves.unserved(request))
+        self.controllers.refuse_waiting(now)
+
+    def _refuse(self, requests: list[Request], error: TokenbusError) -> None:
+        for request in requests:
+            request.error = error.message
+            self._out.error(request, error)
+            self.forget(request)
 
     def refill(self, worker: Worker) -> None:
         """Starts waiting requests on a worker while it has room.
 
-        The highest priority first; between models of the same priority, the queues take turns.
+        Those that have moved first, wherever there is room for them; then the highest priority;
+        between models of the same priority, the queues take turns.
         """
-        if not self._accepts(worker):
+        if self.moves.waiting:
+            self._continue_moved()
+        if not self.queues or not self._accepts(worker):
             return
         served = {
             (role, model): queue
@@ -263,6 +310,19 @@ class Dispatcher:
             path="$.model",
         )
 
+    def _may_continue_at(self, request: Request) -> list[Worker]:
+        """The workers that a request may move to, busy and draining ones too."""
+        serving = self._serving(request.role, request.model)
+        return [w for w in serving if self.moves.fits(request, w)]
+
+    def _continue_moved(self) -> None:
+        """Sends requests that have lost their worker to others, as far as these have room."""
+        waiting = sorted(self.moves.waiting.values(), key=lambda r: (-r.priority, r.arrived))
+        for request in waiting:
+            free = [w for w in self._may_continue_at(request) if self._accepts(w)]
+            if free:
+                self._start(request, self._least_loaded(free, request.model))
+
     def _check_queues(self, request: Request) -> None:
         """Raises why one more request cannot wait: ``queue_full``, or ``client_limit`` where only
         its own session has too much waiting."""
@@ -325,10 +385,14 @@ class Dispatcher:
     def _start(self, request: Request, worker: Worker) -> None:
         if request.controller:
             self.controllers.reserve(request)
-        waited = waited_flags(self.now - request.arrived)
-        header = encode_header(request.id, request.session.id, request.session.flags | waited)
-        frames = [request.type, header, *request.frames]
-        request.frames = []
+        since = request.arrived if request.loss is None else request.loss.since
+        flags = request.session.flags | waited_flags(self.now - since)
+        transcript = self.moves.transcript(request, self.now)
+        if transcript:
+            flags |= Flag.MOVED
+        header = encode_header(request.id, request.session.id, flags)
+        frames = [request.type, header, *request.frames, *transcript]
+        self.moves.sent(request)
         request.worker = worker
         request.dispatched = self.now
         worker.requests[request.id] = request

@@ -171,9 +171,10 @@ class Front:
                 Code.UNKNOWN_STREAM, f"this session has no live stream {message.stream_id}"
             )
         if request.worker is None:
-            self._out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, attached=0))
+            self._dispatcher.moves.attach(request, message.received if request.loss else 0)
         else:
             flags = session.flags
+            request.attaching.append(message.received)
             self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
 
     def _model_info(

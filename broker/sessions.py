@@ -10,6 +10,7 @@ from ..protocol.ids import new_session_token
 from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Bye, Hello, Ping, Pong, Welcome
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .journal import Journal
 from .outgoing import Outgoings
 from .settings import BrokerSettings
 from .tables import Session, SessionTable
@@ -45,6 +46,7 @@ class Sessions:
             encoding=encoding,
             peer=peer,
             last_seen=now,
+            journal=Journal(self._settings.max_journal_bytes > 0),
         )
         self._table.add(session)
         return session
@@ -124,6 +126,13 @@ class Sessions:
             session.detached_at = now
         else:
             self.end(session)
+
+    def renew(self, now: float) -> None:
+        """Renews all sessions: what their clients sent meanwhile has not been looked at yet."""
+        for session in self._table:
+            session.last_seen = now
+            if session.detached_at is not None:
+                session.detached_at = now
 
     def tick(self, now: float) -> None:
         """Ends sessions that were not resumed in time, and those whose client is silent."""

@@ -13,9 +13,11 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
 
     heartbeat_s: float = 1.0
     expiry_s: float = 5.0
-    """A worker from which no message came for this long is lost, and its streams end."""
+    """A worker from which no message came for this long is lost, and its streams move."""
     hung_step_s: float = 60.0
-    """A worker whose current step has run for longer gets no new requests."""
+    """A worker whose current step has run for longer is lost too."""
+    move_wait_s: float = 120.0
+    """How long requests that were accepted wait where no worker serves them any more."""
     ping_s: float = 2.0
     session_expiry_s: float = 10.0
     """After this long without a message, a client with the capability ``ping`` counts as gone."""
@@ -36,6 +38,11 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """All buffers of all sessions together."""
     max_buffers: int = 4_096
     """Buffers of one session."""
+    max_journal_bytes: int = 128 * 1024 * 1024
+    """What is kept of the live streams of a session so that they can move; 0: nothing, and no
+    stream can."""
+    max_total_journal_bytes: int = 1024 * 1024 * 1024
+    """The same of all sessions together."""
     max_pending_bytes: int = 4 * 1024 * 1024
     """Messages that wait for a client that does not read; beyond it, its streams end."""
     drain_s: float = 30.0

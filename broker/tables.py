@@ -14,6 +14,7 @@ from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
 from ..protocol.pace import Pace
+from .journal import Journal
 from .unread import UnreadAnswers
 
 CancelReason = Literal["cancelled", "timeout"]
@@ -58,6 +59,8 @@ class Session:
     queued_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     """At which its streams end."""
+    journal: Journal = field(default_factory=Journal)
+    """What was routed for its live streams."""
 
     @property
     def tenant(self) -> bytes:
@@ -157,6 +160,21 @@ class Worker:
         return [*self.models, *(p for p in self.patterns if p not in self.models)]
 
 
+@dataclass(slots=True)
+class Loss:
+    """How a request lost its worker, while it waits for another."""
+
+    left: str
+    """The worker that it was with."""
+    why: str
+    at: float
+    """When that worker was last heard of."""
+    since: float
+    """When it was lost."""
+    sent: bytes
+    """What was routed for the request, as a body of TOKEN in msgpack; empty: nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request from its arrival to the message that ends it."""
@@ -172,7 +190,7 @@ class Request:
     controller: str
     """The controller that it names, or ``""``."""
     frames: list[bytes]
-    """Body, attachments and buffers, as they go to the worker; empty once they are sent."""
+    """Body, attachments and buffers, as they go to the worker; kept as long as it can move."""
     arrived: float
     by: str = ""
     """The user whose request it is, where its client serves several."""
@@ -186,15 +204,29 @@ class Request:
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""
     controller_started: bool = False
-    """Whether its controller has begun: START went to a controller worker."""
+    """Whether its controller has begun: START went to the worker that runs it."""
+    served_as: str = ""
+    """Once its controller has begun: the pattern of the worker that served it."""
     cancelled: CancelReason | None = None
     """Why its worker was asked to end it; ``deadline`` is then when the broker ends it itself."""
     place: int = 0
     """The place in its queue that was last reported to its client."""
     open: bool = True
     """Whether the client still waits for it; a closed one only waits for the worker's end."""
+    movable: bool = True
+    """Whether it can go on at another worker: the broker has what that needs."""
+    loss: Loss | None = None
+    """While it waits for another worker: how it lost the one that it had."""
+    began_with: ModelInfo | None = None
+    """Of one that has moved: the model that it was with first, where that was loaded."""
+    entries: int = 0
+    """How many were routed for it before it went to its worker."""
+    lone_deaths: int = 0
+    """Workers in a row that died when it was their only stream without a new token."""
+    attaching: list[int] = field(default_factory=list)
+    """The ``received`` of each ATTACH that its worker has not answered."""
 
     @property
     def bytes(self) -> int:
-        """The size of what waits to be sent to its worker."""
+        """The size of its frames."""
         return sum(map(len, self.frames))

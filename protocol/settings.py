@@ -118,6 +118,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
     hung_step_s: Positive = 60.0
+    move_wait_s: Positive = 120.0
     ping_s: Positive = 2.0
     session_expiry_s: Positive = 10.0
     session_grace_s: Positive = 5.0
@@ -129,6 +130,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_buffer_bytes: AtLeastOne = 64 * 1024 * 1024
     max_buffers: AtLeastOne = 4_096
     max_total_buffer_bytes: AtLeastOne = 1024 * 1024 * 1024
+    max_journal_bytes: AtLeastZero = 128 * 1024 * 1024
+    max_total_journal_bytes: AtLeastOne = 1024 * 1024 * 1024
     max_pending_bytes: AtLeastOne = 4 * 1024 * 1024
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from .bodies import decode_as, encode_body
 from .columns import TokenBody, TokenColumns, column_entries, pack_columns
@@ -38,6 +38,21 @@ def encode_transcript(
     """The attachment for a stream with these entries."""
     transcript = Transcript(sent=pack_columns(entries), left=left, why=why, pause_s=pause_s)
     return encode_body(transcript, "msgpack")
+
+
+class _Encoded(Struct, kw_only=True, omit_defaults=True):
+    """A ``Transcript`` whose entries are encoded already."""
+
+    sent: Raw
+    left: str = ""
+    why: str = ""
+    pause_s: float = 0.0
+
+
+def transcript_of(sent: bytes, left: str, why: str, pause_s: float) -> bytes:
+    """The attachment for a stream whose entries are a body of TOKEN in msgpack; empty: none."""
+    entries = Raw(sent or b"\x90")
+    return encode_body(_Encoded(sent=entries, left=left, why=why, pause_s=pause_s), "msgpack")
 
 
 def decode_transcript(attachment: bytes) -> Transcript:

@@ -71,6 +71,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     default: str = ""
     """The model that it uses for requests without a model."""
     live: list[LiveRequest] = []
+    step_age_s: float | None = None
+    """As in ``Heartbeat``: a worker whose step hangs registers too."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -249,7 +251,11 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
-    """``LOST``: the controllers of these requests are lost. From the broker to a GPU worker."""
+    """``LOST``: the controllers of these requests are lost. From the broker to a GPU worker.
+
+    With the code ``worker_lost`` it starts them again, which goes to another controller worker;
+    with any other, no worker can run them, and the streams end with this error.
+    """
 
     requests: list[Id]
     code: str

@@ -8,8 +8,15 @@ import msgspec
 from tokenbus.broker.core import Broker
 from tokenbus.broker.outgoing import Outgoing, Side
 from tokenbus.broker.settings import BrokerSettings
-from tokenbus.protocol.bodies import encode_body
-from tokenbus.protocol.header import Header, decode_header, encode_header, encode_token_header
+from tokenbus.protocol.bodies import Encoding, encode_body
+from tokenbus.protocol.columns import pack_columns
+from tokenbus.protocol.header import (
+    Flag,
+    Header,
+    decode_header,
+    encode_header,
+    encode_token_header,
+)
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Register, Registered
 
@@ -21,12 +28,18 @@ class Bench:
         self.now = 100.0
         self.broker = Broker(BrokerSettings(**settings), boot=1, now=self.now)
         self.sent: list[Outgoing] = []
+        self._msgpack: set[str] = set()
+        """Clients that get their messages in msgpack."""
 
     def client(
         self, name: str, kind: str, body: dict[str, Any] | None = None, key: str = ""
     ) -> list[tuple[str, Any]]:
         """Sends a client's message; returns the immediate answers."""
         frames = [kind.encode(), msgspec.json.encode(body or {})]
+        if kind == "HELLO":
+            self._msgpack.discard(name)
+            if (body or {}).get("encodings", [""])[0] == "msgpack":
+                self._msgpack.add(name)
         return self._take(self.broker.on_client(peer_of(name), frames, self.now, key), name)
 
     def worker(self, name: str, **fields: Any) -> Registered:
@@ -45,11 +58,15 @@ class Bench:
         self.sent += out
         return out
 
-    def tokens(self, name: str, to: Header, *entries: Token, final: bool = False) -> list[Any]:
-        """Sends a worker's TOKEN message for one stream."""
+    def tokens(
+        self, name: str, to: Header, *entries: Token, final: bool = False, columns: bool = False
+    ) -> list[Any]:
+        """Sends a worker's TOKEN message for one stream, in the encoding of its header."""
         finished = [to.request] if final else []
         head = encode_token_header([to.address], finished)
-        frames = [b"TOKEN", head, encode_body(list(entries), "json")]
+        body = pack_columns(entries) if columns else list(entries)
+        encoding: Encoding = "msgpack" if to.flags & Flag.MSGPACK else "json"
+        frames = [b"TOKEN", head, encode_body(body, encoding)]
         return self._note(self.broker.on_worker(peer_of(name), frames, self.now))
 
     def pass_time(self, seconds: float) -> None:
@@ -78,7 +95,8 @@ class Bench:
         self.sent += out
         mine = [m for m in self.sent if m.side is Side.FRONT and m.peer == peer_of(name)]
         self.sent = [m for m in self.sent if m not in mine]
-        return [(m.frames[0].decode(), msgspec.json.decode(m.frames[1])) for m in mine]
+        decode = msgspec.msgpack.decode if name in self._msgpack else msgspec.json.decode
+        return [(m.frames[0].decode(), decode(m.frames[1])) for m in mine]
 
 
 def peer_of(name: str) -> bytes:

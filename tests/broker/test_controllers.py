@@ -163,11 +163,24 @@ def test_the_end_of_a_request_without_a_controller_is_not_reported(bench: Bench)
     assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
 
 
-def test_a_lost_gpu_worker_ends_its_sessions_at_the_controller_worker(bench: Bench) -> None:
-    controller_worker(bench, "a")
+def test_a_request_that_moves_keeps_its_controller_worker_and_its_variables(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    bench.worker("state", role="state", patterns=[], default="")
     header = begun(bench)
+    bench.to_worker("a")
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of("gpu"), bench.now)
+    controller_worker(bench, "b")
+    bench.worker("other")
+    [(_, again)] = bench.to_worker("other")
+    assert again.request == header.request
+    [out] = bench.send("other", "START", START, Header(header.request))
+    assert (out.frames[0], out.peer) == (b"START", peer_of("a"))
+    assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("other", again, end, final=True)
     assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
+    assert bodies(bench, "state", "END", End) == [End(requests=[header.request])]
+    assert not bench.broker.dispatcher.workers[a].steers
 
 
 def test_a_lost_controller_worker_is_reported_to_the_gpu_workers_of_its_requests(
@@ -180,16 +193,43 @@ def test_a_lost_controller_worker_is_reported_to_the_gpu_workers_of_its_requests
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert lost.requests == [first.request, second.request]
     assert lost.code == "worker_lost"
+    # They start again, elsewhere.
+    controller_worker(bench, "b")
+    assert [start(bench, header) for header in (first, second)] == ["b:START"] * 2
 
 
-def test_a_start_that_finds_no_worker_any_more_is_answered_with_why(bench: Bench) -> None:
+def test_a_start_that_finds_no_worker_any_more_waits_for_one(bench: Bench) -> None:
     controller_worker(bench, "a")
-    bench.client("c", "GENERATE", generate(1, controller="mine"))
-    [(_, header)] = bench.to_worker("gpu")
+    header = accepted(bench)
+    bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
+    assert bench.send("gpu", "START", START, Header(header.request)) == []
+    controller_worker(bench, "b")
+    assert bench.to_worker("b") == [("START", Header(header.request, bench.gpu))]  # type: ignore[attr-defined]
+
+
+def test_a_start_that_finds_no_worker_for_long_is_answered_with_why() -> None:
+    bench = Bench(expiry_s=1000.0, move_wait_s=5.0)
+    bench.worker("gpu")
+    controller_worker(bench, "a")
+    header = accepted(bench)
     bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
     bench.send("gpu", "START", START, Header(header.request))
+    bench.pass_time(4.5)
+    assert bodies(bench, "gpu", "LOST", Lost) == []
+    bench.pass_time(1.0)
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert (lost.requests, lost.code) == ([header.request], "no_worker")
+
+
+def test_a_controller_that_has_begun_is_not_started_by_one_of_another_kind(bench: Bench) -> None:
+    controller_worker(bench, "python", "mine")
+    header = begun(bench)
+    bench.broker.on_gone(Side.BACK, peer_of("python"), bench.now)
+    controller_worker(bench, "any")
+    assert bench.send("gpu", "START", START, Header(header.request)) == []
+    controller_worker(bench, "again", "mine")
+    assert [kind for kind, _ in bench.to_worker("again")] == ["START"]
+    assert bench.to_worker("any") == []
 
 
 def test_a_start_of_a_request_that_is_over_or_of_another_worker_is_dropped(bench: Bench) -> None:
@@ -302,7 +342,7 @@ def test_a_request_that_is_queued_reserves_nothing_until_it_runs() -> None:
     assert start(bench, second) == "a:START"
 
 
-def test_a_queued_request_that_finds_no_free_place_when_it_runs_is_refused_at_its_start() -> None:
+def test_a_queued_request_that_finds_no_free_place_when_it_runs_waits_for_one() -> None:
     bench = Bench()
     bench.worker("gpu", capacity=1)
     bench.worker("other", capacity=1, patterns=["n"], default="n")
@@ -312,13 +352,14 @@ def test_a_queued_request_that_finds_no_free_place_when_it_runs_is_refused_at_it
     [(kind, _)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
     assert kind == "SYSTEM"
     assert bench.client("c", "GENERATE", generate(3, controller="mine") | {"model": "n"}) == []
+    [(_, third)] = bench.to_worker("other")
     ended(bench, 1, first)
     [(_, second)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     assert second.request not in bench.broker.dispatcher.workers[a].steers
-    bench.sent.clear()
-    assert start(bench, second) == "gpu:LOST"
-    [lost] = bodies(bench, "gpu", "LOST", Lost)
-    assert (lost.requests, lost.code) == ([second.request], "queue_full")
+    assert bench.send("gpu", "START", START, Header(second.request)) == []
+    end = Token(token=1, stream_id=3, logprob=0.0, finish_reason="stop")
+    bench.tokens("other", third, end, final=True)
+    assert [(kind, h.request) for kind, h in bench.to_worker("a")] == [("START", second.request)]
 
 
 def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Bench) -> None:

@@ -151,7 +151,7 @@ def test_a_worker_that_does_not_act_on_a_cancel_does_not_keep_the_client_waiting
     bench.client("c", "GENERATE", generate(1, timeout_s=2.0))
     bench.client("c", "GENERATE", generate(2, timeout_s=900.0))
     bench.client("c", "GENERATE", generate(3))
-    beat(bench, "a", step_age_s=100.0)
+    beat(bench, "a", step_age_s=50.0)
     bench.client("c", "CANCEL", {"stream_id": 2})
     bench.pass_time(9.0)
     assert finish_reasons(bench) == {}

@@ -1,0 +1,204 @@
+"""The journal of a session: the TOKEN bodies that were routed for it, kept without decoding them.
+
+With its request and these, a stream can go on at another worker. They are decoded only then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import msgspec
+
+from ..protocol.bodies import Encoding
+from ..protocol.columns import TokenBody, TokenColumns, plain_entry, unpack_columns
+from ..protocol.errors import Code, RequestError
+from ..protocol.messages import Token
+
+CHUNK_BYTES = 64 * 1024
+"""A chunk that has reached this size gets no further bodies."""
+_MSGPACK = 0x80
+"""The first byte of a body in msgpack is this or more, that of one in JSON is less."""
+_NO_ENTRIES = b"\x90"
+_FIRST = itemgetter(0)
+_BODIES = msgspec.msgpack.Decoder(list[TokenBody])
+_LINES = msgspec.json.Decoder(list[Token])
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Bodies in one encoding, one behind the other; in JSON a line each."""
+
+    encoding: Encoding
+    first: int
+    """The number of its first body."""
+    count: int = 0
+    data: bytearray = field(default_factory=bytearray)
+
+    def bodies(self) -> Iterable[TokenBody]:
+        if self.encoding == "json":
+            lines: list[Any] = _LINES.decode_lines(bytes(self.data))
+            return lines
+        # An array of so many objects is its header and then the objects.
+        return _BODIES.decode(b"\xdd" + self.count.to_bytes(4, "big") + self.data)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a live request begins in its session's journal."""
+
+    stream_id: int
+    first: int
+    """No body before this one has entries of it."""
+    size: int
+    """Bytes of its own frames, which are kept as long."""
+    again: list[tuple[int, int]] = field(default_factory=list)
+    """From which body on, and from which of its entries on, they were sent again."""
+
+
+class Journal:
+    """The bodies of one session, as long as a live request may have entries in them.
+
+    Each body that is routed is appended to ``tail``, which costs next to nothing; ``pack`` moves
+    them into chunks from time to time, where a body takes no more than its own bytes.
+    """
+
+    __slots__ = ("_begun", "_chunks", "_next", "_sizes", "tail")
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.tail: list[bytes] | deque[bytes] = [] if enabled else deque(maxlen=0)
+        self._chunks: deque[_Chunk] = deque()
+        self._next = 0
+        """The number of the first body in ``tail``."""
+        self._begun: dict[int, _Place] = {}
+        """By request, in the order of their places."""
+        self._sizes = 0
+        """Bytes of the frames of all of them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps, the frames of its requests included; without those in ``tail``."""
+        return self._sizes + sum(len(chunk.data) for chunk in self._chunks)
+
+    @property
+    def oldest(self) -> int | None:
+        """The request that began first."""
+        return next(iter(self._begun), None)
+
+    def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
+        """A request goes to a worker. ``size``: bytes of its frames, which are kept as long.
+
+        ``sent``: of one that has moved, its entries so far, as a body.
+        """
+        self.end(request)
+        self._begun[request] = _Place(stream_id, self._next + len(self.tail), size)
+        self._sizes += size
+        if sent:
+            self.tail.append(sent)
+
+    def end(self, request: int) -> None:
+        """A request has ended, or cannot move any more: what only it needed is dropped."""
+        place = self._begun.pop(request, None)
+        if place is None:
+            return
+        self._sizes -= place.size
+        if not self._begun:
+            self._next += len(self.tail)
+            self.tail.clear()
+            self._chunks.clear()
+            return
+        first = next(iter(self._begun.values())).first
+        while self._chunks and self._chunks[0].first + self._chunks[0].count <= first:
+            self._chunks.popleft()
+
+    def repeats(self, request: int, received: int) -> None:
+        """The worker of a request sends its entries again, from number ``received`` on."""
+        place = self._begun.get(request)
+        if place is not None:
+            place.again.append((self._next + len(self.tail), received))
+
+    def pack(self) -> None:
+        """Moves the bodies in ``tail`` into chunks."""
+        if not self.tail:
+            return
+        bodies = list(self.tail)
+        self.tail.clear()
+        if not all(bodies):
+            # An empty body has no entries; here each has to be one.
+            bodies = [body or _NO_ENTRIES for body in bodies]
+        firsts = bytes(map(_FIRST, bodies))
+        if min(firsts) >= _MSGPACK or max(firsts) < _MSGPACK:
+            self._pack(bodies)
+            return
+        for _, run in groupby(bodies, lambda body: body[0] < _MSGPACK):
+            self._pack(list(run))
+
+    def _pack(self, bodies: list[bytes]) -> None:
+        """Adds bodies of the same encoding to the last chunk, or to a new one."""
+        encoding: Encoding = "json" if bodies[0][0] < _MSGPACK else "msgpack"
+        chunk = self._chunks[-1] if self._chunks else None
+        if chunk is None or chunk.encoding != encoding or len(chunk.data) >= CHUNK_BYTES:
+            chunk = _Chunk(encoding, self._next)
+            self._chunks.append(chunk)
+        chunk.data += b"\n".join([*bodies, b""]) if encoding == "json" else b"".join(bodies)
+        chunk.count += len(bodies)
+        self._next += len(bodies)
+
+    def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
+        """What was routed for each of these requests, in order.
+
+        Raises RequestError where a body cannot be decoded.
+        """
+        found: dict[int, list[Token]] = {request: [] for request in requests}
+        places = {
+            place.stream_id: (place, found[request], deque(place.again))
+            for request, place in self._begun.items()
+            if request in found
+        }
+        if not places:
+            return found
+        self.pack()
+        first = min(place.first for place, _, _ in places.values())
+        for number, body in self._bodies(first):
+            for entry in _entries_of(body, places):
+                place, entries, again = places[entry.stream_id]
+                if number < place.first:
+                    continue
+                while again and again[0][0] <= number:
+                    del entries[again.popleft()[1] :]
+                entries.append(entry)
+        for _, entries, again in places.values():
+            for _, received in again:
+                del entries[received:]
+        return found
+
+    def _bodies(self, first: int) -> Iterator[tuple[int, TokenBody]]:
+        """The bodies from number ``first`` on, with their numbers."""
+        for chunk in self._chunks:
+            if chunk.first + chunk.count <= first:
+                continue
+            try:
+                bodies = list(chunk.bodies())
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise RequestError(
+                    Code.BAD_MESSAGE, f"a TOKEN body that was routed cannot be decoded: {error}"
+                ) from None
+            for number, body in enumerate(bodies, chunk.first):
+                if number >= first:
+                    yield number, body
+
+
+def _entries_of(body: TokenBody, streams: Iterable[int]) -> Iterator[Token]:
+    """The entries of a body that belong to these streams."""
+    if isinstance(body, TokenColumns):
+        for row in zip(*unpack_columns(body), strict=True):
+            if row[0] in streams:
+                yield plain_entry(*row)
+        body = body.entries
+    for entry in body:
+        if entry.stream_id in streams:
+            yield entry

@@ -1,0 +1,234 @@
+"""Requests whose worker is lost: they wait here, before all that are queued, for another one.
+
+What a request takes along is what was routed for it (``journal.py``): the next worker continues
+behind that, so that its client gets no gap and no repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ..protocol.bodies import decode_as, encode_body
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.messages import ModelInfo, Msg, System, Token
+from ..protocol.transcript import transcript_of
+from .journal import Journal
+from .outgoing import Outgoings
+from .settings import BrokerSettings
+from .tables import RETRY_AFTER_S, Loss, Request, Session, SessionTable, Worker
+
+log = logging.getLogger(__name__)
+
+STREAMS = frozenset((b"GENERATE", b"SCORE"))
+"""Requests that are answered by TOKENs: they continue where they were."""
+REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
+"""Requests that are sent again from their beginning: to be done twice changes nothing."""
+MOST_DEATHS = 2
+"""A request that is the only one without a new token where so many workers in a row have died is
+taken for the cause."""
+
+
+class Moves:
+    """Takes requests from workers that are lost, and says where each may go on."""
+
+    def __init__(self, settings: BrokerSettings, sessions: SessionTable, out: Outgoings) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._out = out
+        self.waiting: dict[int, Request] = {}
+        """Requests that have left a worker and wait for another, in the order of their loss."""
+        self.moved = 0
+        """Requests that have left a worker since the broker started."""
+        self.quarantined = 0
+
+    # --- the journal ----------------------------------------------------------------------------
+
+    def sent(self, request: Request) -> None:
+        """A request goes to a worker: from now on its session's journal has what it needs to move.
+
+        Its frames are kept, where there is a journal.
+        """
+        loss, request.loss = request.loss, None
+        self.waiting.pop(request.id, None)
+        if not self._settings.max_journal_bytes:
+            request.movable = False
+        if not request.movable:
+            request.frames = []
+            return
+        journal = request.session.journal
+        sent = loss.sent if loss is not None else b""
+        journal.begin(request.id, request.stream_id, request.bytes, sent)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended, for its client at least."""
+        self.waiting.pop(request.id, None)
+        request.session.journal.end(request.id)
+
+    def tick(self, requests: dict[int, Request]) -> None:
+        """Packs the journals, and keeps them within their bounds: beyond these, the streams that
+        began first cannot move any more."""
+        settings = self._settings
+        total = 0
+        journals = [session.journal for session in self._sessions if session.streams]
+        for journal in journals:
+            journal.pack()
+            while journal.size > settings.max_journal_bytes and journal.oldest is not None:
+                self._give_up(journal, requests)
+            total += journal.size
+        while total > settings.max_total_journal_bytes:
+            largest = max((j for j in journals if j.oldest is not None), key=lambda j: j.size)
+            before = largest.size
+            self._give_up(largest, requests)
+            total -= before - largest.size
+
+    def _give_up(self, journal: Journal, requests: dict[int, Request]) -> None:
+        """The request that began first in a journal cannot move any more."""
+        number = journal.oldest
+        assert number is not None
+        journal.end(number)
+        request = requests[number]
+        request.movable = False
+        request.frames = []
+        if request.type not in STREAMS or not request.open:
+            return
+        notice = System(
+            event="not_movable",
+            message="this stream cannot continue at another worker, as what was sent of it takes "
+            "more memory than the broker keeps",
+            stream_id=request.stream_id,
+            model=request.model,
+        )
+        self._out.to_session(request.session, b"SYSTEM", notice)
+
+    # --- the loss of a worker -------------------------------------------------------------------
+
+    def take(
+        self, worker: Worker, requests: Iterable[Request], why: str, died: bool, now: float
+    ) -> list[tuple[Request, TokenbusError]]:
+        """Takes over the open requests of a worker that is lost; those that cannot move come back,
+        with the error that ends them. ``died``: not at its own wish."""
+        ended: list[tuple[Request, TokenbusError]] = []
+        error = UnavailableError(
+            Code.WORKER_LOST,
+            f"the worker {worker.name} that ran this stream was lost ({why}); send the "
+            "request again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        by_session: dict[Session, list[Request]] = {}
+        for request in requests:
+            if request.movable and (request.type in STREAMS or request.type in REPEATABLE):
+                by_session.setdefault(request.session, []).append(request)
+            else:
+                ended.append((request, error))
+        taken: list[tuple[Request, list[Token]]] = []
+        for session, of_it in by_session.items():
+            try:
+                sent = session.journal.entries(request.id for request in of_it)
+            except RequestError as malformed:
+                log.error("what worker %s sent cannot be continued: %s", worker.name, malformed)
+                ended += [(request, error) for request in of_it]
+                continue
+            taken += [(request, sent[request.id]) for request in of_it]
+        idle = [r for r, entries in taken if r.type in STREAMS and len(entries) <= r.entries]
+        for request, entries in taken:
+            self._note_death(request, died, request in idle, len(idle) == 1)
+            if request.lone_deaths >= MOST_DEATHS:
+                self.quarantined += 1
+                ended.append((request, self._quarantine(request, worker, why)))
+            else:
+                self._take(request, entries, worker, why, now)
+        return ended
+
+    @staticmethod
+    def _note_death(request: Request, died: bool, idle: bool, alone: bool) -> None:
+        if not idle:
+            request.lone_deaths = 0
+        elif died:
+            request.lone_deaths = request.lone_deaths + 1 if alone else 0
+
+    @staticmethod
+    def _quarantine(request: Request, worker: Worker, why: str) -> TokenbusError:
+        return RequestError(
+            Code.QUARANTINED,
+            f"{request.lone_deaths} workers in a row were lost while they ran this request and had "
+            f"no token of it yet, the last of them {worker.name} ({why}); it is not tried again: "
+            "change the request",
+        )
+
+    def _take(
+        self, request: Request, entries: list[Token], worker: Worker, why: str, now: float
+    ) -> None:
+        name = request.model or worker.default
+        if request.began_with is None:
+            request.began_with = worker.models.get(name)
+        request.entries = len(entries)
+        request.loss = Loss(
+            left=worker.name,
+            why=why,
+            at=min(worker.last_seen, now),
+            since=now,
+            sent=encode_body(entries, "msgpack") if entries else b"",
+        )
+        request.session.journal.end(request.id)
+        request.worker = None
+        self.waiting[request.id] = request
+        self.moved += 1
+        for received in request.attaching:
+            self.attach(request, received)
+        request.attaching.clear()
+        log.info("request %d leaves worker %s: %s", request.id, worker.name, why)
+
+    # --- while a request waits ------------------------------------------------------------------
+
+    def transcript(self, request: Request, now: float) -> list[bytes]:
+        """What a stream that goes to another worker takes along, as an attachment; none of another
+        request."""
+        loss = request.loss
+        if loss is None or request.type not in STREAMS:
+            return []
+        return [transcript_of(loss.sent, loss.left, loss.why, round(now - loss.at, 3))]
+
+    def attach(self, request: Request, received: int) -> None:
+        """A client attaches to a stream that waits: it gets what it has not received."""
+        sent = request.loss.sent if request.loss is not None else b""
+        entries: list[Token] = decode_as(list[Token], sent, "msgpack") if sent else []
+        answer = Msg(stream_id=request.stream_id, attached=received)
+        self._out.to_session(request.session, b"MSG", answer)
+        if entries[received:]:
+            self._out.to_session(request.session, b"TOKEN", entries[received:])
+
+    @staticmethod
+    def fits(request: Request, worker: Worker) -> bool:
+        """Whether a request may continue at a worker: it has the same model, as far as is known."""
+        began_with = request.began_with
+        if began_with is None:
+            return True
+        name = request.model or worker.default
+        loaded = worker.models.get(name)
+        return name == began_with.name and (loaded is None or _same(loaded, began_with))
+
+    @staticmethod
+    def unserved(request: Request) -> TokenbusError:
+        """The error of a request that no worker can continue."""
+        loss = request.loss
+        left, why = (loss.left, loss.why) if loss is not None else ("", "")
+        return UnavailableError(
+            Code.WORKER_LOST,
+            f"the worker {left} that ran this stream was lost ({why}), and no other worker with "
+            "the same model has registered since; send the request again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def overdue(self, request: Request, now: float) -> bool:
+        """Whether a request has waited for as long as it may where no worker serves it."""
+        loss = request.loss
+        return loss is not None and now - loss.since > self._settings.move_wait_s
+
+
+def _same(model: ModelInfo, other: ModelInfo) -> bool:
+    """Whether two workers' models give the same tokens, as far as what they report shows."""
+    ours, theirs = (
+        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype) for m in (model, other)
+    )
+    return ours == theirs

@@ -1,0 +1,400 @@
+"""Streams that move: what a lost worker leaves, another continues, without a gap or a repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.columns import plain_entry
+from tokenbus.protocol.header import Flag, Header, decode_header
+from tokenbus.protocol.messages import ModelInfo, Token
+from tokenbus.protocol.transcript import Transcript, decode_transcript
+from tokenbus.protocol.worker_messages import Heartbeat, Unregister
+
+from .bench import Bench, generate, peer_of
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(expiry_s=1000.0)
+
+
+def gone(bench: Bench, name: str) -> None:
+    """A worker's connection closes."""
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of(name), bench.now)
+
+
+def got(bench: Bench, name: str, kind: str = "GENERATE") -> list[tuple[Header, list[bytes]]]:
+    """The requests that were sent to a worker: header, and body and attachments."""
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
+    bench.sent = [m for m in bench.sent if m not in mine]
+    found = [m for m in mine if m.frames[0] == kind.encode()]
+    return [(decode_header(m.frames[1]), list(m.frames[2:])) for m in found]
+
+
+def begun(bench: Bench, worker: str, stream: int = 1, **fields: Any) -> Header:
+    """A stream at a worker; its header there."""
+    bench.client("c", "GENERATE", generate(stream, **fields))
+    [(header, _)] = got(bench, worker)
+    return header
+
+
+def continued(bench: Bench, worker: str) -> tuple[Header, Transcript]:
+    """The one stream that has moved to a worker."""
+    [(header, frames)] = got(bench, worker)
+    assert header.flags & Flag.MOVED
+    return header, decode_transcript(frames[-1])
+
+
+def entry(token: int, pos: int, stream: int = 1, seq: int = 0) -> Token:
+    return plain_entry(stream, token, -0.25, pos, seq)
+
+
+FIRST = Token(
+    token=7, stream_id=1, logprob=-1.5, finish_reason=None, top_logprobs={7: -1.5}, prompt_tokens=1
+)
+
+
+@pytest.mark.parametrize("session", ["json", "msgpack", "columns"])
+def test_a_stream_continues_elsewhere_with_all_that_its_client_was_sent(
+    bench: Bench, session: str
+) -> None:
+    columns = session == "columns"
+    if session != "json":
+        hello = {"encodings": ["msgpack"], "capabilities": ["columns"] if columns else []}
+        bench.client("c", "HELLO", hello)
+    bench.worker("a")
+    header = begun(bench, "a", seed=3)
+    bench.tokens("a", header, FIRST)
+    bench.tokens("a", header, entry(8, 1), entry(9, 2), columns=columns)
+    bench.worker("b")
+    gone(bench, "a")
+    moved, transcript = continued(bench, "b")
+    assert (moved.request, moved.address) == (header.request, header.address)
+    assert transcript.entries == [FIRST, entry(8, 1), entry(9, 2)]
+    assert (transcript.left, transcript.why) == ("a", "its connection closed")
+    # And once more: what both workers sent goes along.
+    bench.tokens("b", moved, entry(5, 3), columns=columns)
+    bench.worker("d")
+    gone(bench, "b")
+    _, transcript = continued(bench, "d")
+    assert transcript.entries == [FIRST, entry(8, 1), entry(9, 2), entry(5, 3)]
+    assert [kind for kind, _ in bench.to_client("c")] == ["TOKEN"] * 3
+
+
+def test_only_the_entries_of_a_stream_go_along_though_its_id_was_used_before(bench: Bench) -> None:
+    bench.worker("a", capacity=8)
+    first = begun(bench, "a")
+    other = begun(bench, "a", stream=2)
+    bench.tokens("a", first, FIRST)
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("a", first, end, final=True)
+    bench.pass_time(0.5)
+    again = begun(bench, "a")
+    bench.tokens("a", again, entry(4, 0), entry(6, 0, stream=2))
+    bench.worker("b", capacity=8)
+    gone(bench, "a")
+    sent = {
+        header.request: decode_transcript(frames[-1]).entries for header, frames in got(bench, "b")
+    }
+    assert sent == {again.request: [entry(4, 0)], other.request: [entry(6, 0, stream=2)]}
+
+
+def test_a_request_without_a_token_yet_moves_too(bench: Bench) -> None:
+    bench.worker("a")
+    begun(bench, "a")
+    bench.worker("b")
+    gone(bench, "a")
+    _, transcript = continued(bench, "b")
+    assert transcript.entries == []
+
+
+def test_a_worker_that_comes_back_reaches_nobody_with_what_it_had(bench: Bench) -> None:
+    bench = Bench()
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.to_client("c")
+    bench.pass_time(4.0)
+    bench.worker("b")
+    bench.pass_time(1.5)
+    moved, _ = continued(bench, "b")
+    # It was stopped, and sends what it had in hand.
+    bench.tokens("a", header, entry(8, 1))
+    end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
+    bench.tokens("a", header, end, final=True)
+    assert bench.to_client("c") == []
+    # The same where its end arrives when it has registered again.
+    bench.worker("a")
+    bench.send("a", "ERROR", {"code": "internal", "message": "", "stream_id": 1}, header)
+    assert bench.to_client("c") == []
+    bench.tokens("b", moved, entry(8, 1))
+    assert [kind for kind, _ in bench.to_client("c")] == ["TOKEN"]
+
+
+def test_streams_that_move_go_before_those_that_wait(bench: Bench) -> None:
+    bench.worker("a", capacity=1)
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.client("c", "GENERATE", generate(2, priority=5))
+    gone(bench, "a")
+    bench.worker("b", capacity=1)
+    moved, _ = continued(bench, "b")
+    assert moved.request == header.request
+
+
+def test_the_streams_of_a_worker_are_spread_over_the_others(bench: Bench) -> None:
+    bench.worker("a", capacity=8)
+    for stream in range(4):
+        begun(bench, "a", stream)
+    for name in ("b", "d"):
+        bench.worker(name, capacity=8)
+    gone(bench, "a")
+    assert [len(got(bench, name)) for name in ("b", "d")] == [2, 2]
+
+
+def test_a_stream_never_moves_to_another_model(bench: Bench) -> None:
+    def info(fingerprint: str) -> ModelInfo:
+        return ModelInfo(
+            name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint=fingerprint
+        )
+
+    bench.worker("a", models=[info("one")])
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.worker("b", models=[info("two")])
+    gone(bench, "a")
+    assert got(bench, "b") == []
+    bench.worker("d", models=[info("one")])
+    moved, _ = continued(bench, "d")
+    assert moved.request == header.request
+
+
+def test_a_stream_waits_for_a_worker_for_a_bounded_time() -> None:
+    bench = Bench(expiry_s=1000.0, move_wait_s=5.0)
+    bench.worker("a", capacity=1)
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.client("c", "GENERATE", generate(2))
+    bench.to_client("c")
+    gone(bench, "a")
+    bench.pass_time(4.5)
+    assert bench.to_client("c") == []
+    bench.pass_time(1.0)
+    errors = {body["stream_id"]: body["code"] for _, body in bench.to_client("c")}
+    assert errors == {1: "worker_lost", 2: "no_worker"}
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_stream_that_waits_ends_when_it_is_cancelled_or_its_time_is_up(bench: Bench) -> None:
+    bench.worker("a", capacity=8)
+    begun(bench, "a")
+    begun(bench, "a", 2, timeout_s=3.0)
+    gone(bench, "a")
+    [(_, [end])] = bench.client("c", "CANCEL", {"stream_id": 1})
+    assert (end["stream_id"], end["finish_reason"]) == (1, "cancelled")
+    bench.pass_time(3.5)
+    [(_, [end])] = bench.to_client("c")
+    assert (end["stream_id"], end["finish_reason"]) == (2, "timeout")
+    bench.worker("b", capacity=8)
+    assert got(bench, "b") == []
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_stream_that_was_cancelled_ends_with_its_worker(bench: Bench) -> None:
+    bench.worker("a")
+    bench.worker("b")
+    begun(bench, "a")
+    bench.client("c", "CANCEL", {"stream_id": 1})
+    gone(bench, "a")
+    [(_, [end])] = bench.to_client("c")
+    assert end["finish_reason"] == "cancelled"
+    assert got(bench, "b") == []
+
+
+def test_what_a_client_misses_of_a_stream_that_waits_comes_from_the_broker(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
+    # One ATTACH is lost with the worker, another comes while the stream waits.
+    bench.client("c", "ATTACH", {"stream_id": 1, "received": 2})
+    bench.to_client("c")
+    gone(bench, "a")
+    (_, answer), (_, [missed]) = bench.to_client("c")
+    assert (answer["attached"], missed["token"]) == (2, 9)
+    (_, answer), (_, missed) = bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+    assert (answer["attached"], [e["token"] for e in missed]) == (1, [8, 9])
+    bench.worker("b")
+    _, transcript = continued(bench, "b")
+    assert len(transcript.entries) == 3
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_what_a_worker_sends_again_is_in_the_transcript_once(bench: Bench, answered: bool) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
+    bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+    # Sent before the worker received the ATTACH.
+    bench.tokens("a", header, entry(5, 3))
+    bench.send("a", "MSG", {"stream_id": 1, "attached": 1}, header)
+    sent = [FIRST]
+    if answered:
+        again = [entry(8, 1), entry(9, 2), entry(5, 3)]
+        bench.tokens("a", header, *again)
+        bench.tokens("a", header, entry(4, 4))
+        sent += [*again, entry(4, 4)]
+    bench.worker("b")
+    gone(bench, "a")
+    _, transcript = continued(bench, "b")
+    assert transcript.entries == sent
+
+
+def test_a_hung_worker_loses_its_streams_and_gets_no_more_until_it_goes_on(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.worker("b", patterns=["n"], default="n")
+    bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=61.0))
+    [again] = bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=62.0))
+    assert again.frames[0] == b"REREGISTER"
+    bench.worker("a", step_age_s=63.0)
+    assert got(bench, "a") == []
+    bench.send("a", "HEARTBEAT", Heartbeat())
+    moved, _ = continued(bench, "a")
+    assert moved.request == header.request
+
+
+def test_requests_that_may_be_done_twice_are_sent_again(bench: Bench) -> None:
+    for name in ("a", "b"):
+        bench.worker(name, role="controller", patterns=["*"], default="", capacity=8)
+    bench.client("c", "TAGS", {"stream_id": 1})
+    bench.client("c", "DELETE", {"stream_id": 2, "module": "x" * 8})
+    [(first, _)] = got(bench, "a", "TAGS")
+    gone(bench, "b")
+    [(_, error)] = bench.to_client("c")
+    assert (error["stream_id"], error["code"]) == (2, "worker_lost")
+    bench.worker("d", role="controller", patterns=["*"], default="", capacity=8)
+    gone(bench, "a")
+    [(again, frames)] = got(bench, "d", "TAGS")
+    assert (again.request, again.flags & Flag.MOVED, len(frames)) == (first.request, 0, 2)
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_streams_beyond_the_bound_of_a_session_cannot_move_and_their_client_is_notified() -> None:
+    bench = Bench(expiry_s=1000.0, max_journal_bytes=2000)
+    bench.worker("a", capacity=8)
+    for stream in (1, 2):
+        header = begun(bench, "a", stream)
+        for pos in range(12):
+            bench.tokens("a", header, entry(5, pos, stream))
+    begun(bench, "a", 3)
+    bench.pass_time(0.5)
+    notices = [body for kind, body in bench.to_client("c") if kind == "SYSTEM"]
+    assert [(n["event"], n["stream_id"]) for n in notices] == [
+        ("not_movable", 1),
+        ("not_movable", 2),
+    ]
+    journal = next(iter(bench.broker.session_table)).journal
+    assert journal.size <= 2000
+    bench.worker("b", capacity=8)
+    gone(bench, "a")
+    errors = {body["stream_id"]: body["code"] for _, body in bench.to_client("c")}
+    assert errors == {1: "worker_lost", 2: "worker_lost"}
+    assert len(got(bench, "b")) == 1
+
+
+def test_the_session_that_keeps_most_gives_up_first_where_all_keep_too_much() -> None:
+    bench = Bench(expiry_s=1000.0, max_total_journal_bytes=2000)
+    bench.worker("a", capacity=8)
+    bench.client("d", "GENERATE", generate(9))
+    bench.to_worker("a")
+    header = begun(bench, "a")
+    for pos in range(20):
+        bench.tokens("a", header, entry(5, pos))
+    bench.pass_time(0.5)
+    assert [b["event"] for k, b in bench.to_client("c") if k == "SYSTEM"] == ["not_movable"]
+    assert bench.to_client("d") == []
+
+
+def test_without_a_journal_streams_end_with_their_worker() -> None:
+    bench = Bench(expiry_s=1000.0, max_journal_bytes=0)
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.worker("b")
+    bench.to_client("c")
+    gone(bench, "a")
+    [(_, error)] = bench.to_client("c")
+    assert error["code"] == "worker_lost"
+
+
+def test_what_has_ended_is_not_kept(bench: Bench) -> None:
+    bench.worker("a", capacity=8)
+    long = begun(bench, "a", 99)
+    for stream in range(50):
+        header = begun(bench, "a", stream)
+        bench.tokens("a", header, *[entry(5, pos, stream) for pos in range(100)])
+        end = Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop")
+        bench.tokens("a", header, end, final=True)
+        bench.pass_time(0.25)
+        bench.sent.clear()
+    journal = next(iter(bench.broker.session_table)).journal
+    assert journal.size > 100_000, "a stream that began before all of it may need it"
+    end = Token(token=1, stream_id=99, logprob=0.0, finish_reason="stop")
+    bench.tokens("a", long, end, final=True)
+    bench.pass_time(0.25)
+    assert (journal.size, len(journal.tail)) == (0, 0)
+
+
+# --- quarantine -----------------------------------------------------------------------------------
+
+
+def test_a_request_that_kills_its_workers_is_quarantined_after_two_deaths(bench: Bench) -> None:
+    bench.worker("a", capacity=8)
+    good = begun(bench, "a", 1)
+    bench.tokens("a", good, FIRST)
+    begun(bench, "a", 2)
+    bench.to_client("c")
+    bench.worker("b", capacity=8)
+    gone(bench, "a")
+    moved = {h.request: h for h, _ in got(bench, "b")}
+    bench.tokens("b", moved[good.request], entry(8, 1))
+    bench.worker("d", capacity=8)
+    bench.to_client("c")
+    gone(bench, "b")
+    [(_, error)] = bench.to_client("c")
+    assert (error["stream_id"], error["code"]) == (2, "quarantined")
+    assert "2 workers in a row" in error["message"]
+    [(header, _)] = got(bench, "d")
+    assert header.request == good.request
+
+
+def test_workers_that_leave_at_their_own_wish_count_against_no_request(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    for name, following in (("a", "b"), ("b", "d"), ("d", "e")):
+        bench.send(name, "UNREGISTER", Unregister())
+        bench.worker(following)
+        moved, _ = continued(bench, following)
+        assert moved.request == header.request
+
+
+# --- late ticks -----------------------------------------------------------------------------------
+
+
+def test_a_broker_that_was_stopped_expires_no_lease_for_the_time_that_it_missed() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "HELLO", {"capabilities": ["ping"]})
+    begun(bench, "a")
+    bench.pass_time(1.0)
+    bench.now += 20.0
+    bench.pass_time(1.0)
+    assert len(bench.broker.dispatcher.workers) == 1
+    assert len(bench.broker.session_table) == 1
+    # After that, time counts as ever.
+    bench.pass_time(5.0)
+    assert len(bench.broker.dispatcher.workers) == 0
