@@ -19,6 +19,8 @@ class Vocabulary(Protocol):
     """The first end-of-sequence token; -1 if the model has none."""
     eos_ids: tuple[int, ...]
     """All end-of-sequence tokens."""
+    has_every_byte: bool
+    """Whether each byte is a token, so that any text can be written in as many tokens as bytes."""
     fingerprint: str
 
     def token(self, number: int) -> bytes:

@@ -48,6 +48,7 @@ class Steered:
         tokens: Sequence[bytes],
         arg: str | bytes = b"",
         eos: int = EOS,
+        max_tokens: int = 100,
     ) -> None:
         """``source``: a guest's, or what makes controllers already."""
         self.vocabulary = vocabulary(tokens, eos)
@@ -55,7 +56,7 @@ class Steered:
         storage = VariableStorage()
         variables = SequenceVariables(1, 0, storage.apply, lambda: None)
         arg = arg.encode() if isinstance(arg, str) else arg
-        host = Host(1, 0, arg, self.vocabulary, variables, self.log, Limits(), 100)
+        host = Host(1, 0, arg, self.vocabulary, variables, self.log, Limits(), max_tokens)
         made = program(source) if isinstance(source, str | Path) else source
         self.controller: Controller = made.start(host)
         self._mask = bytearray(4 * -(-len(tokens) // 32))

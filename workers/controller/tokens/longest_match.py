@@ -21,6 +21,8 @@ class LongestMatch:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
         """By a token's first two bytes, or its only one: the lengths of such tokens, descending."""
+        self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
+        """Whether each byte is a token."""
 
     def __call__(self, text: bytes) -> list[int]:
         """The longest token at each position, from left to right, with backtracking to a shorter

@@ -50,6 +50,7 @@ class TokenizerVocabulary:
             self._tokens[number] = b""
         self._tokenizer = tokenizer
         self._longest_match = LongestMatch(self._tokens)
+        self.has_every_byte = self._longest_match.has_every_byte
         self.trie = encode_trie(self._tokens, self.eos)
 
     @classmethod

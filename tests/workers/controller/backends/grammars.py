@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
@@ -163,12 +164,15 @@ def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes
 
 def check_closing(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
     """The tokens that close a text make it one of the language, and can be appended in turn."""
-    tokens = guest.closing(place)
-    if tokens is None:
+    closing = guest.closing(place)
+    if closing is None:
         return
-    reference = oracle.case.reference
-    whole = text + oracle.case.vocabulary.bytes_of(tokens)
+    reference, whole = oracle.case.reference, text + closing
     assert len(whole) > reference.longest or reference.complete(whole), whole
+    try:
+        tokens = oracle.case.vocabulary.tokenize(closing)
+    except ControllerError:
+        return  # The vocabulary cannot write it.
     child = guest.fork(place)
     assert guest.append(child, tokens) == len(tokens)
     assert guest.complete(child)

@@ -18,6 +18,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     GrammarModule,
 )
 from tokenbus.workers.controller.interface import Action
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ....processes import Bus
 from ..played import BYTES, Steered, engine, vocabulary
@@ -48,12 +49,12 @@ def test_every_beginning_of_a_sample_can_be_closed(
             assert guest.append(place, [1 + byte])
             text += bytes([byte])
             beginnings += 1
-            tokens = guest.closing(place)
-            if tokens is None:
+            closing = guest.closing(place)
+            if closing is None:
                 continue
             closed += 1
             reference = Recognizer(compiled)
-            whole = text + LETTERS.bytes_of(tokens)
+            whole = text + closing
             assert reference.read(whole) == len(whole), whole
             assert reference.complete, whole
         guest.end(place)
@@ -82,9 +83,7 @@ def test_json_is_closed_with_the_fewest_bytes(text: str, closing: str) -> None:
     guest = GrammarInstance(MODULE, LETTERS, tables)
     place = guest.start()
     assert guest.append(place, [1 + byte for byte in text.encode()]) == len(text.encode())
-    tokens = guest.closing(place)
-    assert tokens is not None
-    assert LETTERS.bytes_of(tokens).decode() == closing
+    assert guest.closing(place) == closing.encode()
     json.loads(text + closing)
 
 
@@ -95,10 +94,9 @@ def test_a_regular_expression_is_closed_by_the_shortest_way(pattern: str) -> Non
         place = guest.start()
         taken = guest.append(place, [1 + byte for byte in beginning.encode()])
         if taken == len(beginning):
-            tokens = guest.closing(place)
-            assert tokens is not None
-            whole = beginning + LETTERS.bytes_of(tokens).decode()
-            assert re.fullmatch(pattern, whole)
+            closing = guest.closing(place)
+            assert closing is not None
+            assert re.fullmatch(pattern, beginning + closing.decode())
 
 
 @pytest.fixture
@@ -131,6 +129,43 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
     assert run.controller.post_process(before.tokens, before.backtrack).action is Action.CONTINUE
     assert run.mid() is None
     assert "were dropped" in run.log.take()
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "most_bytes"),
+    [
+        (4000, 0),  # There is room for a token for each byte.
+        (920, 1000),  # Only after one look it is known that there is room.
+        (600, 30 * 900),  # It never fits.
+    ],
+)
+def test_a_long_closing_is_not_tokenized_in_each_round(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, most_bytes: int
+) -> None:
+    tokenized: list[int] = []
+    tokenize = TokenizerVocabulary.tokenize
+
+    def counted(self: TokenizerVocabulary, text: bytes) -> list[int]:
+        tokenized.append(len(text))
+        return tokenize(self, text)
+
+    monkeypatch.setattr(TokenizerVocabulary, "tokenize", counted)
+    program = Constraints(engine, None).get("regex")
+    assert program is not None
+    run = Steered(program, BYTES, "[a-z]{900}", max_tokens=max_tokens)
+    for _ in range(500):
+        assert run.mid() == set(range(1 + ord("a"), 2 + ord("z")))
+        run.post([1 + ord("b")])
+    assert sum(tokenized) <= most_bytes
+
+
+def test_a_text_that_never_fits_is_cut_and_says_so() -> None:
+    program = Constraints(engine, None).get("regex")
+    assert program is not None
+    run = Steered(program, BYTES, "[a-z]{900}")
+    while run.mid() is not None:
+        run.post([1 + ord("b")])
+    assert "not closed: max_tokens is 100" in run.log.take()
 
 
 def check_whole(text: bytes) -> bool:

@@ -19,7 +19,8 @@ SPARE = 8
 """The text is closed when at most so many tokens are left beyond those that closing it takes; at
 most a sixteenth of ``max_tokens``."""
 LOOK_EVERY = 32
-"""The cost of closing a text is computed at least every so many tokens."""
+"""How to close a text is computed at least every so many tokens; more often where the room that is
+left, or that is missing, is less than eight times as much."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -36,8 +37,10 @@ class GrammarController:
         self._spare = min(SPARE, host.max_tokens // 16)
         self._check_at = 0
         """The length at which the closing is computed again."""
-        self._last_closing: tuple[int, list[int]] | None = None
-        """The last length at which a closing fitted in ``max_tokens``, and its tokens."""
+        self._last_closing: tuple[int, bytes] | None = None
+        """The last length at which a closing fitted in ``max_tokens``, and its text."""
+        self._bytewise = False
+        """Whether the closing that was tokenized last has hardly fewer tokens than bytes."""
         self._closed = False
         self._end: ConstraintEnd | None = None
         """Once the text is closed: how it ends."""
@@ -122,20 +125,23 @@ class GrammarController:
         # The last token ends a sequence by its length, whether its text is complete or not.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
-        closing = self._guest.closing(self._place)
-        if closing is not None and len(closing) <= room:
-            self._last_closing = length, closing
-            spare = room - len(closing)
+        text = self._guest.closing(self._place)
+        takes = self._most_tokens(text, room) if text is not None else None
+        if text is not None and takes is not None and takes <= room:
+            self._last_closing = length, text
+            spare = room - takes
             if spare > self._spare:
-                self._check_at = length + max(1, min(LOOK_EVERY, spare // 8))
+                self._look_after(spare)
                 return None
         elif room > 0:
-            self._check_at = length + 1
+            # A token that is appended shortens the closing by hardly more than that token.
+            self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
             self._log(f"not closed: max_tokens is {most}, which leaves no room for it")
             return None
-        at, tokens = self._last_closing
+        at, text = self._last_closing
+        tokens = self._host.vocabulary.tokenize(text)
         back = length - at
         self._closed = True
         after = f" after {back} were dropped" if back else ""
@@ -145,6 +151,25 @@ class GrammarController:
             return interface.COMPLETE
         self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
+
+    def _look_after(self, tokens: int) -> None:
+        """Before an eighth of so many tokens, nothing will have changed."""
+        self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
+
+    def _most_tokens(self, text: bytes, room: int) -> int | None:
+        """How many tokens a closing takes. A long text takes long to tokenize: where one token for
+        each byte fits in ``room`` too, that many. None where it cannot be written in tokens."""
+        vocabulary = self._host.vocabulary
+        spare = room - len(text)
+        bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY
+        if bounded and vocabulary.has_every_byte:
+            return len(text)
+        try:
+            tokens = len(vocabulary.tokenize(text))
+        except ControllerError:
+            return None
+        self._bytewise = 2 * tokens > len(text)
+        return tokens
 
     def _log(self, message: str) -> None:
         self._host.log.write(f"{message}\n".encode())

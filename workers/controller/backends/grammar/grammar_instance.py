@@ -206,18 +206,13 @@ class GrammarInstance:
                     kept = number
             return tokens[:kept]
 
-    def closing(self, place: int) -> list[int] | None:
-        """Tokens that complete the text, close to the fewest possible; empty if it is complete.
-        None if no such tokens were found, as for a text that is nested very deeply."""
+    def closing(self, place: int) -> bytes | None:
+        """Text that completes the text so far, close to the fewest bytes possible; empty if it is
+        complete. None if no such text was found, as for a text that is nested very deeply."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("closing")
-            if count < 0:
-                return None
-            try:
-                return self.vocabulary.tokenize(self._guest.read(self._block[_OUT], count))
-            except ControllerError:
-                return None
+            return self._guest.read(self._block[_OUT], count) if count >= 0 else None
 
     # --- the guest as a whole -------------------------------------------------------------------
 
