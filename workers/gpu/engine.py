@@ -79,6 +79,8 @@ class Engine:
         if loaded.device.type == "cpu":
             keep_freed_memory()
         self.loaded = loaded
+        self.mask_words = -(-loaded.vocab_size // 32)
+        """Words of a mask, u32 each."""
         size = config.kv_cache_bytes or default_bytes(loaded.device)
         layout = choose_layout(loaded)
         per_token = token_bytes(loaded.layers, loaded.dtype)
@@ -209,11 +211,6 @@ class Engine:
     def overlaps(self) -> bool:
         """Whether ``finish`` launches the forward of the next step."""
         return self._overlaps
-
-    @property
-    def mask_words(self) -> int:
-        """Words of a mask, u32 each."""
-        return -(-self.loaded.vocab_size // 32)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters, for heartbeats."""

@@ -31,8 +31,8 @@ class MaskFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.rows = np.frombuffer(memory, dtype=np.uint32).reshape(ROWS, words)
-        """``[ROWS, words]``; bit i of a row is token i, little-endian. A row that is still
+        self.rows = list(np.frombuffer(memory, dtype=np.uint32).reshape(ROWS, words))
+        """u32 ``[words]`` each; bit i of a row is token i, little-endian. A row that is still
         referenced keeps the memory mapped."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
@@ -56,8 +56,8 @@ class MaskFiles:
         """By controller worker and words of a mask; None where the system gave no file."""
         self._users: Counter[tuple[int, int]] = Counter()
 
-    def open(self, worker: int, words: int) -> None:
-        """One more request uses the file of a controller worker."""
+    def open(self, worker: int, words: int) -> MaskFile | None:
+        """One more request uses the file of a controller worker; None where there is none."""
         key = (worker, words)
         self._users[key] += 1
         if key not in self._files:
@@ -66,6 +66,7 @@ class MaskFiles:
             except OSError as error:
                 log.warning("masks are sent in messages, as they cannot be shared: %s", error)
                 self._files[key] = None
+        return self._files[key]
 
     def get(self, worker: int, words: int) -> MaskFile | None:
         """The file of a controller worker; None where masks are sent in messages."""

@@ -8,6 +8,7 @@ from typing import Any
 from ...protocol.messages import ConstraintEnd
 from ...protocol.worker_messages import StepResult
 from .engine import Engine
+from .mask_file import MaskFile
 from .sequence import TokenOutput
 
 
@@ -22,6 +23,8 @@ class Steered:
     """The controller worker that runs its controller; 0 until that has answered."""
     same_machine: bool = False
     """Whether that is on this machine, so that the request uses its mask file."""
+    file: MaskFile | None = None
+    """That file, where the system gave one."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
     """By sequence: ends that are sent once the controller's last round is over."""
     stopped: set[int] = field(default_factory=set)

@@ -229,6 +229,8 @@ class Steering:
         ends: list[TokenOutput] = []
         valid, invalid, host = decode_decisions(body)
         for one in valid:
+            if self._samples_under_row(worker, one):
+                continue
             steered = self._steered_by(worker, one.request, host)
             if steered is None:
                 continue
@@ -245,6 +247,23 @@ class Steering:
                 ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
         return ends
 
+    def _samples_under_row(self, worker: int, one: StepResult) -> bool:
+        """Applies the usual decision, which a step has of most of its sequences: sample one that
+        waits for it, under a row of the mask file. Returns False where it is another one, or where
+        there is more to do."""
+        row, steered = one.row, self._requests.get(one.request)
+        if steered is None or steered.worker != worker or row is None or not just_samples(one):
+            return False
+        if steered.inspect or steered.ends or self._behind or one.constraint is not None:
+            return False
+        key, file = (one.request, one.seq), steered.file
+        if file is None or not 0 <= row < ROWS or key not in self._awaited:
+            return False
+        if not steered.engine.sample_under(*key, file.rows[row]):
+            return False
+        del self._awaited[key]
+        return True
+
     def _steered_by(self, worker: int, request: int, host: str) -> Steered | None:
         """The request of a decision that this worker sent; None where it is over or another's."""
         steered = self._requests.get(request)
@@ -254,7 +273,7 @@ class Steering:
             steered.worker = worker
             steered.same_machine = host == machine_id()
             if steered.same_machine:
-                self._files.open(worker, steered.engine.mask_words)
+                steered.file = self._files.open(worker, steered.engine.mask_words)
         elif steered.worker != worker:
             text = "request %d is not worker %d's: its decision is void"
             log.warning(text, request, worker, extra=about(request))
@@ -277,10 +296,7 @@ class Steering:
             self._awaited.pop((one.request, one.seq), None)
             steered.note(one)
             return [steered.noted(end)]
-        file = None
-        if one.row is not None:
-            file = self._files.get(steered.worker, steered.engine.mask_words)
-        self._take(steered, one, mask_of(one, file, attachments))
+        self._take(steered, one, mask_of(one, steered.file, attachments))
         return []
 
     def _undecided(self, step: PendingStep) -> list[Key]:
