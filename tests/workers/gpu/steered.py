@@ -61,8 +61,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def counting(loaded: LoadedModel) -> CountingEngine:
-    return CountingEngine(loaded, EngineConfig(kv_cache_bytes=32 * 2**20))
+def counting(loaded: LoadedModel, overlap: bool = False) -> CountingEngine:
+    return CountingEngine(loaded, EngineConfig(kv_cache_bytes=32 * 2**20, overlap=overlap))
 
 
 class Bench:

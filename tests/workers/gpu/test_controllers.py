@@ -16,7 +16,7 @@ from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
 
 from .steered import Answers, Bench, CountingEngine, counting, freely, one_thread, sample
-from .test_steering import GREEDY, PROMPT, SEEDED, only
+from .test_steering import GREEDY, LENGTH, PROMPT, SEEDED, only
 from .test_steering import alone as alone_once
 
 SIZE = 4096
@@ -30,8 +30,8 @@ def embedded() -> Iterator[LoadedModel]:
 
 
 @pytest.fixture
-def engine(embedded: LoadedModel) -> CountingEngine:
-    return counting(embedded)
+def engine(embedded: LoadedModel, overlap: bool) -> CountingEngine:
+    return counting(embedded, overlap)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_controller_that_allows_everything_changes_no_token(
     bench.add(2, PROMPT[:9], sampling, controller=False)
     bench.send(StepResult(1, 0, "sample", attachment=0), masks=[ALL])
     bench.starts.clear()
-    for _ in range(200):
+    for _ in range(4 * LENGTH):
         for update in bench.updates:
             results = freely(update)
             if masked and update.ended is None:
@@ -114,17 +114,17 @@ def test_nothing_is_sampled_before_the_first_decision(bench: Bench) -> None:
 
 
 def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tokens(
-    embedded: LoadedModel,
+    embedded: LoadedModel, overlap: bool
 ) -> None:
     def masks() -> Callable[[], np.ndarray]:
         turn = itertools.count(1)
         return lambda: only(SIZE, *range(next(turn), SIZE, 37))
 
     def sent(host: str | None) -> tuple[Bench, list[int]]:
-        bench, mask = Bench(counting(embedded), host), masks()
+        bench, mask = Bench(counting(embedded, overlap), host), masks()
         bench.add(1, PROMPT, SEEDED)
         bench.send(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
-        for _ in range(30):
+        for _ in range(LENGTH):
             bench.step()
             for update in bench.updates:
                 result = freely(update)[0]
@@ -138,7 +138,7 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
     assert {step.masks for step in elsewhere.steps} == {""}
     assert elsewhere.live == {1: 0}
 
-    bench, mask = Bench(counting(embedded)), masks()
+    bench, mask = Bench(counting(embedded, overlap)), masks()
     bench.add(1, PROMPT, SEEDED)
     bench.send(StepResult(1, 0, "sample", attachment=0), masks=[mask()])
     bench.step()
@@ -146,7 +146,7 @@ def test_masks_through_the_shared_file_and_through_attachments_give_the_same_tok
     rows = MaskRows(step.masks, step.rows, step.row_bytes)
     row = rows.take()
     assert row is not None
-    for _ in range(30):
+    for _ in range(LENGTH):
         for update in bench.updates:
             result = freely(update)[0]
             if update.ended is None:
@@ -169,8 +169,9 @@ def test_tokens_of_the_first_round_join_the_prefill(
     bench.add(1, PROMPT, GREEDY)
     bench.send(StepResult(1, 0, "sample", 0, forced))
     bench.step()
-    assert engine.forwarded == len(PROMPT) + len(forced)
-    rest = Sampling(max_tokens=27, ignore_eos=True)
+    # Where steps overlap, the token of the next one has been launched.
+    assert engine.forwarded == len(PROMPT) + len(forced) + engine.overlaps
+    rest = Sampling(max_tokens=LENGTH - 3, ignore_eos=True)
     assert bench.tokens(1) == forced + alone(embedded, PROMPT + forced, rest)[:1]
     bench.starts.clear()
     bench.run(freely)
@@ -185,10 +186,10 @@ def test_appended_tokens_take_one_forward_and_are_reported_once(
     forwards = engine.forwarded
     bench.step()
     assert bench.tokens(1)[:4] == [100, 200, 300, 400]
-    assert len(bench.tokens(1)) == 4 or engine.forwarded - forwards <= 5
+    assert len(bench.tokens(1)) == 4 or engine.forwarded - forwards <= 5 + engine.overlaps
     while len(bench.tokens(1)) < 5:
         bench.step()
-    assert engine.forwarded - forwards <= 5
+    assert engine.forwarded - forwards <= 5 + engine.overlaps
     assert [update.tokens for update in bench.updates] == [bench.tokens(1)[4:]]
 
 
@@ -196,7 +197,7 @@ def test_a_splice_drops_tokens_that_the_client_has(bench: Bench, embedded: Loade
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(6, lambda update: [sample(update, backtrack=2, ff_tokens=[100, 200])]))
     head = [*alone(embedded, PROMPT, GREEDY)[:4], 100, 200]
-    rest = Sampling(max_tokens=24, ignore_eos=True)
+    rest = Sampling(max_tokens=LENGTH - 6, ignore_eos=True)
     assert bench.tokens(1) == head + alone(embedded, PROMPT + head, rest)
     assert sum(o.backtrack for o in bench.received[1]) == 2
 
@@ -204,7 +205,7 @@ def test_a_splice_drops_tokens_that_the_client_has(bench: Bench, embedded: Loade
 def test_appended_tokens_beyond_max_tokens_end_with_length(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(5, lambda update: [sample(update, ff_tokens=[7] * 100)]))
-    assert bench.tokens(1)[5:] == [7] * 25
+    assert bench.tokens(1)[5:] == [7] * (LENGTH - 5)
     assert bench.client(1).reasons == {0: "length"}
     bench.check_nothing_is_left()
 
@@ -228,11 +229,11 @@ def fork(update: StepSequence, *children: int, **more: Any) -> StepResult:
 
 
 def test_forks_in_the_first_round_compute_the_prompt_once(
-    embedded: LoadedModel,
+    embedded: LoadedModel, overlap: bool
 ) -> None:
     wanted = {}
     for when in ("before the forward", "after it"):
-        engine = counting(embedded)
+        engine = counting(embedded, overlap)
         bench = Bench(engine)
         bench.add(1, PROMPT, SEEDED)
         bench.starts.clear()
@@ -254,9 +255,11 @@ def test_forks_in_the_first_round_compute_the_prompt_once(
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["with logits", "before them"])
-def test_tokens_appended_by_a_fork_are_computed_once(embedded: LoadedModel, early: bool) -> None:
+def test_tokens_appended_by_a_fork_are_computed_once(
+    embedded: LoadedModel, overlap: bool, early: bool
+) -> None:
     forced = list(range(100, 160))
-    engine = counting(embedded)
+    engine = counting(embedded, overlap)
     bench = Bench(engine)
     sampling = Sampling(max_tokens=70, ignore_eos=True)
     bench.add(1, PROMPT, sampling)
@@ -299,7 +302,7 @@ def test_a_fork_that_splices_and_forks_in_its_first_round(bench: Bench, early: b
         3: 1,
     }
     assert tokens[1] == [200, 300]
-    assert [len(tokens[seq]) for seq in (0, 2, 3)] == [30, 30, 30]
+    assert [len(tokens[seq]) for seq in (0, 2, 3)] == [LENGTH] * 3
     assert tokens[0] == tokens[2]
     assert (tokens[0][:1], tokens[3][:2]) == ([100], [200, 300])
     bench.check_nothing_is_left()
@@ -344,7 +347,7 @@ def test_a_fork_that_splices_before_the_fork_point_leaves_its_parent_alone(
     bench.run(at(6, forked))
     wanted = alone(embedded, PROMPT, GREEDY)
     head = [*wanted[:1], 100]
-    rest = Sampling(max_tokens=28, ignore_eos=True)
+    rest = Sampling(max_tokens=LENGTH - 2, ignore_eos=True)
     assert bench.tokens(1, 0) == wanted
     assert bench.tokens(1, 1) == head + alone(embedded, PROMPT + head, rest)
     bench.check_nothing_is_left()
@@ -361,13 +364,15 @@ def test_a_parent_that_reaches_max_tokens_by_appending_is_not_forked(
         update = StepSequence(request, 0, [])
         bench.send(fork(update, 1, ff_tokens=[7] * 50), sample(update), sample(update, 1))
         bench.run(freely)
-        assert bench.client(request).tokens == {0: [7] * 30}
+        assert bench.client(request).tokens == {0: [7] * LENGTH}
         assert bench.client(request).reasons == {0: "length"}
         bench.check_nothing_is_left()
 
 
-def test_forks_that_the_engine_refuses_are_reported_as_ended(embedded: LoadedModel) -> None:
-    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_forks=3)
+def test_forks_that_the_engine_refuses_are_reported_as_ended(
+    embedded: LoadedModel, overlap: bool
+) -> None:
+    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_forks=3, overlap=overlap)
     bench = Bench(Engine(embedded, config))
     begun(bench)
     update = StepSequence(1, 0, [])
@@ -447,15 +452,15 @@ def test_a_slow_controller_delays_its_own_sequence_only(
     bench.add(2, PROMPT[:9], GREEDY, controller=False)
     bench.add(3, PROMPT[:17], SEEDED)
     bench.send(StepResult(1, 0, "sample"), StepResult(3, 0, "sample"))
-    for number in range(400):
+    for number in range(8 * LENGTH):
         for update in list(bench.updates):
             if update.request == 3 or number % 4 == 3:
                 bench.updates.remove(update)
                 bench.send(*freely(update))
         bench.step()
-        assert len(bench.tokens(2)) == min(30, number + 1)
-        assert len(bench.tokens(3)) >= min(29, number + 1)
-        if number < 100:
+        assert len(bench.tokens(2)) == min(LENGTH, number + 1)
+        assert len(bench.tokens(3)) >= min(LENGTH - 1, number + 1)
+        if number < 4 * (LENGTH - 2):
             assert len(bench.tokens(1)) == (number + 1) // 4 + 1
     assert bench.live == {1: 0, 2: 0, 3: 0}
     assert bench.tokens(1) == alone(embedded, PROMPT, SEEDED)
@@ -464,13 +469,15 @@ def test_a_slow_controller_delays_its_own_sequence_only(
 
 
 def test_a_deferred_sequence_that_loses_its_blocks_gets_the_same_tokens(
-    embedded: LoadedModel,
+    embedded: LoadedModel, overlap: bool
 ) -> None:
     whole = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20)).stats()["kv_pages"] + 1
-    bench = Bench(Engine(embedded, EngineConfig(kv_cache_bytes=int(32 * 2**20 / whole * 9))))
+    few = int(32 * 2**20 / whole * 9)
+    bench = Bench(Engine(embedded, EngineConfig(kv_cache_bytes=few, overlap=overlap)))
     begun(bench, 1)
+    longer = Sampling(max_tokens=30, ignore_eos=True)
     for request in range(2, 6):
-        bench.add(request, PROMPT[: 5 + request], GREEDY, controller=False)
+        bench.add(request, PROMPT[: 5 + request], longer, controller=False)
     while any(live for request, live in bench.live.items() if request > 1):
         bench.step()
     assert bench.engine.stats()["preemptions"] > 0
@@ -478,7 +485,7 @@ def test_a_deferred_sequence_that_loses_its_blocks_gets_the_same_tokens(
     bench.run(freely)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)
     for request in range(2, 6):
-        assert bench.tokens(request) == alone(embedded, PROMPT[: 5 + request], GREEDY)
+        assert bench.tokens(request) == alone(embedded, PROMPT[: 5 + request], longer)
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -548,7 +555,7 @@ def test_a_controller_that_stops_with_more_than_max_tokens_ends_with_length(
     bench.add(1, PROMPT, GREEDY)
     bench.run(at(3, lambda update: [StepResult(1, 0, "stop", 0, [50] * 100)]))
     assert bench.client(1).reasons == {0: "length"}
-    assert bench.tokens(1)[3:] == [50] * 27
+    assert bench.tokens(1)[3:] == [50] * (LENGTH - 3)
 
 
 def test_a_mask_of_the_wrong_size_ends_its_sequence(bench: Bench) -> None:

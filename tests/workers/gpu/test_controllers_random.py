@@ -60,6 +60,7 @@ class Play:
             max_num_seqs=rng.choice([3, 64]),
             max_num_batched_tokens=48,
             max_forks=MAX_FORKS,
+            overlap=rng.choice([False, True]),
         )
         self.rng = rng
         self.bench = Bench(

@@ -12,7 +12,7 @@ from tokenbus.workers.gpu.loader import LoadedModel, load_model
 from tokenbus.workers.machine import machine_id
 
 from .steered import TIMEOUT_S, Bench, counting, freely, one_thread, sample
-from .test_steering import GREEDY, PROMPT, SEEDED, alone
+from .test_steering import GREEDY, LENGTH, PROMPT, SEEDED, alone
 
 LATER_S = TIMEOUT_S + 10
 
@@ -108,7 +108,7 @@ def test_a_malformed_last_decision_does_not_keep_the_end_back(bench: Bench) -> N
 
     bench.run(answers)
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    assert len(bench.tokens(1)) == 30
+    assert len(bench.tokens(1)) == LENGTH
     bench.check_nothing_is_left()
 
 
@@ -202,7 +202,7 @@ def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(benc
     bench.step()
     assert StepSequence(1, 0, [], "error") in bench.updates
     bench.run(freely)
-    assert len(bench.tokens(1, 1)) == 30
+    assert len(bench.tokens(1, 1)) == LENGTH
     bench.check_nothing_is_left()
 
 

@@ -22,8 +22,8 @@ def embedded() -> LoadedModel:
 
 
 @pytest.fixture
-def engine(embedded: LoadedModel) -> Engine:
-    return Engine(embedded, EngineConfig(kv_cache_bytes=64 * 2**20))
+def engine(embedded: LoadedModel, overlap: bool) -> Engine:
+    return Engine(embedded, EngineConfig(kv_cache_bytes=64 * 2**20, overlap=overlap))
 
 
 def run(engine: Engine) -> list[TokenOutput]:
@@ -47,7 +47,9 @@ def encode(engine: Engine, text: str) -> list[int]:
     return ids
 
 
-def test_the_same_tokens_with_preemption_and_small_chunks(embedded: LoadedModel) -> None:
+def test_the_same_tokens_with_preemption_and_small_chunks(
+    embedded: LoadedModel, overlap: bool
+) -> None:
     prompts = shapes.prompts(12, 200, 4096)
     sampling = Sampling(max_tokens=40, temperature=1.0, seed=11, ignore_eos=True)
 
@@ -63,7 +65,10 @@ def test_the_same_tokens_with_preemption_and_small_chunks(embedded: LoadedModel)
     block_bytes = 64 * 2**20 // (calm["kv_pages"] + 1)
     tight, stats = all_of(
         EngineConfig(
-            kv_cache_bytes=int(17 * block_bytes), max_num_batched_tokens=48, max_num_seqs=12
+            kv_cache_bytes=int(17 * block_bytes),
+            max_num_batched_tokens=48,
+            max_num_seqs=12,
+            overlap=overlap,
         )
     )
     assert calm["preemptions"] == 0
@@ -153,11 +158,12 @@ def test_a_wrong_request_is_refused_and_changes_nothing(
     assert not engine.has_work
 
 
-def test_a_sequence_whose_logits_are_nan_ends_alone() -> None:
+def test_a_sequence_whose_logits_are_nan_ends_alone(overlap: bool) -> None:
     model = shapes.make("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[13] = float("nan")
-    engine = Engine(wrap_model("broken", model), EngineConfig(kv_cache_bytes=8 * 2**20))
+    config = EngineConfig(kv_cache_bytes=8 * 2**20, overlap=overlap)
+    engine = Engine(wrap_model("broken", model), config)
     engine.add(1, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
     engine.add(2, [5, 13, 7], Sampling(max_tokens=5, ignore_eos=True))
     outputs = run(engine)

@@ -19,9 +19,10 @@ from ...counts import rounds
 from .shapes import tiny_model
 
 PROMPT = list(range(5, 45))
-STEPS = rounds(1_200, 100_000)
-GREEDY = Sampling(max_tokens=30, ignore_eos=True)
-SEEDED = Sampling(max_tokens=30, ignore_eos=True, temperature=1.0, seed=5)
+STEPS = rounds(700, 50_000)
+LENGTH = 14
+GREEDY = Sampling(max_tokens=LENGTH, ignore_eos=True)
+SEEDED = Sampling(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def embedded() -> LoadedModel:
 
 
 @pytest.fixture
-def engine(embedded: LoadedModel) -> Engine:
-    return Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
+def engine(embedded: LoadedModel, overlap: bool) -> Engine:
+    return Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20, overlap=overlap))
 
 
 class ClientView:
@@ -195,15 +196,15 @@ def test_what_follows_a_splice_is_what_follows_that_text(
     run(engine, client)
     head = [*kept, *forced]
     assert client.tokens[0][: len(head)] == head
-    rest = Sampling(max_tokens=30 - len(head), ignore_eos=True)
+    rest = Sampling(max_tokens=LENGTH - len(head), ignore_eos=True)
     assert client.tokens[0][len(head) :] == alone(embedded, PROMPT + head, rest)
 
 
-@pytest.mark.parametrize(("drop", "forced"), [(0, [7]), (3, []), (1, [9] * 40), (6, [8])])
+@pytest.mark.parametrize(("drop", "forced"), [(0, [7]), (3, []), (1, [9] * 20), (6, [8])])
 def test_splices_of_every_kind(
     engine: Engine, embedded: LoadedModel, drop: int, forced: list[int]
 ) -> None:
-    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    sampling = Sampling(max_tokens=30, ignore_eos=True)
     engine.add(1, PROMPT, sampling)
     client = ClientView()
     for _ in range(6):
@@ -211,14 +212,18 @@ def test_splices_of_every_kind(
     head = [*client.tokens[0][: 6 - drop], *forced]
     engine.splice(1, 0, drop, forced)
     run(engine, client)
-    rest = Sampling(max_tokens=60 - len(head), ignore_eos=True)
+    rest = Sampling(max_tokens=30 - len(head), ignore_eos=True)
     assert client.tokens[0] == head + alone(embedded, PROMPT + head, rest)
 
 
-def test_a_seeded_splice_gives_the_same_tokens_alone_and_in_a_batch(embedded: LoadedModel) -> None:
+def test_a_seeded_splice_gives_the_same_tokens_alone_and_in_a_batch(
+    embedded: LoadedModel, overlap: bool
+) -> None:
     def spliced(others: int) -> list[int]:
         config = EngineConfig(
-            kv_cache_bytes=32 * 2**20, max_num_batched_tokens=40 if others else 2048
+            kv_cache_bytes=32 * 2**20,
+            max_num_batched_tokens=40 if others else 2048,
+            overlap=overlap,
         )
         engine = Engine(embedded, config)
         engine.add(0, PROMPT, SEEDED, priority=1)
@@ -248,7 +253,7 @@ def test_a_splice_between_begin_and_finish_replaces_the_sampling(
     client.take(engine.finish(step).as_outputs())
     assert client.tokens[0] == [100, 200]
     run(engine, client)
-    rest = Sampling(max_tokens=28, ignore_eos=True)
+    rest = Sampling(max_tokens=LENGTH - 2, ignore_eos=True)
     assert client.tokens[0][2:] == alone(embedded, [*PROMPT, 100, 200], rest)
 
 
@@ -391,12 +396,12 @@ def test_deferring_delays_that_sequence_only(engine: Engine, embedded: LoadedMod
     mine = [o.token for o in outputs if o.request == 1]
     assert mine == alone(embedded, PROMPT, SEEDED)
     order = [o.request for o in outputs]
-    assert order.index(1) < 29
+    assert order.index(1) < LENGTH - 1
     assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
 
 
-def test_forks_without_a_slot_can_be_deferred_too(embedded: LoadedModel) -> None:
-    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_num_seqs=2)
+def test_forks_without_a_slot_can_be_deferred_too(embedded: LoadedModel, overlap: bool) -> None:
+    config = EngineConfig(kv_cache_bytes=32 * 2**20, max_num_seqs=2, overlap=overlap)
     engine = Engine(embedded, config)
     engine.add(1, PROMPT, GREEDY)
     client = ClientView()
@@ -438,13 +443,17 @@ def test_ending_one_sequence_leaves_its_forks(engine: Engine) -> None:
 # --- long random load -----------------------------------------------------------------------------
 
 
-def _tiny() -> Engine:
+def _tiny(overlap: bool) -> Engine:
     loaded = wrap_model("tiny", tiny_model())
     block = 16 * 2 * 8 * 4
     return Engine(
         loaded,
         EngineConfig(
-            kv_cache_bytes=40 * block, max_num_seqs=8, max_num_batched_tokens=48, max_forks=20
+            kv_cache_bytes=40 * block,
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+            max_forks=20,
+            overlap=overlap,
         ),
     )
 
@@ -482,8 +491,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
-def test_steps_of_random_load_leak_nothing_and_starve_no_sequence() -> None:
-    engine = _tiny()
+def test_steps_of_random_load_leak_nothing_and_starve_no_sequence(overlap: bool) -> None:
+    engine = _tiny(overlap)
     rng = random.Random(1)
     arrived: dict[int, int] = {}
     waited = 0

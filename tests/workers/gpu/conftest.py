@@ -1,0 +1,11 @@
+"""What the tests of an engine share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapping"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    """Whether the steps of the engine under test overlap: the same holds either way."""
+    return bool(request.param)
