@@ -6,6 +6,7 @@ that it starts.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -25,9 +26,18 @@ from .processes import Bus, Gateway
 def pytest_configure() -> None:
     """Watches for processes that start, and lets them be interrupted: a shell without job control
     has what it starts in the background ignore Ctrl-C, and what that starts ignores it too."""
+    # What is imported stays: the collector need not look at it, now or later.
+    gc.disable()
     starts.watch()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """From here on the garbage collector looks at what the tests make only."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -120,9 +120,11 @@ def test_the_form_is_that_of_the_template() -> None:
 
 texts = st.text(st.sampled_from('<tool_cal>{"name: \\}x]'), max_size=20)
 values = st.recursive(
-    texts | st.integers(0, 9), lambda some: st.lists(some) | st.dictionaries(texts, some)
+    texts | st.integers(0, 9),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(texts, some, max_size=3),
+    max_leaves=8,
 )
-some_calls = st.lists(st.tuples(texts, st.dictionaries(texts, values)), max_size=3)
+some_calls = st.lists(st.tuples(texts, st.dictionaries(texts, values, max_size=3)), max_size=3)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
