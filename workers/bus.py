@@ -3,12 +3,17 @@ forward runs.
 
 The worker's own thread takes messages with ``take`` and sends with ``post``; neither waits for the
 network.
+
+After a lease has ended, nothing that was computed for its requests may reach anybody: the broker
+has given them to others. So from the ``REGISTER`` of a new lease on, what is posted is dropped,
+until the worker has handled the ``REGISTERED`` that answers it, and calls ``registered``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +24,7 @@ from ..protocol.errors import TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
 from ..protocol.metrics import Series
-from ..protocol.worker_messages import Heartbeat, Register
+from ..protocol.worker_messages import Heartbeat, Register, Registered
 from ..transport.carrier import carrier
 from .lease import Lease, RefusedError
 
@@ -36,6 +41,10 @@ class FromBus(NamedTuple):
     header: Header
     body: bytes
     attachments: list[bytes]
+
+
+def _outlives_lease(message: FromBus) -> bool:
+    return not message.header.request and message.type != b"REGISTERED"
 
 
 class BusEndedError(RuntimeError):
@@ -64,14 +73,22 @@ class Bus:
         """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
         handler that interrupts a ``put`` may ``put`` too."""
         self._outbox: deque[Frames] = deque()
+        self._gate = threading.Lock()
+        self._muted = False
+        """Whether what is posted is dropped; changed by who holds ``_gate``."""
+        self._handled = 0
+        """The lease whose ``REGISTERED`` the worker has handled."""
+        self._registration = registration
         self._ended: str | None = None
         self._step_started: float | None = None
         self._load = load
         self._metrics = metrics
-        lease = Lease(registration, self._beat, time.monotonic())
+        lease = Lease(self._current_registration, self._beat, time.monotonic())
         self._lease = lease
         put = self._inbox.put
-        peer = _WorkerPeer(endpoint, lease, self._outbox, put, first, self._end, self._drop)
+        peer = _WorkerPeer(
+            endpoint, lease, self._outbox, put, first, self._end, self._drop, self._mute
+        )
         self._carrier = carrier(endpoint, peer, "bus", LINGER_MS, packed=True)
 
     def start(self) -> None:
@@ -99,10 +116,31 @@ class Bus:
         self._inbox.put([])
 
     def post(self, frames: Frames, wake: bool = True) -> None:
-        """Sends a message without waiting, in order; without ``wake``, with what comes next."""
-        self._outbox.append(frames)
+        """Sends a message without waiting, in order; without ``wake``, with what comes next.
+
+        Drops it where the lease has ended for which it was made.
+        """
+        with self._gate:
+            if self._muted:
+                return
+            self._outbox.append(frames)
         if wake:
             self._carrier.send(self._outbox)
+
+    def kept(self, answer: Registered) -> frozenset[int] | None:
+        """The requests that go on after this ``REGISTERED``; the worker drops all others. None: all
+        of them, as it is the answer to a change of the registration."""
+        return None if answer.worker == self._handled else self._lease.kept(answer)
+
+    def registered(self, answer: Registered) -> None:
+        """The worker has handled this ``REGISTERED``: it has dropped what does not go on.
+
+        What it posts from now on is sent, unless another lease has begun since.
+        """
+        self._handled = answer.worker
+        with self._gate:
+            if self._lease.registered and self._lease.worker == answer.worker:
+                self._muted = False
 
     def flush(self) -> None:
         """Sends what was posted without ``wake``."""
@@ -120,21 +158,29 @@ class Bus:
 
     def changed(self) -> None:
         """Registers again, as what the worker registered with has changed."""
-        for frames in self._lease.changed():
-            self.post(frames)
+        self._post_own(self._lease.changed())
 
     def drain(self, reason: str) -> None:
         """Stops the broker from sending further requests."""
-        for frames in self._lease.drain(reason):
-            self.post(frames)
+        self._post_own(self._lease.drain(reason))
 
     def close(self, reason: str) -> None:
         """Leaves the bus: sends what was posted, unregisters, and ends the thread."""
-        for frames in self._lease.leave(reason):
-            self.post(frames)
+        self._post_own(self._lease.leave(reason))
         self._carrier.close()
 
+    def _post_own(self, messages: list[Frames]) -> None:
+        """Sends messages of the lease, behind those that were posted."""
+        self._outbox.extend(messages)
+        self._carrier.send(self._outbox)
+
     # --- on the bus thread ----------------------------------------------------------------------
+
+    def _mute(self) -> None:
+        """Another lease begins. Called by who holds the turn to send, before its ``REGISTER``."""
+        with self._gate:
+            self._muted = True
+            self._outbox.clear()
 
     def _drop(self) -> None:
         """Drops what is about requests of the registration that has ended."""
@@ -142,18 +188,26 @@ class Bus:
         with contextlib.suppress(Empty):
             while True:
                 waiting += self._inbox.get_nowait()
-        self._inbox.put([message for message in waiting if not message.header.request])
+        self._inbox.put([message for message in waiting if _outlives_lease(message)])
 
     def _end(self, reason: str) -> None:
         self._ended = reason
         self._inbox.put([])
 
-    def _beat(self, now: float) -> Heartbeat:
+    def _current_registration(self) -> Register:
+        registration = self._registration()
+        registration.step_age_s = self._step_age_s(time.monotonic())
+        return registration
+
+    def _step_age_s(self, now: float) -> float | None:
         started = self._step_started
+        return round(now - started, 3) if started is not None else None
+
+    def _beat(self, now: float) -> Heartbeat:
         requests, load = self._load()
         return Heartbeat(
             requests=requests,
-            step_age_s=round(now - started, 3) if started is not None else None,
+            step_age_s=self._step_age_s(now),
             load=load,
             metrics=self._metrics(),
         )
@@ -171,6 +225,7 @@ class _WorkerPeer:
         first: Callable[[list[FromBus]], list[FromBus]] | None,
         ended: Callable[[str], None],
         drop: Callable[[], None],
+        mute: Callable[[], None],
     ) -> None:
         self._address = address
         self._lease = lease
@@ -180,10 +235,13 @@ class _WorkerPeer:
         self._answers: deque[Frames] = deque()
         """The lease's own, which precede what the worker posts."""
         self._drop = drop
+        self._mute = mute
         self.ended = ended
 
     def connected(self, now: float) -> None:
-        """Registers; what has arrived for requests of an earlier registration is dropped."""
+        """Registers; what has arrived for requests of an earlier registration is dropped, and what
+        is posted for them."""
+        self._mute()
         self._drop()
         self._answers.clear()
         self._answers.extend(self._lease.connected(now))
@@ -203,6 +261,8 @@ class _WorkerPeer:
                     )
                     continue
                 was_registered = self._lease.registered
+                if frames[0] == b"REREGISTER":
+                    self._mute()
                 consumed, answers = self._lease.on_frames(frames, now)
                 if self._lease.registered and not was_registered:
                     log.info("registered with the broker at %s", self._address)
@@ -228,7 +288,7 @@ class _WorkerPeer:
             messages = self._see_first(self._first, messages)
         if not registered:
             self._drop()
-            messages = [message for message in messages if not message.header.request]
+            messages = [message for message in messages if _outlives_lease(message)]
         if messages:
             self._put(messages)
 

@@ -38,19 +38,27 @@ class Lease:
         self._heard = now
         self._next_beat = now
         self._draining: Drain | None = None
+        self._reported: frozenset[int] = frozenset()
+        """The live requests that this lease began with."""
 
     def connected(self, now: float) -> list[Frames]:
         """A new connection was opened: its first message."""
         self.registered = False
         self._heard = now
         self._next_beat = now + self._heartbeat_s
-        return [self._frames(b"REGISTER", self._registration())]
+        registration = self._registration()
+        self._reported = frozenset(live.request for live in registration.live)
+        return [self._frames(b"REGISTER", registration)]
+
+    def kept(self, answer: Registered) -> frozenset[int]:
+        """The live requests that go on under the lease of this answer."""
+        return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
         """A message from the broker: whether it is for the lease only, and the answers to it.
 
-        The message must have at least three frames. A ``REGISTERED`` with live requests that the
-        broker does not know is for the worker too. Raises RefusedError.
+        The message must have at least three frames. A ``REGISTERED`` is for the worker too. Raises
+        RefusedError.
         """
         self._heard = now
         match frames[0]:
@@ -64,7 +72,7 @@ class Lease:
                 self.worker = answer.worker
                 self._heartbeat_s, self._expiry_s = answer.heartbeat_s, answer.expiry_s
                 drain = [self._frames(b"DRAIN", self._draining)] if self._draining else []
-                return not answer.unknown, drain
+                return False, drain
             case b"ERROR":
                 refused: Error = decode_as(Error, frames[2], "msgpack")
                 raise RefusedError(refused.message)

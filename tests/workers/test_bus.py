@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.messages import PROTOCOL_VERSION, Error
 from tokenbus.protocol.packing import pack, unpack
@@ -88,6 +88,57 @@ def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
     router.close()
 
 
+def test_what_is_posted_between_two_leases_is_dropped() -> None:
+    """The broker is played by a plain socket, which ends and grants leases when it likes."""
+    router = Router(zmq.Context.instance())
+    worker = connection(router.address)
+    worker.start()
+
+    def post(*bodies: bytes) -> None:
+        for body in bodies:
+            worker.post([b"RESULT", encode_header(), body])
+
+    def grant(sender: bytes, lease: int) -> Registered:
+        """The broker answers a REGISTER; what the worker takes of it."""
+        body = encode_body(Registered(worker=lease, heartbeat_s=600.0, expiry_s=600.0), "msgpack")
+        router.send([sender, *pack([b"REGISTERED", encode_header(), body])])
+        taken: list[FromBus] = []
+        while not taken:
+            taken = worker.take(WAIT_S)
+        [message] = taken
+        answer: Registered = decode_as(Registered, message.body, "msgpack")
+        return answer
+
+    def received() -> tuple[bytes, bytes]:
+        """The type and the body of what the worker sends next."""
+        kind, _, body = unpack(router.receive()[1:])
+        return kind, body
+
+    sender, *register = router.receive()
+    assert unpack(register)[0] == b"REGISTER"
+    post(b"before the first lease")
+    first = grant(sender, 1)
+    post(b"its answer is not handled yet")
+    worker.registered(first)
+    post(b"in the first lease")
+    assert received() == (b"RESULT", b"in the first lease")
+    for lease in (2, 3):
+        router.send([sender, *pack([b"REREGISTER", encode_header(), b"\x80"])])
+        assert received()[0] == b"REGISTER"
+        post(b"of an earlier lease")
+        answer = grant(sender, lease)
+        if lease == 2:
+            assert worker.kept(answer) == frozenset()
+    worker.registered(first)
+    post(b"an earlier answer counts for nothing")
+    worker.registered(answer)
+    assert worker.kept(answer) is None, "the answer to a change of the registration"
+    post(b"in the third lease")
+    assert received() == (b"RESULT", b"in the third lease")
+    worker.close("the test is over")
+    router.close()
+
+
 def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -161,7 +212,7 @@ def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
     answer_until_arrived(b"new", 600.0)
     taken: list[bytes] = []
     while b"new" not in taken:
-        taken += [message.body for message in worker.take(WAIT_S)]
+        taken += [m.body for m in worker.take(WAIT_S) if m.type == b"GENERATE"]
     assert taken == [b"new"]
     worker.close("the test is over")
     router.close()

@@ -213,8 +213,10 @@ class ControllerWorker:
                 for request in decode_as(End, message.body, "msgpack").requests:
                     self._end(request)
             case b"REGISTERED":
-                for request in decode_as(Registered, message.body, "msgpack").unknown:
+                registered: Registered = decode_as(Registered, message.body, "msgpack")
+                for request in registered.unknown:
                     self._end(request)
+                self._bus.registered(registered)
             case b"TOKENIZER_JSON":
                 answer = decode_as(TokenizerAnswer, message.body, "msgpack")
                 json = message.attachments[0] if message.attachments else None

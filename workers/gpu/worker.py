@@ -230,11 +230,19 @@ class GpuWorker:
             case b"DRAIN":
                 self.stop("the broker drains it")
             case b"REGISTERED":
-                for request in decode_as(Registered, message.body, "msgpack").unknown:
-                    self._arrivals.drop(request)
-                    self._streams.drop(request)
+                self._registered(decode_as(Registered, message.body, "msgpack"))
             case _:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
+
+    def _registered(self, answer: Registered) -> None:
+        """Drops the streams that the broker has given to others while there was no lease."""
+        kept = self._bus.kept(answer)
+        if kept is not None:
+            for stream in (*self._arrivals.streams(), *self._streams):
+                if stream.request not in kept:
+                    self._arrivals.drop(stream.request)
+                    self._streams.drop(stream.request)
+        self._bus.registered(answer)
 
     def _stream(self, request: int) -> Stream | None:
         """The stream of a request, whether an engine has it or it waits for its model."""

@@ -97,7 +97,9 @@ class StateWorker:
                 if message.type == b"END":
                     self._variables.end(decode_as(End, message.body, "msgpack").requests)
                 elif message.type == b"REGISTERED":
-                    self._variables.end(decode_as(Registered, message.body, "msgpack").unknown)
+                    answer: Registered = decode_as(Registered, message.body, "msgpack")
+                    self._variables.end(answer.unknown)
+                    self._bus.registered(answer)
                 else:
                     others.append(message)
             except TokenbusError as error:
