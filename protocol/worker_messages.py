@@ -290,12 +290,15 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 class Variable(Struct, array_like=True):
     """``VARIABLE``: one operation of a controller on its request's variables.
 
-    Identified by (request, seq, count), so that a repeated operation gets the same answer.
+    Identified by (request, lineage, count), so that a repeated operation gets the same answer.
     """
 
     request: Id
-    seq: int
+    lineage: int
+    """Of the sequence: 0 for sequence 0, else a number that follows from the forks that led to it,
+    and not from the number of the sequence, as a replay may number concurrent forks otherwise."""
     count: int
+    """Of the operations of its sequence, from 1."""
     op: Literal["get", "set", "append"]
     name: str
     value: bytes = b""
@@ -311,12 +314,14 @@ class VariableAnswer(Struct, array_like=True):
     """
 
     request: Id
-    seq: int
+    lineage: int
     count: int
     version: int = 0
     value: bytes | None = None
     written: bool = False
     error: str | None = None
+    repeated: bool = False
+    """The operation was done before; this is the answer that it got then."""
 
 
 TO_BROKER: dict[bytes, Any] = {

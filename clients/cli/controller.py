@@ -196,4 +196,6 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
             flush=True,
         )
     sys.stdout.flush()
-    os.execve(sys.executable, command, os.environ | environment(settings))
+    # Sets of strings have one order in all workers: a stream may move from one to another.
+    same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    os.execve(sys.executable, command, os.environ | same_order | environment(settings))

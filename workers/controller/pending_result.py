@@ -84,25 +84,34 @@ class PendingResult:
     def _send(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        attachments: list[bytes] = []
-        sequences: list[StepResult] = []
-        for group, results in parts:
-            for result in results:
-                if result.attachment is not None:
-                    mask = group.mask(result.seq)
-                    if mask is None:
-                        continue
-                    result.attachment = len(attachments)
-                    attachments.append(mask)
-                sequences.append(result)
-        body = _encoded(sequences)
+        body, attachments = _message(parts)
         with self._order:
+            if any(group.closed for group, _ in parts):
+                # The request may have been started again, and nothing of before may follow that.
+                body, attachments = _message([part for part in parts if not part[0].closed])
             after = [(group, *group.record(results)) for group, results in parts]
-            self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+            if body:
+                self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             if group.has_unfreed:
                 self._submit([group.free])
+
+
+def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
+    """The body and the masks of the message; an empty body where there is nothing to send."""
+    attachments: list[bytes] = []
+    sequences: list[StepResult] = []
+    for group, results in parts:
+        for result in results:
+            if result.attachment is not None:
+                mask = group.mask(result.seq)
+                if mask is None:
+                    continue
+                result.attachment = len(attachments)
+                attachments.append(mask)
+            sequences.append(result)
+    return _encoded(sequences) if sequences else b"", attachments
 
 
 def _encoded(sequences: list[StepResult]) -> bytes:

@@ -61,6 +61,11 @@ class Pool:
         return bool(self._jobs) or self._active > 0 or self._waiting > 0
 
     @property
+    def backlog(self) -> bool:
+        """Whether jobs are queued: a long job should let them go first."""
+        return bool(self._jobs)
+
+    @property
     def waiting_jobs(self) -> int:
         """Jobs that wait for another process."""
         return self._waiting

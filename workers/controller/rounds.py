@@ -52,6 +52,8 @@ class ControlledSequence:
     """Whether its last round took long enough for a thread of its own."""
     seen_changes: int = 0
     """Changes that other sequences of its request had made when its last pre_process began."""
+    forks: int = 0
+    """Forks that it has made."""
 
 
 @dataclass(slots=True)
@@ -92,10 +94,12 @@ class Rounds:
 
     def sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
         """The round after tokens were sampled."""
+        sequence.variables.repeated = False
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
+        sequence.variables.repeated = False
         return self._guarded(sequence, lambda: self._decide(sequence))
 
     def ended(

@@ -14,16 +14,17 @@ from dataclasses import replace
 from functools import partial
 
 from ...protocol.errors import Code, ControllerError
-from ...protocol.worker_messages import StepResult, Variable, VariableAnswer
+from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from .host import Host, Vocabulary
 from .interface import Controller, Program
 from .limits import Limits
 from .logs import Log
 from .masks import MaskRows
 from .meters import Meter
+from .replays import GroupReplay, Steps, replayed_limits, usual_limits
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
-from .variable_calls import SequenceVariables
+from .variable_calls import SequenceVariables, lineage_of_fork
 
 Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
@@ -78,6 +79,8 @@ class SequenceGroup:
         """Controllers of sequences that have finished, until ``free``."""
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
+        self._replay: GroupReplay | None = None
+        """While it runs."""
         self._next = 1
         self._changes = 0
         self._wakes = 0
@@ -101,14 +104,35 @@ class SequenceGroup:
     ) -> list[StepResult]:
         """Makes the controller, forks it into ``n`` sequences, and runs their first rounds; raises
         TokenbusError where the controller cannot be made."""
-        self._vocabulary = vocabulary
-        variables = self._variables(0)
-        host = self._host(0, variables, self._limits)
-        controller = program.start(host)
-        sequence = ControlledSequence(0, controller, host, variables, self._buffer())
+        return self._rounds.begin(self._first(program, vocabulary), prompt, n)
+
+    def begin_again(
+        self,
+        program: Program,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        n: int,
+        told: Sequence[Replay],
+    ) -> Steps:
+        """``begin``, and then all rounds that the sequences have been through elsewhere.
+
+        It stops between rounds. Its results are those that may not have been applied there; once
+        they are recorded, the group is as if it had run here all the time.
+        """
+        replay = GroupReplay(told, self._rounds, self._drop_ended)
+        self._replay = replay
+        self._next = replay.after
+        first = self._first(program, vocabulary)
+        results = yield from replay.run(
+            first, lambda: self._rounds.begin(first, prompt, n), lambda: self._closed
+        )
         with self._lock:
-            self._sequences[0] = sequence
-        return self._rounds.begin(sequence, prompt, n)
+            self._replay = None
+            for sequence in self._sequences.values():
+                sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
+                if self._closed:
+                    sequence.stage = Stage.WAITING
+        return results
 
     def step(
         self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None, stop: str = ""
@@ -178,12 +202,25 @@ class SequenceGroup:
 
     # --- inside ---------------------------------------------------------------------------------
 
+    def _first(self, program: Program, vocabulary: Vocabulary) -> ControlledSequence:
+        """Sequence 0, with a new controller."""
+        self._vocabulary = vocabulary
+        variables = self._variables(0)
+        host = self._host(0, variables, self._limits)
+        controller = program.start(host)
+        sequence = ControlledSequence(0, controller, host, variables, self._buffer())
+        with self._lock:
+            self._sequences[0] = sequence
+        return sequence
+
     def _wake(self) -> tuple[list[Round], list[StepResult]]:
         sequences = self._sequences.values()
         waiting = [s for s in sequences if s.stage is Stage.SUSPENDED]
         woken = [s for s in waiting if self._changes_of_others(s) > s.seen_changes]
+        self._wakes += len(woken)
+        # What they saw was how it was once: in a replay, answers to operations are those of then.
+        woken += [s for s in waiting if s.variables.repeated and s not in woken]
         if woken:
-            self._wakes += len(woken)
             if self._wakes > MAX_WAKES * len(sequences):
                 text = (
                     f"the sequences of the request woke each other {self._wakes} times and none of "
@@ -216,19 +253,16 @@ class SequenceGroup:
     def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
         """Copies of a sequence, in the middle of its round."""
         with self._lock:
-            first = self._next
-            if first + more > self._limits.forks:
-                raise ControllerError(
-                    Code.CONTROLLER_FAILED,
-                    f"the fork of {more} more sequences would make {first + more} of this request; "
-                    f"at most {self._limits.forks} are allowed",
-                )
-            self._next += more
+            replay = self._replay
+            recorded = replay.numbers(parent, more) if replay is not None else None
+            numbers = recorded or self._new_numbers(more)
             limits = self._limits_among(len(self._sequences) + more)
+            parent.forks += 1
         children: list[ControlledSequence] = []
         try:
-            for seq in range(first, first + more):
-                variables = self._variables(seq)
+            for at, seq in enumerate(numbers):
+                lineage = lineage_of_fork(parent.variables.lineage, parent.forks, at)
+                variables = self._variables(lineage)
                 host = self._host(seq, variables, limits)
                 controller = parent.controller.fork(host)
                 child = ControlledSequence(seq, controller, host, variables, self._buffer())
@@ -243,7 +277,21 @@ class SequenceGroup:
                 if parent.row is not None and self._rows is not None:
                     self._give_row(child, self._rows)
                 self._sequences[child.seq] = child
+        if replay is not None:
+            replay.made(children)
         return children
+
+    def _new_numbers(self, more: int) -> Sequence[int]:
+        """Numbers for so many more sequences; raises ControllerError where they are too many."""
+        first = self._next
+        if first + more > self._limits.forks:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the fork of {more} more sequences would make {first + more} of this request; "
+                f"at most {self._limits.forks} are allowed",
+            )
+        self._next += more
+        return range(first, first + more)
 
     def _limits_among(self, sequences: int) -> Limits:
         """The limits of each fork, where there are so many sequences."""
@@ -257,8 +305,10 @@ class SequenceGroup:
         with self._lock:
             self._changes += 1
 
-    def _variables(self, seq: int) -> SequenceVariables:
-        return SequenceVariables(self.request, seq, self._perform_within_quota, self._count_write)
+    def _variables(self, lineage: int) -> SequenceVariables:
+        return SequenceVariables(
+            self.request, lineage, self._perform_within_quota, self._count_write
+        )
 
     def _perform_within_quota(self, operation: Variable) -> VariableAnswer:
         """An operation's answer; raises ControllerError where the request has written too much."""
@@ -282,7 +332,7 @@ class SequenceGroup:
             self._vocabulary,
             variables,
             Log(limits.log_bytes),
-            limits,
+            limits if self._replay is None else replayed_limits(limits),
             self._max_tokens,
             self._ignore_eos,
         )
@@ -295,6 +345,12 @@ class SequenceGroup:
         row = rows.take()
         if row is not None:
             sequence.row, sequence.mask = row, rows.view(row)
+
+    def _drop_ended(self, sequence: ControlledSequence) -> None:
+        with self._lock:
+            sequence.stage = Stage.FINISHED
+            self._drop(sequence)
+            self._changes += 1
 
     def _drop(self, sequence: ControlledSequence) -> None:
         del self._sequences[sequence.seq]

@@ -1,12 +1,13 @@
 """Operations on the variables of a request, which the state worker executes.
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; the answer is delivered on
-the bus thread. An operation without an answer is sent again: (request, sequence, count) identifies
-it, so that it is executed once.
+the bus thread. An operation without an answer is sent again: (request, lineage, count) identifies
+it, so that it is executed once, also where its controller is replayed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ class VariableCalls:
         Raises ControllerError where no answer arrives or the operation is refused, UnavailableError
         where too many operations wait already.
         """
-        name = (operation.request, operation.seq, operation.count)
+        name = (operation.request, operation.lineage, operation.count)
         call = _Call()
         with self._lock:
             self._calls[name] = call
@@ -76,16 +77,16 @@ class VariableCalls:
         """On the bus thread: delivers an answer."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
         with self._lock:
-            call = self._calls.get((answer.request, answer.seq, answer.count))
+            call = self._calls.get((answer.request, answer.lineage, answer.count))
             if call is not None:
                 call.give(answer)
 
     def cancel(self, request: int) -> None:
         """A request has ended: its waiting operations end with an error."""
         with self._lock:
-            for (owner, seq, count), call in self._calls.items():
+            for (owner, lineage, count), call in self._calls.items():
                 if owner == request:
-                    call.give(VariableAnswer(owner, seq, count, error=_ended(request)))
+                    call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
 
 
 def _ended(request: int) -> str:
@@ -108,19 +109,27 @@ class _Call:
             self.answered.release()
 
 
+def lineage_of_fork(parent: int, fork: int, child: int) -> int:
+    """The lineage of a new sequence, of 64 bits: of the ``fork``-th fork of its parent, the
+    ``child``-th sequence that it made. It does not depend on the numbers of sequences."""
+    path = f"{parent}/{fork}/{child}".encode()
+    return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
+
+
 class SequenceVariables:
     """The variables of a request, for one of its sequences (``host.Variables``)."""
 
     def __init__(
         self,
         request: int,
-        seq: int,
+        lineage: int,
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
     ) -> None:
-        """``written`` is called after each write that was made."""
+        """``lineage`` names the operations of this sequence (``Variable.lineage``); ``written`` is
+        called after each write that was made."""
+        self.lineage = lineage
         self._request = request
-        self._seq = seq
         self._perform = perform
         self._written = written
         self._count = 0
@@ -128,6 +137,8 @@ class SequenceVariables:
         self._written_bytes = 0
         self.own_changes = 0
         """Writes that this sequence has made."""
+        self.repeated = False
+        """Whether an operation of the current round was done before: it got an old answer."""
 
     def get(self, name: str) -> Stored | None:
         """As ``host.Variables`` says."""
@@ -175,11 +186,13 @@ class SequenceVariables:
         self._count += 1
         operation = Variable(
             self._request,
-            self._seq,
+            self.lineage,
             self._count,
             op,  # type: ignore[arg-type]
             name,
             value,
             when,
         )
-        return self._perform(operation)
+        answer = self._perform(operation)
+        self.repeated |= answer.repeated
+        return answer

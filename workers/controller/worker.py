@@ -52,6 +52,7 @@ from .meters import Meters
 from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
+from .replays import Steps, failed_start
 from .round_events import RoundEvents
 from .rounds import ControlledSequence
 from .sequence_group import Round, SequenceGroup
@@ -70,6 +71,10 @@ SWITCH_S = 0.0005
 """How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
 few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
 wait for Python's usual 5 ms each time."""
+SLICE_S = 0.005
+"""For how long the replay of a request runs before other work gets a turn, in seconds."""
+PAUSE_S = 0.0005
+"""Then it waits so long if rounds are queued, as they need Python's lock."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -213,10 +218,11 @@ class ControllerWorker:
                 for request in decode_as(End, message.body, "msgpack").requests:
                     self._end(request)
             case b"REGISTERED":
-                registered: Registered = decode_as(Registered, message.body, "msgpack")
-                for request in registered.unknown:
+                # Messages may have been lost meanwhile, so the GPU workers start all controllers
+                # again, here or elsewhere.
+                for request in list(self._groups):
                     self._end(request)
-                self._bus.registered(registered)
+                self._bus.registered(decode_as(Registered, message.body, "msgpack"))
             case b"TOKENIZER_JSON":
                 answer = decode_as(TokenizerAnswer, message.body, "msgpack")
                 json = message.attachments[0] if message.attachments else None
@@ -254,40 +260,73 @@ class ControllerWorker:
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             pending = self._new_result(group.gpu, 1)
-            self._starts.submit(
-                [partial(self._begin, pending, group, start, tenant, vocabulary, error)]
-            )
+            steps = self._first_rounds(group, start, tenant, vocabulary, error)
+            self._starts.submit([partial(self._begin, pending, group, steps)])
 
         self._vocabularies.want(start.vocabulary, header.address, ready)
 
-    def _begin(
+    def _first_rounds(
         self,
-        pending: PendingResult,
         group: SequenceGroup,
         start: Start,
         tenant: str,
         vocabulary: TokenizerVocabulary | None,
         error: str,
-    ) -> None:
-        began = time.perf_counter()
+    ) -> Steps:
+        """Makes the controller and runs its first round; all that it ran elsewhere, if it did."""
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
-            began = time.perf_counter()
             program = self._programs.get(tenant, start.controller)
             group.meter = self._meters.of(start.controller)
-            with group.meter.measured():
-                results = group.begin(program, vocabulary, start.prompt, start.n)
-            if group.inspect:
-                _note_time(results, time.perf_counter() - began)
+            if not start.replay:
+                with group.meter.measured():
+                    return group.begin(program, vocabulary, start.prompt, start.n)
+            steps = group.begin_again(program, vocabulary, start.prompt, start.n, start.replay)
+            while True:
+                try:
+                    with group.meter.measured():
+                        next(steps)
+                except StopIteration as ended:
+                    results: list[StepResult] = ended.value
+                    return results
+                yield
         except TokenbusError as failed:
-            results = [_error_result(group.request, failed.message, failed.code)]
+            return failed_start(group.request, start.replay, failed.message, failed.code)
+        except GeneratorExit:
+            raise
         except BaseException as failed:  # Panics of native libraries too.
             number = logs.about(group.request)
             log.exception("the controller %s cannot be started", start.controller, extra=number)
-            results = [_error_result(group.request, f"the controller worker failed: {failed!r}")]
-        if group.events is not None:
-            group.events.add(results, time.perf_counter() - began)
+            text = f"the controller worker failed: {failed!r}"
+            return failed_start(group.request, start.replay, text)
+
+    def _begin(
+        self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
+    ) -> None:
+        """Runs the first rounds of a request; where other requests wait, a slice of them."""
+        began = slice_began = time.perf_counter()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                results: list[StepResult] = ended.value
+                break
+            now = time.perf_counter()
+            if now - slice_began < SLICE_S:
+                continue
+            if self._starts.backlog:
+                rest = partial(self._begin, pending, group, steps, spent_s + now - began)
+                self._starts.submit([rest])
+                return
+            if self._pool.backlog:
+                time.sleep(PAUSE_S)
+            slice_began = time.perf_counter()
+        duration_s = spent_s + time.perf_counter() - began
+        if group.inspect:
+            _note_time(results, duration_s)
+        if group.events is not None and results:
+            group.events.add(results, duration_s)
         pending.add(group, results)
 
     def _step(self, gpu: int, step: Step) -> None:
@@ -366,7 +405,9 @@ class ControllerWorker:
     def _end(self, request: int) -> None:
         group = self._groups.pop(request, None)
         if group is not None:
-            group.close()
+            with self._order:
+                # After it, no result of the request is sent.
+                group.close()
             self._variable_calls.cancel(request)
             if group.events is not None:
                 group.events.end()

@@ -113,7 +113,7 @@ class DurableVariables:
                 if error is None and failed is not None and not storage.answered(op):
                     error = failed
                 if error is not None:
-                    answers.append(VariableAnswer(op.request, op.seq, op.count, error=error))
+                    answers.append(VariableAnswer(op.request, op.lineage, op.count, error=error))
                 else:
                     answers.append(storage.apply(op))
         return answers

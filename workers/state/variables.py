@@ -57,7 +57,7 @@ class SavedRequest(Struct, array_like=True):
     variables: list[tuple[str, int, int]]
     """Name, version, index of its value."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Seq, count, version, index of a value or -1, length of its prefix, written, error."""
+    """Lineage, count, version, index of a value or -1, length of its prefix, written, error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ class VariableStorage:
     def answered(self, op: Variable) -> bool:
         """Whether the operation was already applied, so that it only gets the same answer again."""
         held = self._held.get(op.request)
-        return held is not None and (op.seq, op.count) in held.answers
+        return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
         """The error for a new operation that is refused without a stored answer; None otherwise.
@@ -173,13 +173,13 @@ class VariableStorage:
         ignores ``when_version_is``. An operation that exceeds a quota changes nothing and is
         answered with an ``error``.
         """
-        name = (op.seq, op.count)
+        name = (op.lineage, op.count)
         held = self._held.get(op.request)
         if held is not None and (kept := held.answers.get(name)) is not None:
-            return _answer(op, kept)
+            return _answer(op, kept, repeated=True)
         error = self.refusal(op)
         if error is not None:
-            return VariableAnswer(op.request, op.seq, op.count, error=error)
+            return VariableAnswer(op.request, op.lineage, op.count, error=error)
         if held is None:
             held = self._held[op.request] = _Held()
             self.bytes += held.bytes
@@ -213,9 +213,9 @@ class VariableStorage:
             for name, stored in held.variables.items()
         ]
         answers = []
-        for (seq, count), (version, value, length, written, error) in held.answers.items():
+        for (lineage, count), (version, value, length, written, error) in held.answers.items():
             index = -1 if value is None else values.setdefault(value, len(values))
-            answers.append((seq, count, version, index, length, written, error))
+            answers.append((lineage, count, version, index, length, written, error))
         return SavedRequest(request, [bytes(v.data) for v in values], variables, answers)
 
     def restore(self, saved: SavedRequest) -> None:
@@ -226,12 +226,12 @@ class VariableStorage:
         for name, version, index in saved.variables:
             held.variables[name] = _Stored(version, values[index])
             held.bytes += len(name.encode())
-        for seq, count, version, index, length, written, error in saved.answers:
+        for lineage, count, version, index, length, written, error in saved.answers:
             value = None
             if index >= 0:
                 value = values[index]
                 value.answered = max(value.answered, length)
-            kept = held.answers[seq, count] = _Result(version, value, length, written, error)
+            kept = held.answers[lineage, count] = _Result(version, value, length, written, error)
             held.bytes += _answer_bytes(kept)
         held.bytes += sum(VARIABLE_BYTES + len(value.data) for value in values)
         self._held[saved.request] = held
@@ -312,7 +312,7 @@ def _answer_bytes(kept: _Result) -> int:
     return ANSWER_BYTES + (len(kept.error) if kept.error is not None else 0)
 
 
-def _answer(op: Variable, kept: _Result) -> VariableAnswer:
+def _answer(op: Variable, kept: _Result, repeated: bool = False) -> VariableAnswer:
     version, stored, length, written, error = kept
     value: bytes | None
     if stored is not None:
@@ -320,7 +320,9 @@ def _answer(op: Variable, kept: _Result) -> VariableAnswer:
         value = bytes(data) if len(data) == length else bytes(memoryview(data)[:length])
     else:
         value = b"" if version and not written else None
-    return VariableAnswer(op.request, op.seq, op.count, version, value, written, error)
+    return VariableAnswer(
+        op.request, op.lineage, op.count, version, value, written, error, repeated
+    )
 
 
 def _shown(name: str) -> str:

@@ -38,7 +38,7 @@ class _Name(Struct, array_like=True):
     """The fields of an operation that its answer needs."""
 
     request: int
-    seq: int
+    lineage: int
     count: int
 
 
@@ -138,7 +138,9 @@ class StateWorker:
         except Exception as error:
             log.exception("%d operations failed", len(ops))
             text = f"the state worker failed: {error!r}"
-            answers = [VariableAnswer(op.request, op.seq, op.count, error=text) for op, _ in ops]
+            answers = [
+                VariableAnswer(op.request, op.lineage, op.count, error=text) for op, _ in ops
+            ]
         self._ops += len(answers)
         for message, answer in zip(asked, answers, strict=True):
             self._post(message, answer)
@@ -150,7 +152,7 @@ class StateWorker:
         except DecodeError:
             log.warning("a bad VARIABLE was dropped: %s", error)
             return
-        self._post(message, VariableAnswer(name.request, name.seq, name.count, error=error))
+        self._post(message, VariableAnswer(name.request, name.lineage, name.count, error=error))
 
     def _post(self, message: FromBus, answer: VariableAnswer) -> None:
         header = encode_header(message.header.request, message.header.address)

@@ -18,6 +18,8 @@ from tokenbus.protocol.errors import Code, ControllerError
 from tokenbus.protocol.header import Header, decode_header, encode_header
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import (
+    Registered,
+    Replay,
     Result,
     Start,
     Step,
@@ -122,11 +124,17 @@ class Worker:
         self.begin(request, controller, n)
         return self.result(request)
 
-    def begin(self, request: int, controller: str, n: int = 1) -> None:
+    def begin(self, request: int, controller: str, n: int = 1, *replay: Replay) -> None:
         """The same; the result is not awaited."""
         name = VocabularyName(fingerprint="f", size=300, eos=[0])
         start = Start(
-            controller=controller, prompt=[1], n=n, max_tokens=9, model="m", vocabulary=name
+            controller=controller,
+            prompt=[1],
+            n=n,
+            max_tokens=9,
+            model="m",
+            vocabulary=name,
+            replay=list(replay),
         )
         self.send(b"START", msgpack.encode(start), request, b"tenant")
         json = byte_level().to_str().encode()
@@ -258,7 +266,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     # The next START shows that END has been handled.
     assert worker.start(2, "free").then == "sample"
     Reads.ended.set()
-    worker.result(1)
+    until(lambda: Reads.errors, BOUND_S, "no error of the operation")
     assert Reads.errors == ["the request 1 has ended, and its variables with it"]
 
 
@@ -280,3 +288,49 @@ def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
     calls.cancel(1)
     thread.join(BOUND_S)
     assert errors == ["the request 1 has ended, and its variables with it"]
+
+
+# --- requests that began at another worker --------------------------------------------------------
+
+
+def test_a_replay_is_answered_and_its_sequences_go_on(worker: Worker) -> None:
+    worker.begin(1, "suspends", 2, Replay(0, [], [[4]]), Replay(4, [5, 6]))
+    assert worker.result(1, 4).then == "sample"
+    assert worker.step(1, seq=4).then == "sample"
+    assert worker.step(1, seq=0).then == "suspend"
+
+
+def test_a_replay_whose_controller_cannot_be_made_gets_an_error_for_each_live_sequence(
+    worker: Worker,
+) -> None:
+    worker.begin(
+        1, "refuses", 1, Replay(0, [5], [[1, 2]], ended=True), Replay(1, []), Replay(2, [])
+    )
+    frames = worker.first(b"RESULT")
+    results = msgpack.decode(frames[2], type=Result).sequences
+    assert [(one.seq, one.then) for one in results] == [(1, "error"), (2, "error")]
+
+
+def test_a_worker_that_registers_anew_drops_all_controllers_and_what_they_would_send(
+    worker: Worker,
+) -> None:
+    worker.start(1, "free")
+    first = worker.worker._groups[1]
+    registered = Registered(worker=8, heartbeat_s=1.0, expiry_s=5.0)
+    worker.send(b"REGISTERED", msgpack.encode(registered))
+    assert worker.start(2, "free").then == "sample"
+    assert first.closed
+    assert list(worker.worker._groups) == [2]
+
+
+def test_a_long_replay_lets_other_requests_go_first(worker: Worker) -> None:
+    """With one thread for starts, a short one that comes later is answered before it."""
+    starts = worker.worker._starts
+    starts._slots = 1
+    worker.start(1, "free")
+    long = [5] * 20_000
+    worker.begin(2, "free", 1, Replay(0, long))
+    worker.begin(3, "free")
+    frames = worker.first(b"RESULT")
+    assert msgpack.decode(frames[2], type=Result).sequences[0].request == 3
+    assert worker.result(2).then == "sample"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import msgpack
+from msgspec import msgpack, structs
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.state.durable import SYNC_S, DurableVariables
 from tokenbus.workers.state.folder import FolderError
@@ -31,7 +31,7 @@ SMALL = StorageLimits(value_bytes=20, name_bytes=8, variables=2, request_bytes=4
 operations = st.builds(
     Variable,
     request=st.integers(1, 3),
-    seq=st.integers(0, 1),
+    lineage=st.integers(0, 1),
     count=st.integers(0, 1000),
     op=st.sampled_from(["get", "set", "append"]),
     name=st.sampled_from(NAMES),
@@ -68,9 +68,9 @@ def fresh_folder() -> Iterator[Path]:
 
 
 def do(variables: DurableVariables, *ops: Variable) -> list[bytes]:
-    """The answers to a burst, as they are sent."""
+    """The answers to a burst, as they are sent the first time."""
     answers = variables.apply([(op, msgpack.encode(op)) for op in ops])
-    return [msgpack.encode(answer) for answer in answers]
+    return [msgpack.encode(structs.replace(answer, repeated=False)) for answer in answers]
 
 
 def one(variables: DurableVariables, op: Variable) -> VariableAnswer:
@@ -110,7 +110,7 @@ def test_a_restart_finds_the_same_variables_and_gives_the_same_answers(
         answers: dict[tuple[int, int, int], tuple[Variable, bytes]] = {}
         for i, burst in enumerate(history):
             for op, answer in zip(burst, do(variables, *burst), strict=True):
-                answers.setdefault((op.request, op.seq, op.count), (op, answer))
+                answers.setdefault((op.request, op.lineage, op.count), (op, answer))
             if i == ended_after:
                 variables.end([2, 17])
         if ended_after < len(history):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import msgpack
+from msgspec import msgpack, structs
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.state.variables import KIB, MIB, StorageLimits, VariableStorage
 
@@ -35,7 +35,7 @@ def doing(storage: VariableStorage) -> Do:
     counts = count(1)
 
     def do(op: Any, name: str, value: bytes = b"", when: int | None = None, **more: int) -> Any:
-        given = {"request": 1, "seq": 0, "count": next(counts), **more}
+        given = {"request": 1, "lineage": 0, "count": next(counts), **more}
         return storage.apply(Variable(**given, op=op, name=name, value=value, when_version_is=when))
 
     return do
@@ -101,12 +101,14 @@ def test_a_repeated_operation_gets_its_first_answer_byte_for_byte(
         Variable(1, 0, 5, "get", "y"),
         Variable(1, 7, 2, "set", "y", b"d", 0),
     ]
-    first = [msgpack.encode(storage.apply(op)) for op in asked]
-    do("append", "x", b"later", seq=9)
-    do("set", "x", b"later still", seq=9)
-    do("set", "y", b"now it is there", seq=9)
-    assert [msgpack.encode(storage.apply(op)) for op in reversed(asked)] == first[::-1]
-    assert seen(do("get", "x", seq=10)) == (4, b"later still", False)
+    first = [storage.apply(op) for op in asked]
+    assert not any(answer.repeated for answer in first)
+    do("append", "x", b"later", lineage=9)
+    do("set", "x", b"later still", lineage=9)
+    do("set", "y", b"now it is there", lineage=9)
+    again = [storage.apply(op) for op in asked]
+    assert again == [structs.replace(answer, repeated=True) for answer in first]
+    assert seen(do("get", "x", lineage=10)) == (4, b"later still", False)
 
 
 def test_requests_do_not_see_each_other(do: Do) -> None:
@@ -117,8 +119,8 @@ def test_requests_do_not_see_each_other(do: Do) -> None:
 
 
 def test_the_sequences_of_a_request_share_its_variables(do: Do) -> None:
-    do("set", "x", b"a", seq=0, count=1)
-    assert seen(do("get", "x", seq=1, count=1)) == (1, b"a", False)
+    do("set", "x", b"a", lineage=0, count=1)
+    assert seen(do("get", "x", lineage=1, count=1)) == (1, b"a", False)
 
 
 def test_a_request_that_ended_leaves_nothing_and_cannot_come_back(
@@ -212,7 +214,7 @@ def test_a_request_whose_answers_fill_its_quota_is_refused_for_good(
         answer = do("get", "x")
     assert "it can do no more operations" in answer.error
     assert storage.bytes <= 8 * MIB
-    again = Variable(1, answer.seq, answer.count, "get", "x")
+    again = Variable(1, answer.lineage, answer.count, "get", "x")
     assert storage.apply(again) == answer
     assert seen(do("get", "x", count=1)) == (0, None, False)
 
@@ -225,7 +227,7 @@ def test_an_error_of_a_quota_is_given_again(storage: VariableStorage) -> None:
     first = storage.apply(too_long)
     assert first.error is not None
     do("set", "x", b"")
-    assert storage.apply(too_long) == first
+    assert storage.apply(too_long) == structs.replace(first, repeated=True)
 
 
 def test_where_all_requests_fill_the_worker_new_writes_are_refused_for_now() -> None:
@@ -238,7 +240,7 @@ def test_where_all_requests_fill_the_worker_new_writes_are_refused_for_now() -> 
     assert "try again when other requests have ended" in answer.error
     assert storage.bytes <= SMALL.total_bytes
     storage.end(0)
-    repeated = Variable(held, answer.seq, answer.count, "set", "x", b"a")
+    repeated = Variable(held, answer.lineage, answer.count, "set", "x", b"a")
     assert seen(storage.apply(repeated)) == wrote(1)
 
 
@@ -255,7 +257,7 @@ requests = st.integers(1, 3)
 operations = st.builds(
     Variable,
     request=requests,
-    seq=st.integers(0, 2),
+    lineage=st.integers(0, 2),
     count=st.integers(0, 1 << 40),
     op=st.sampled_from(["get", "set", "append"]),
     name=st.sampled_from(["x", "y", "ü"]),
@@ -275,9 +277,10 @@ class Model:
         self.answers: dict[tuple[int, int, int], VariableAnswer] = {}
 
     def apply(self, op: Variable) -> VariableAnswer:
-        name = op.request, op.seq, op.count
-        if name not in self.answers:
-            self.answers[name] = VariableAnswer(*name, *self._do(op))
+        name = op.request, op.lineage, op.count
+        if name in self.answers:
+            return structs.replace(self.answers[name], repeated=True)
+        self.answers[name] = VariableAnswer(*name, *self._do(op))
         return self.answers[name]
 
     def _do(self, op: Variable) -> tuple[int, bytes | None, bool]:
@@ -360,5 +363,5 @@ def test_a_request_that_is_saved_and_restored_is_the_same(history: list[Any]) ->
         if storage.answered(op):
             assert msgpack.encode(other.apply(op)) == msgpack.encode(storage.apply(op))
     for number, op in enumerate(ops):
-        op.seq, op.count = 50, number
+        op.lineage, op.count = 50, number
         assert other.apply(op) == storage.apply(op)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 import zmq
-from msgspec import msgpack
+from msgspec import msgpack, structs
 from tokenbus.protocol.header import Header, decode_header, encode_header, encode_token_header
 from tokenbus.protocol.messages import PROTOCOL_VERSION, ModelInfo, WorkerStatus
 from tokenbus.protocol.packing import pack, unpack
@@ -146,15 +146,16 @@ class System:
         self.controller.say(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
-        """The answers that come, until none came for ``wait_s``."""
+        """The answers that come, as they are the first time, until none came for ``wait_s``."""
         while self.controller.socket.poll(int(1000 * wait_s)):
             frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":
-                yield frames[2]
+                answer = msgpack.decode(frames[2], type=VariableAnswer)
+                yield msgpack.encode(structs.replace(answer, repeated=False))
 
     def do(self, *ops: Variable) -> list[bytes]:
         """The answers to operations, as they come; what is not answered is sent again."""
-        waiting = {(op.request, op.seq, op.count): op for op in ops}
+        waiting = {(op.request, op.lineage, op.count): op for op in ops}
         answered: dict[tuple[int, int, int], bytes] = {}
         deadline = time.monotonic() + 300.0
         while waiting:
@@ -163,12 +164,12 @@ class System:
                 self.send(op)
             for body in self.answers(AGAIN_S):
                 answer = msgpack.decode(body, type=VariableAnswer)
-                name = answer.request, answer.seq, answer.count
+                name = answer.request, answer.lineage, answer.count
                 if waiting.pop(name, None) is not None:
                     answered[name] = body
                 if not waiting:
                     break
-        return [answered[op.request, op.seq, op.count] for op in ops]
+        return [answered[op.request, op.lineage, op.count] for op in ops]
 
     def one(self, op: Variable) -> VariableAnswer:
         """The answer to an operation."""

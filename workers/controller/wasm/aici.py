@@ -132,8 +132,6 @@ class AiciController:
         self._state = state
         self._handle = handle
         self._why_no_fork = why_no_fork
-        limits = state.host.limits
-        self._pre_s, self._mid_s, self._post_s = limits.pre_s, limits.mid_s, limits.post_s
         self._pre = guest.function("aici_pre_process")
         self._mid = guest.function("aici_mid_process")
         self._post = guest.function("aici_post_process")
@@ -149,7 +147,8 @@ class AiciController:
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
-        return pre_process_answer(self._call(self._pre, self._pre_s, "pre_process", b"{}"))
+        limit = self._state.host.limits.pre_s
+        return pre_process_answer(self._call(self._pre, limit, "pre_process", b"{}"))
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """As ``interface.Controller`` says."""
@@ -157,7 +156,7 @@ class AiciController:
         argument = self._alone if len(fork_group) == 1 else mid_process_argument(fork_group)
         state.mask, state.masked = mask, False
         try:
-            result = self._call(self._mid, self._mid_s, "mid_process", argument)
+            result = self._call(self._mid, state.host.limits.mid_s, "mid_process", argument)
         finally:
             state.mask = None
         return mid_process_answer(result, state.masked)
@@ -169,7 +168,8 @@ class AiciController:
             del had[len(had) - backtrack :]
             had.extend(tokens)
         argument = post_process_argument(tokens, backtrack)
-        return post_process_answer(self._call(self._post, self._post_s, "post_process", argument))
+        limit = self._state.host.limits.post_s
+        return post_process_answer(self._call(self._post, limit, "post_process", argument))
 
     def fork(self, host: Host) -> Controller:
         """As ``interface.Controller`` says."""

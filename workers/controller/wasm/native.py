@@ -89,8 +89,6 @@ class NativeController:
         self._block = block_words = (ctypes.c_uint32 * 16).from_address(guest.base + block)
         self._words = -(-host.vocabulary.size // 32)
         self._mask = ctypes.c_char * (4 * self._words)
-        limits = host.limits
-        self._pre_s, self._mid_s, self._post_s = limits.pre_s, limits.mid_s, limits.post_s
         self._pre = guest.function("tokenbus_pre_process")
         self._mid = guest.function("tokenbus_mid_process")
         self._post = guest.function("tokenbus_post_process")
@@ -112,7 +110,7 @@ class NativeController:
         """Calls tokenbus_pre_process."""
         block = self._block
         block[_COUNT] = 0
-        then = self._guest.call(self._pre, self._pre_s, "pre_process")
+        then = self._guest.call(self._pre, self._host.limits.pre_s, "pre_process")
         if then == 1:
             return CONTINUE
         if then == 0:
@@ -134,7 +132,7 @@ class NativeController:
             self._put_one(fork_group[0])
         else:
             self._put(fork_group)
-        then = self._guest.call(self._mid, self._mid_s, "mid_process")
+        then = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
         if then == 1:
             address = block[_MASK]
             if not address:
@@ -159,7 +157,7 @@ class NativeController:
         else:
             self._put(tokens)
         block[_BACKTRACK] = backtrack
-        then = self._guest.call(self._post, self._post_s, "post_process")
+        then = self._guest.call(self._post, self._host.limits.post_s, "post_process")
         if backtrack:
             block[_BACKTRACK] = 0
         if then == 1:

@@ -237,7 +237,7 @@ class Request:
 
     def _answer(self, operation: Variable) -> VariableAnswer:
         answer = self._storage.apply(operation)
-        self._record.answers[operation.seq, operation.count] = (operation, answer)
+        self._record.answers[operation.lineage, operation.count] = (operation, answer)
         return answer
 
 
@@ -249,7 +249,7 @@ class Replay(Request):
         self._answers = recorded.answers
 
     def _answer(self, operation: Variable) -> VariableAnswer:
-        was, answer = self._answers[operation.seq, operation.count]
+        was, answer = self._answers[operation.lineage, operation.count]
         assert operation == was
         return answer
 

@@ -1,0 +1,278 @@
+"""A request's controllers run again, from what their sequences have been through.
+
+All rounds are run with the inputs that they had before: the prompt, the tokens that were sampled,
+and the answers to operations on variables, which the state worker keeps. A controller whose
+decisions follow from these is afterwards in the state that it was in. Only the results that may not
+have been applied are kept: those since the sequence's last sampled token, or since its last fork
+that was applied, where that is later.
+
+A fork's sequences run before their parent goes on, so that those that have ended are gone again, as
+they were, when it forks the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...protocol.errors import Code, ControllerError, TokenbusError
+from ...protocol.worker_messages import Replay, StepResult
+from .interface import Constraint
+from .limits import Limits
+from .rounds import ControlledSequence, Rounds
+
+TIMES = 10
+"""How much more time than ``Limits`` says a replayed call gets: what was in time on one machine
+does not fail on a slower one."""
+MAX_IDLE_WAKES = 200
+"""How often a sequence that was suspended before its next token is woken while it gets no answer
+from before. Those that it got are finite."""
+
+Steps = Generator[None, None, list[StepResult]]
+"""A replay: it stops between rounds, for other work, and returns the results to send."""
+
+
+@dataclass(slots=True, eq=False)
+class _Past:
+    """A sequence on its way through its past."""
+
+    told: Replay
+    sequence: ControlledSequence
+    tokens: int = 0
+    """Sampled tokens whose rounds have been run."""
+    forks: int = 0
+    """Recorded forks that it has made."""
+    last: StepResult | None = None
+    idle_wakes: int = 0
+    kept: list[tuple[int, StepResult]] = field(default_factory=list)
+    """Results since its resume point, with their place among all results."""
+    logs: str = ""
+    storage: list[Any] = field(default_factory=list)
+    """Of results before its last fork that was applied, which no token has carried yet."""
+    failure: str = ""
+    """Why it cannot be replayed."""
+
+    def keep(self, place: int, result: StepResult) -> None:
+        if self.logs or self.storage:
+            result.logs = self.logs + result.logs
+            result.storage = [*self.storage, *result.storage]
+            self.logs, self.storage = "", []
+        self.kept.append((place, result))
+
+    def forked(self) -> None:
+        """Its last result was a fork that had been applied: what follows is kept."""
+        for _, result in self.kept:
+            if result.ff_tokens:
+                self.logs, self.storage = "", []
+            else:
+                self.logs += result.logs
+                self.storage = [*self.storage, *result.storage]
+        self.kept.clear()
+
+    def sampled(self) -> None:
+        """A token was sampled, which carried all that came before."""
+        self.kept.clear()
+        self.logs, self.storage = "", []
+
+
+class GroupReplay:
+    """The replay of one request. ``told``: its sequences, as in ``Start.replay``."""
+
+    def __init__(
+        self, told: Sequence[Replay], rounds: Rounds, drop: Callable[[ControlledSequence], None]
+    ) -> None:
+        """``drop`` removes a sequence that has ended."""
+        self._told = {one.seq: one for one in told}
+        self._rounds = rounds
+        self._drop = drop
+        self._pasts: dict[int, _Past] = {}
+        self._made: list[ControlledSequence] = []
+        """Sequences that the last round made."""
+        self._places = 0
+        self.after = 1 + max(
+            (seq for one in told for seq in (one.seq, *(c for cs in one.forks for c in cs))),
+            default=0,
+        )
+        """The first number for sequences that were never made before."""
+
+    def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
+        """The numbers that the sequences of a fork had; None where it was not applied. Raises
+        ControllerError where it was another fork."""
+        past = self._pasts.get(parent.seq)
+        if past is None:
+            return None
+        told = past.told
+        if past.forks < len(told.forks):
+            recorded = told.forks[past.forks]
+            if len(recorded) != more:
+                raise _differs(
+                    f"{_where(past)} it forks into {more} more sequences, the first time into "
+                    f"{len(recorded)}"
+                )
+            past.forks += 1
+            return recorded
+        if past.tokens < len(told.tokens):
+            raise _differs(f"{_where(past)} it forks, the first time it did not")
+        return None
+
+    def made(self, children: Sequence[ControlledSequence]) -> None:
+        """A round has made new sequences."""
+        self._made += children
+
+    def run(
+        self,
+        first: ControlledSequence,
+        begin: Callable[[], list[StepResult]],
+        closed: Callable[[], bool],
+    ) -> Steps:
+        """Runs all rounds, ``begin`` for the first, until ``closed``; the results to send."""
+        told = self._told.setdefault(first.seq, Replay(first.seq, []))
+        self._pasts[first.seq] = _Past(told, first)
+        stack = [first.seq, *self._take(begin())]
+        while stack and not closed():
+            yield
+            past = self._pasts[stack[-1]]
+            results = self._next(past)
+            if results is None:
+                stack.pop()
+                self._settle(past)
+            else:
+                stack += self._take(results)
+        return self._results()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _next(self, past: _Past) -> list[StepResult] | None:
+        """The next round of a sequence; None where its past is over, or cannot go on."""
+        told, sequence, last = past.told, past.sequence, past.last
+        assert last is not None
+        left = len(told.tokens) - past.tokens
+        if not left and past.forks == len(told.forks):
+            return None
+        if last.then == "suspend":
+            past.idle_wakes = 0 if sequence.variables.repeated else past.idle_wakes + 1
+            if past.idle_wakes <= MAX_IDLE_WAKES:
+                return self._rounds.again(sequence)
+            past.failure = f"{_where(past)} it stays suspended, the first time it went on"
+        elif last.then == "error":
+            past.failure = f"{last.error}"
+        elif last.then == "stop":
+            past.failure = f"{_where(past)} it stops, the first time it went on"
+        elif not left:
+            past.failure = f"{_where(past)} it samples, the first time it forked"
+        else:
+            token = told.tokens[past.tokens]
+            if last.attachment is None or _allows(sequence.mask, token):
+                past.tokens += 1
+                past.sampled()
+                ends = told.last and past.tokens == len(told.tokens)
+                run = self._rounds.ended if ends else self._rounds.sampled
+                return run(sequence, [token])
+            past.failure = f"{_where(past)} it does not allow token {token}, which was sampled then"
+        return None
+
+    def _take(self, results: list[StepResult]) -> list[int]:
+        """Keeps the results of a round; the sequences that it made, the first one last."""
+        made = {child.seq: child for child in self._made}
+        self._made.clear()
+        for result in results:
+            past = self._pasts[result.seq]
+            past.last = result
+            past.keep(self._places, result)
+            self._places += 1
+            if result.then != "fork":
+                continue
+            applied = result.children[0] < self.after
+            if applied:
+                past.forked()
+            for child in result.children:
+                # Where a sequence has ended, forks of it that were not applied never were.
+                new = Replay(child, [], ended=past.told.ended and not applied)
+                self._pasts[child] = _Past(self._told.get(child, new), made[child])
+        return [seq for seq in reversed(made) if seq in self._pasts]
+
+    def _settle(self, past: _Past) -> None:
+        """A sequence has arrived where it was."""
+        sequence = past.sequence
+        if past.told.ended:
+            self._drop(sequence)
+        elif past.last is not None and past.last.then == "suspend":
+            # Woken once, as a change may have been made since its last round.
+            sequence.seen_changes = -1
+
+    def _results(self) -> list[StepResult]:
+        kept: list[tuple[int, StepResult]] = []
+        request = 0
+        for past in self._pasts.values():
+            sequence = past.sequence
+            request = sequence.host.request
+            if past.told.ended:
+                continue
+            if not past.failure:
+                kept += past.kept
+                continue
+            failed = _failure(request, sequence.seq, past.failure)
+            failed.logs = past.last.logs if past.last is not None else ""
+            kept.append((self._places, failed))
+        for seq in self._told.keys() - self._pasts.keys():
+            if not self._told[seq].ended:
+                text = f"no fork makes sequence {seq}, which there was the first time"
+                kept.append((self._places, _failure(request, seq, text)))
+        kept.sort(key=lambda one: (one[0], one[1].seq))
+        results = [result for _, result in kept]
+        if results and results[0].constraint is None:
+            # With the first result that it gets, the GPU worker learns that this is a constraint.
+            past_of_first = self._pasts.get(results[0].seq)
+            controller = past_of_first.sequence.controller if past_of_first is not None else None
+            if isinstance(controller, Constraint):
+                with contextlib.suppress(TokenbusError):
+                    results[0].constraint = controller.text_end()
+        return results
+
+
+def replayed_limits(limits: Limits) -> Limits:
+    """The limits of calls that are replayed."""
+    return replace(
+        limits,
+        init_s=TIMES * limits.init_s,
+        pre_s=TIMES * limits.pre_s,
+        mid_s=TIMES * limits.mid_s,
+        post_s=TIMES * limits.post_s,
+    )
+
+
+def usual_limits(limits: Limits, usual: Limits) -> Limits:
+    """``limits`` with the times of ``usual``."""
+    return replace(
+        limits, init_s=usual.init_s, pre_s=usual.pre_s, mid_s=usual.mid_s, post_s=usual.post_s
+    )
+
+
+def failed_start(
+    request: int, told: Sequence[Replay], error: str, code: str = Code.INTERNAL
+) -> list[StepResult]:
+    """The results of a request whose controller cannot be made: errors of all its sequences."""
+    live = [one.seq for one in told if not one.ended] or [0]
+    return [StepResult(request, seq, "error", error=error, code=str(code)) for seq in live]
+
+
+def _where(past: _Past) -> str:
+    return f"after {past.tokens} of {len(past.told.tokens)} sampled tokens"
+
+
+def _differs(what: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, what)
+
+
+def _failure(request: int, seq: int, what: str) -> StepResult:
+    text = (
+        f"its controller cannot be continued on another worker: replayed, {what}; a controller may "
+        "decide by its prompt, argument, tokens and variables only"
+    )
+    return StepResult(request, seq, "error", error=text, code=str(Code.CONTROLLER_FAILED))
+
+
+def _allows(mask: memoryview, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
