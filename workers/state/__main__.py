@@ -1,31 +1,71 @@
-"""``python -m tokenbus.workers.state``: the state worker, configured by the environment."""
+"""``python -m tokenbus.workers.state``: the state worker, configured by the environment.
+
+With ``--standby``, one that finds the folder in use waits until the other ends, and takes over.
+"""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import signal
 import sys
+import threading
 
 from ...protocol import logs
-from ...protocol.settings import SettingError, load
+from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
-from .folder import FolderError
+from .folder import FolderError, FolderInUseError
 from .worker import StateWorker
+
+log = logging.getLogger(__name__)
+
+STANDBY_S = 0.1
+"""How often a worker that stands by looks whether the folder is free, in seconds."""
 
 
 def main() -> int:
     """Runs the worker until SIGINT or SIGTERM; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m tokenbus.workers.state", allow_abbrev=False)
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="while another state worker has the folder, wait until it ends, and take over",
+    )
+    args = parser.parse_args()
     try:
         settings = load()
         logs.set_up(settings, "state")
     except (SettingError, ValueError) as error:
         return _refuse(error)
     try:
-        worker = StateWorker(settings)
+        worker = _when_free(settings) if args.standby else StateWorker(settings)
     except (FolderError, AddressError) as error:
         return _refuse(error)
+    if worker is None:
+        return 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
     return worker.run()
+
+
+def _when_free(settings: Settings) -> StateWorker | None:
+    """The worker, as soon as no other one has the folder; None where a signal ends the wait.
+
+    The kernel frees the lock of a process that dies in whatever way, so that one at most writes.
+    """
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    waits = False
+    while not ended.is_set():
+        try:
+            return StateWorker(settings)
+        except FolderInUseError as error:
+            if not waits:
+                log.info("standing by: %s", error)
+            waits = True
+            ended.wait(STANDBY_S)
+    return None
 
 
 def _refuse(error: Exception) -> int:

@@ -11,11 +11,18 @@ class FolderError(Exception):
     """A state worker cannot use its folder or a file in it; the message has the reason."""
 
 
+class FolderInUseError(FolderError):
+    """Another state worker has the folder."""
+
+
 class Folder:
     """A folder with a lock that the kernel releases when the process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the folder if it is missing, and locks it; raises FolderError."""
+        """Creates the folder if it is missing, and locks it.
+
+        Raises FolderError, FolderInUseError where another process has the lock.
+        """
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -33,9 +40,9 @@ class Folder:
         except OSError:
             other = os.read(self._lock, 20).decode("ascii", "replace") or "unknown"
             os.close(self._lock)
-            raise FolderError(
+            raise FolderInUseError(
                 f"the folder {path} is in use by another state worker, process {other}; stop it, "
-                "or give this one another run_dir"
+                "or give this one another run_dir, or --standby to take over when it ends"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
