@@ -71,6 +71,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     default: str = ""
     """The model that it uses for requests without a model."""
     live: list[LiveRequest] = []
+    update: bool = False
+    """Of a worker that is registered: what it serves has changed, and its lease goes on."""
     step_age_s: float | None = None
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
 
@@ -83,6 +85,24 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     expiry_s: Period
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
+    wanted: list[Id] = []
+    """Reported live requests that this broker, which was restarted, adopts: the worker sends a
+    JOURNAL for each, before any further message about it."""
+
+
+class Journal(Struct, kw_only=True, omit_defaults=True):
+    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted.
+
+    The header has the request, its session, and how the session's bodies are encoded. Attachment 0
+    is a TOKEN body in msgpack with all entries that were sent for the request; the others are the
+    frames of the request: its body and attachments.
+    """
+
+    type: Literal["GENERATE", "SCORE"]
+    age_s: float = 0.0
+    """How long ago it arrived at the broker of then, in seconds."""
+    ended: bool = False
+    """Whether those entries include the stream's end."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
@@ -329,6 +349,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"HEARTBEAT": Heartbeat,
     b"DRAIN": Drain,
     b"UNREGISTER": Unregister,
+    b"JOURNAL": Journal,
     b"TOKEN": list[Token],
     b"MSG": Msg,
     b"SYSTEM": System,

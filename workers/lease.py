@@ -96,7 +96,9 @@ class Lease:
 
     def changed(self) -> list[Frames]:
         """The messages that report a changed registration."""
-        return [self._frames(b"REGISTER", self._registration())]
+        registration = self._registration()
+        registration.update = self.registered
+        return [self._frames(b"REGISTER", registration)]
 
     def drain(self, reason: str) -> list[Frames]:
         """The messages that stop further requests; repeated after each new registration."""

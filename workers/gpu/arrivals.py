@@ -104,6 +104,7 @@ class Arrivals:
     def request(self, message: FromBus, kind: type[Request]) -> None:
         """Takes one request in."""
         stream = Stream.of(message.header, _stream_id(message.body), "")
+        stream.type, stream.frames = message.type, [message.body, *message.attachments]
         try:
             request = decode_as(kind, message.body)
             if isinstance(request, Generate | Score):
@@ -315,6 +316,7 @@ def _take_transcript(waiting: Waiting) -> None:
             "the request has moved here without a transcript, which is its last attachment",
         )
     *waiting.attachments, last = waiting.attachments
+    del waiting.stream.frames[-1]
     transcript = decode_transcript(last)
     stream, waiting.sent = waiting.stream, transcript.entries
     since = stream.received - transcript.pause_s

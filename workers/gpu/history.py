@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from operator import itemgetter
 
 import numpy as np
@@ -21,14 +21,14 @@ _ROW = np.dtype(
 
 
 class History:
-    """Keeps what is sent; ``streams`` are the live ones, by request.
+    """Keeps what is sent; ``find`` gives the stream of a request, None where it is not kept.
 
     A row of columns takes 28 bytes and no object of its own: columns are kept step by step, and
     every ``SORTED_AFTER`` steps they are sorted by request in one pass.
     """
 
-    def __init__(self, streams: Mapping[int, Stream]) -> None:
-        self._streams = streams
+    def __init__(self, find: Callable[[int], Stream | None]) -> None:
+        self._find = find
         self._messages = 0
         self._steps: list[tuple[int, Columns]] = []
 
@@ -47,7 +47,7 @@ class History:
                 self._sort()
 
     def of(self, stream: Stream) -> list[Token]:
-        """All entries of a live stream, in the order in which they were sent."""
+        """All entries of a stream, in the order in which they were sent."""
         self._sort()
         found = [(message, entry) for message, entries in stream.entries for entry in entries]
         for rows in stream.rows:
@@ -74,7 +74,7 @@ class History:
         ends = [*(np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist(), len(requests)]
         first = 0
         for end in ends:
-            stream = self._streams.get(int(requests[first]))
+            stream = self._find(int(requests[first]))
             if stream is not None:
                 # A copy: a part of these rows would keep all of them in memory.
                 stream.rows.append(rows[first:end].copy())

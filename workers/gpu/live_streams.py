@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from msgspec import UNSET
 
@@ -16,6 +17,7 @@ from ...protocol.errors import Code, ServiceError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.messages import Token
 from .history import History
+from .kept_streams import KeptStreams
 from .metrics import WorkerMetrics
 from .recipients import Columns, Recipients
 from .sequence import StepOutputs, TokenColumns, TokenOutput
@@ -27,6 +29,7 @@ from .streams import (
     Stream,
     attached_frames,
     error_frames,
+    journal_frames,
     message_frames,
     saved_buffer_frames,
     token_frames,
@@ -54,7 +57,8 @@ class LiveStreams:
         self._release = release
         self._name = name
         self._streams: dict[int, Stream] = {}
-        self._history = History(self._streams)
+        self._kept = KeptStreams()
+        self._history = History(lambda request: self._streams.get(request) or self.kept(request))
         self._recipients: dict[str, Recipients] = {}
         """Of the batch of each model, while its streams stay as they are."""
         self.num_outputs = 0
@@ -77,6 +81,14 @@ class LiveStreams:
     def get(self, request: int) -> Stream | None:
         """The live stream of a request."""
         return self._streams.get(request)
+
+    def kept(self, request: int) -> Stream | None:
+        """The stream of a request that ended a moment ago."""
+        return self._kept.get(request)
+
+    def reported(self) -> Iterator[Stream]:
+        """The streams that a broker which was restarted is notified of; safe on another thread."""
+        return chain(self, self._kept)
 
     # --- tokens ---------------------------------------------------------------------------------
 
@@ -196,6 +208,8 @@ class LiveStreams:
             if stream.live == 0:
                 end = entries[-1]
                 self._end(stream, end.finish_reason or "cancelled", end.error)
+                if end.finish_reason != "cancelled":
+                    self._kept.add(stream)
 
     def _messages(
         self, new: list[tuple[Stream, list[Token]]], columns: Columns | None
@@ -222,6 +236,14 @@ class LiveStreams:
         for frames in attached_frames(stream, self._history.of(stream)[received:], received):
             self._post(frames)
 
+    def send_journal(self, stream: Stream) -> None:
+        """Sends all of a stream to a broker that was restarted, as it is to go on there."""
+        self._dissolve()
+        entries = self._history.of(stream)
+        self._post(journal_frames(stream, entries))
+        if stream.save and not stream.live:
+            self._post(saved_buffer_frames(stream, entries))
+
     def _dissolve(self) -> None:
         """The streams of the batches change: the recipients are worked out again."""
         for recipients in self._recipients.values():
@@ -243,6 +265,7 @@ class LiveStreams:
 
     def drop(self, request: int) -> None:
         """Ends a stream for which no client waits; nothing is sent."""
+        self._kept.drop(request)
         stream = self._streams.get(request)
         if stream is not None:
             self._end(stream, "cancelled", None)

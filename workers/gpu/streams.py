@@ -13,9 +13,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
+from ...protocol.columns import pack_columns
 from ...protocol.errors import TokenbusError
 from ...protocol.header import Flag, Header, encode_header, encode_token_header
 from ...protocol.messages import Buffer, Msg, System, Token
+from ...protocol.worker_messages import Journal
 from .metrics import ModelMetrics
 from .sequence import PromptUsage
 
@@ -59,6 +61,9 @@ class Stream:
     """Sequences that have not ended."""
     columns: bool = False
     """Whether its client takes tokens in columns."""
+    type: bytes = b"GENERATE"
+    frames: list[bytes] = field(default_factory=list)
+    """Its request: body and attachments, for a broker that was restarted."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
     usage: PromptUsage | None = None
@@ -157,6 +162,21 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
     body = error_body(error, stream.stream_id)
     head = encode_header(stream.request, stream.session, Flag.FINAL)
     return [b"ERROR", head, encode_body(body, stream.encoding)]
+
+
+def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+    """All of a stream, for a broker that was restarted: its request and what was sent."""
+    flags = (Flag.MSGPACK if stream.encoding == "msgpack" else 0) | (
+        Flag.COLUMNS if stream.columns else 0
+    )
+    body = Journal(
+        type="SCORE" if stream.type == b"SCORE" else "GENERATE",
+        age_s=time.monotonic() - stream.arrived,
+        ended=stream.live == 0,
+    )
+    head = encode_header(stream.request, stream.session, flags)
+    sent = encode_body(pack_columns(entries), "msgpack")
+    return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
 
 
 def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:

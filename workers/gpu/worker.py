@@ -235,14 +235,19 @@ class GpuWorker:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
 
     def _registered(self, answer: Registered) -> None:
-        """Drops the streams that the broker has given to others while there was no lease."""
+        """Drops the streams that the broker has given to others while there was no lease. Where the
+        broker was restarted, it gets the journals of those that go on."""
         kept = self._bus.kept(answer)
-        if kept is not None:
-            for stream in (*self._arrivals.streams(), *self._streams):
-                if stream.request not in kept:
-                    self._arrivals.drop(stream.request)
-                    self._streams.drop(stream.request)
+        for stream in (*self._arrivals.streams(), *self._streams.reported()):
+            request = stream.request
+            if request in answer.unknown or (kept is not None and request not in kept):
+                self._arrivals.drop(request)
+                self._streams.drop(request)
         self._bus.registered(answer)
+        for request in answer.wanted:
+            wanted = self._stream(request) or self._streams.kept(request)
+            if wanted is not None and wanted.type in (b"GENERATE", b"SCORE"):
+                self._streams.send_journal(wanted)
 
     def _stream(self, request: int) -> Stream | None:
         """The stream of a request, whether an engine has it or it waits for its model."""
@@ -295,7 +300,7 @@ class GpuWorker:
     def _registration(self) -> Register:
         live = [
             LiveRequest(request=s.request, session=s.session, stream_id=s.stream_id)
-            for s in (*self._streams, *self._arrivals.streams())
+            for s in (*self._streams.reported(), *self._arrivals.streams())
         ]
         return Register(
             name=self._name,

@@ -13,7 +13,9 @@ from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
 from tokenbus.protocol.header import Flag, decode_header, decode_manifest
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import history, sequence
+from tokenbus.protocol.worker_messages import Journal
+from tokenbus.workers.gpu import history, kept_streams, sequence
+from tokenbus.workers.gpu.kept_streams import KeptStreams
 from tokenbus.workers.gpu.live_streams import LiveStreams
 from tokenbus.workers.gpu.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
 from tokenbus.workers.gpu.streams import Form, Frames, Stream
@@ -179,6 +181,55 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
         assert answer[0] == b"MSG"
         missed = [entry for frames in tokens for entry in entries_of(frames[2])]
         assert missed == got.get(stream.request, [])[received:]
+
+
+@given(steps=STEPS)
+@pytest.mark.usefixtures("sorted_early")
+def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_ended(
+    steps: list[tuple[set[tuple[int, int]], int]],
+) -> None:
+    sent = Sent(1, 2, 3, 4, form="columns")
+    play(sent, steps)
+    got, live = sent.entries(), {stream.request for stream in sent.streams}
+    reported = {stream.request: stream for stream in sent.streams.reported()}
+    assert reported.keys() == {1, 2, 3, 4}
+    for request, stream in reported.items():
+        sent.frames.clear()
+        sent.streams.send_journal(stream)
+        [[word, head, body, entries, *request_frames]] = sent.frames
+        journal = msgspec.msgpack.decode(body, type=Journal)
+        assert (word, decode_header(head)[:2]) == (b"JOURNAL", (request, 100 + request))
+        assert journal.ended == (request not in live)
+        assert entries_of(entries) == got.get(request, [])
+        assert len(request_frames) == (0 if request in live else 1)
+
+
+def test_streams_that_have_ended_are_kept_for_a_while_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    kept = KeptStreams(clock=lambda: now)
+
+    def end(request: int, tokens: int = 1) -> None:
+        stream = Stream(request, 9, request, "msgpack", "m", 0, num_tokens=tokens)
+        stream.frames = [b"a long prompt"]
+        kept.add(stream)
+
+    for request in (1, 2, 3):
+        end(request)
+    assert [stream.request for stream in kept] == [1, 2, 3]
+    assert all(stream.frames != [b"a long prompt"] for stream in kept)
+    now = kept_streams.KEEP_S + 1
+    end(4)
+    assert [stream.request for stream in kept] == [4]
+    end(5, tokens=kept_streams.MAX_TOKENS)
+    assert [stream.request for stream in kept] == [5]
+    monkeypatch.setattr(kept_streams, "MAX_STREAMS", 2)
+    for request in (6, 7, 8):
+        end(request)
+    assert [stream.request for stream in kept] == [7, 8]
+    kept.drop(7)
+    assert kept.get(7) is None
 
 
 def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:
