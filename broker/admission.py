@@ -150,6 +150,10 @@ class Admission:
 
     def _check_streams(self, request: Request, now: float) -> None:
         streams = request.session.streams
+        before = streams.get(request.stream_id)
+        if before is not None and before.kept is not None:
+            # It has ended, and its client does not attach to it, but begins another one.
+            del streams[request.stream_id]
         if request.stream_id in streams:
             raise RequestError(
                 Code.DUPLICATE_STREAM,

@@ -13,10 +13,11 @@ from ..protocol.worker_messages import (
     Drain,
     Heartbeat,
     Register,
-    Registered,
     Reregister,
     Unregister,
 )
+from .adoption import Adoption, registered
+from .attaches import Attaches
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings, Side
@@ -42,11 +43,15 @@ class Back:
         sessions: SessionTable,
         dispatcher: Dispatcher,
         buffers: Buffers,
+        attaches: Attaches,
+        adoption: Adoption,
         out: Outgoings,
         ids: Iterator[int],
         counters: Counters,
     ) -> None:
         self._settings = settings
+        self._attaches = attaches
+        self._adoption = adoption
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._buffers = buffers
@@ -54,6 +59,9 @@ class Back:
         self._ids = ids
         self._counters = counters
         self._by_peer: dict[bytes, Worker] = {}
+        self._asked: dict[bytes, float] = {}
+        """When a connection without a worker was asked to register: once for all that it sends
+        until it does, as each registration is a new lease."""
         self._last_beat = float("-inf")
 
     # --- events ---------------------------------------------------------------------------------
@@ -74,8 +82,7 @@ class Back:
             if message_type == b"REGISTER":
                 self._register(peer, frames, now)
             elif worker is None:
-                reason = "this connection has no registered worker"
-                self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
+                self._ask(peer, "this connection has no registered worker", now)
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
                 self._pass_on(worker, message_type, head, frames)
             else:
@@ -117,7 +124,7 @@ class Back:
             try:
                 request = self._dispatcher.requests.get(number)
                 if request is not None and request.worker is worker:
-                    self._dispatcher.forget(request)
+                    self._attaches.on_finished(request)
             except Exception as error:
                 self._on_failure(worker, peer, frames, error)
 
@@ -148,8 +155,16 @@ class Back:
                 self._lose(worker, f"no message for {now - worker.last_seen:.1f} s", died=True)
         if now - self._last_beat >= self._settings.heartbeat_s:
             self._last_beat = now
+            long_ago = now - self._settings.expiry_s
+            self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
             for worker in self._by_peer.values():
                 self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+
+    def _ask(self, peer: bytes, reason: str, now: float) -> None:
+        """Asks a connection without a worker to register."""
+        if now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
+            self._asked[peer] = now
+            self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
 
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
@@ -224,6 +239,8 @@ class Back:
         elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
             self._lose(worker, gone.reason or "it unregistered", died=False)
+        elif message_type == b"JOURNAL":
+            self._adoption.on_journal(worker, frames, self._dispatcher.now)
         elif message_type == b"BUFFER":
             self._save_buffer(head, frames)
         elif message_type == b"START":
@@ -244,9 +261,9 @@ class Back:
             self._refuse(peer, message.name, error)
             return
         known = self._by_peer.get(peer)
-        if known is not None:
+        if known is not None and message.update:
             self._update(known, message)
-            self._welcome(known, [])
+            self._out.to_worker(known, b"REGISTERED", registered(known, self._settings))
             return
         for other in list(self._by_peer.values()):
             if other.name == message.name:
@@ -267,10 +284,11 @@ class Back:
             step_age_s=message.step_age_s,
         )
         self._by_peer[peer] = worker
+        self._asked.pop(peer, None)
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
-        known_here = self._dispatcher.requests if message.role == "state" else {}
-        live = [live.request for live in message.live if live.request not in known_here]
-        self._welcome(worker, live)
+        unknown, wanted = self._adoption.reported(worker, message, now)
+        answer = registered(worker, self._settings, unknown, wanted)
+        self._out.to_worker(worker, b"REGISTERED", answer)
         self._dispatcher.add(worker)
 
     def _update(self, worker: Worker, message: Register) -> None:
@@ -280,15 +298,6 @@ class Back:
         worker.default = message.default
         worker.capacity = message.capacity
         self._dispatcher.rebalance()
-
-    def _welcome(self, worker: Worker, unknown: list[int]) -> None:
-        answer = Registered(
-            worker=worker.id,
-            heartbeat_s=self._settings.heartbeat_s,
-            expiry_s=self._settings.expiry_s,
-            unknown=unknown,
-        )
-        self._out.to_worker(worker, b"REGISTERED", answer)
 
     def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
         """Passes a message from one worker to another; its address becomes the sender's."""
@@ -337,8 +346,7 @@ class Back:
         """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
         of the worker's can continue."""
         self._lose(worker, f"a message of it cannot be read: {error}", died=True)
-        reason = "a message of this worker cannot be read"
-        self._out.to_worker(worker.peer, b"REREGISTER", Reregister(reason=reason))
+        self._ask(worker.peer, "a message of this worker cannot be read", self._dispatcher.now)
 
     def _lose(self, worker: Worker, why: str, died: bool) -> None:
         self._by_peer.pop(worker.peer, None)

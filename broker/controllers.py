@@ -114,6 +114,10 @@ class Controllers:
         That is the reserved one, or another one where it was lost or drains. Where there is none
         for now, the START waits for one; where there can be none, the GPU worker is notified.
         """
+        if not request.session.token:
+            # Its client has not come back yet, and the modules that it may use are not known.
+            self._waiting[request.id] = _Waiting(request, body, now)
+            return
         if request.steered_by is None:
             try:
                 self._assign(request, self.choose(request.controller, request.served_as))
@@ -172,6 +176,13 @@ class Controllers:
         state = self.state_worker()
         if state is not None:
             self._out.to_worker(state, b"END", body)
+
+    def withdraw(self, request: Request) -> None:
+        """A request is removed here and goes on elsewhere: its controller goes, and its variables
+        stay."""
+        if request.steered_by is not None and request.controller_started:
+            self._out.to_worker(request.steered_by, b"END", End(requests=[request.id]))
+        request.served_as = ""
 
     def on_drain(self, worker: Worker) -> None:
         """A worker drains: the controllers that it has not begun are for another one."""

@@ -10,6 +10,8 @@ from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.ids import counting_ids
 from ..protocol.packing import unpack
 from .admission import Admission
+from .adoption import Adoption
+from .attaches import Attaches
 from .back import Back
 from .buffers import Buffers
 from .dispatch import Dispatcher
@@ -46,8 +48,10 @@ class Broker:
         self.session_table = table = SessionTable()
         self.dispatcher = dispatcher = Dispatcher(settings, table, self._out)
         buffers = Buffers(settings)
+        attaches = Attaches(dispatcher, self._out)
+        self._adoption = adoption = Adoption(settings, table, dispatcher, attaches, self._out, now)
         self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
-        self._sessions = Sessions(settings, table, dispatcher, buffers, self._out, ids)
+        self._sessions = Sessions(settings, table, dispatcher, buffers, adoption, self._out)
         self._front = Front(
             settings,
             table,
@@ -55,11 +59,15 @@ class Broker:
             self._admission,
             buffers,
             dispatcher,
+            attaches,
+            adoption,
             self._out,
             counters,
             now,
         )
-        self._back = Back(settings, table, dispatcher, buffers, self._out, ids, counters)
+        self._back = Back(
+            settings, table, dispatcher, buffers, attaches, adoption, self._out, ids, counters
+        )
         self._settings = settings
         self._places_at = self._ticked_at = now
 
@@ -128,7 +136,8 @@ class Broker:
             self._guarded(self._back.renew, now)
             self._guarded(self._sessions.renew, now)
         self._ticked_at = now
-        for part in (self._back.tick, self._sessions.tick, self.dispatcher.tick):
+        parts = (self._back.tick, self._adoption.tick, self._sessions.tick, self.dispatcher.tick)
+        for part in parts:
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now

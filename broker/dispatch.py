@@ -87,6 +87,28 @@ class Dispatcher:
         queue.push(request)
         self._notify_queued(request, len(queue))
 
+    def adopt(self, request: Request, worker: Worker, sent: bytes) -> None:
+        """A request that its worker began under an earlier run of the broker goes on there.
+
+        ``sent``: what was sent of it, as a body of TOKEN.
+        """
+        self.requests[request.id] = request
+        request.session.streams[request.stream_id] = request
+        self.deadlines.add(request)
+        logs.begin(request.id, request.request_id, request.trace)
+        request.worker, request.dispatched = worker, request.arrived
+        worker.requests[request.id] = request
+        self.moves.sent(request, sent)
+
+    def withdraw(self, request: Request) -> None:
+        """A request is not where it was thought to be: it is removed, and its client and the state
+        worker are not notified, as it goes on elsewhere."""
+        self.controllers.withdraw(request)
+        self.forget(request)
+        request.open = False
+        if request.session.streams.get(request.stream_id) is request:
+            del request.session.streams[request.stream_id]
+
     def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
         """Ends a request at its client's request; its last TOKEN entry has the reason.
 

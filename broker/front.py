@@ -25,6 +25,8 @@ from ..protocol.messages import (
     StreamId,
 )
 from .admission import ROLES, Admission
+from .adoption import Adoption
+from .attaches import Attaches
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .outgoing import Outgoing, Outgoings
@@ -47,10 +49,14 @@ class Front:
         admission: Admission,
         buffers: Buffers,
         dispatcher: Dispatcher,
+        attaches: Attaches,
+        adoption: Adoption,
         out: Outgoings,
         counters: Counters,
         started: float,
     ) -> None:
+        self._attaches = attaches
+        self._adoption = adoption
         self._settings = settings
         self._table = table
         self._sessions = sessions
@@ -142,11 +148,9 @@ class Front:
         message = decode_as(kind, frames[1])
         match message:
             case Cancel():
-                request = session.streams.get(message.stream_id)
-                if request is not None:
-                    self._dispatcher.cancel(request, now, message.reason)
+                self._cancel(session, message, now)
             case Attach():
-                self._attach(session, message)
+                self._adoption.on_attach(session, message, now)
             case Buffer():
                 self._buffers.on_message(session, message, frames[2:])
             case ModelInfoRequest():
@@ -164,18 +168,12 @@ class Front:
             case _:
                 raise AssertionError(f"no code handles {message_type!r}")
 
-    def _attach(self, session: Session, message: Attach) -> None:
-        request = session.streams.get(message.stream_id)
-        if request is None:
-            raise RequestError(
-                Code.UNKNOWN_STREAM, f"this session has no live stream {message.stream_id}"
-            )
-        if request.worker is None:
-            self._dispatcher.moves.attach(request, message.received if request.loss else 0)
+    def _cancel(self, session: Session, message: Cancel, now: float) -> None:
+        if self._attaches.on_cancel(session, message.stream_id):
+            self._adoption.on_cancel(session, message.stream_id, now)
         else:
-            flags = session.flags
-            request.attaching.append(message.received)
-            self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
+            request = session.streams[message.stream_id]
+            self._dispatcher.cancel(request, now, message.reason)
 
     def _model_info(
         self, session: Session, message: ModelInfoRequest, frames: list[bytes], now: float

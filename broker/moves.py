@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from ..protocol.bodies import decode_as, encode_body
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.messages import ModelInfo, Msg, System, Token
 from ..protocol.transcript import transcript_of
@@ -44,10 +45,11 @@ class Moves:
 
     # --- the journal ----------------------------------------------------------------------------
 
-    def sent(self, request: Request) -> None:
+    def sent(self, request: Request, before: bytes = b"") -> None:
         """A request goes to a worker: from now on its session's journal has what it needs to move.
 
-        Its frames are kept, where there is a journal.
+        Its frames are kept, where there is a journal. ``before``: of one that was with the worker
+        already, what was routed for it then, as a body of TOKEN.
         """
         loss, request.loss = request.loss, None
         self.waiting.pop(request.id, None)
@@ -57,7 +59,7 @@ class Moves:
             request.frames = []
             return
         journal = request.session.journal
-        sent = loss.sent if loss is not None else b""
+        sent = loss.sent if loss is not None else before
         journal.begin(request.id, request.stream_id, request.bytes, sent)
 
     def forget(self, request: Request) -> None:
@@ -192,7 +194,13 @@ class Moves:
     def attach(self, request: Request, received: int) -> None:
         """A client attaches to a stream that waits: it gets what it has not received."""
         sent = request.loss.sent if request.loss is not None else b""
-        entries: list[Token] = decode_as(list[Token], sent, "msgpack") if sent else []
+        self.answer(request, sent, received)
+
+    def answer(self, request: Request, sent: bytes, received: int) -> None:
+        """Answers an ATTACH: what was routed of the stream (a body of TOKEN, or nothing), but for
+        the first ``received`` entries."""
+        body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
+        entries = column_entries(body) if isinstance(body, TokenColumns) else body
         answer = Msg(stream_id=request.stream_id, attached=received)
         self._out.to_session(request.session, b"MSG", answer)
         if entries[received:]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.ids import new_session_token
+from ..protocol.ids import new_session_token, session_id
 from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Bye, Hello, Ping, Pong, Welcome
+from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .journal import Journal
@@ -25,23 +24,24 @@ class Sessions:
         table: SessionTable,
         dispatcher: Dispatcher,
         buffers: Buffers,
+        adoption: Adoption,
         out: Outgoings,
-        ids: Iterator[int],
     ) -> None:
+        self._adoption = adoption
         self._settings = settings
         self._table = table
         self._dispatcher = dispatcher
         self._buffers = buffers
         self._out = out
-        self._ids = ids
 
     def open(self, peer: bytes, key: str, encoding: Encoding, now: float) -> Session:
         """A new session on the connection ``peer``; raises ``queue_full`` where none is free."""
         if len(self._table) >= self._settings.max_sessions:
             self._make_room()
+        token = new_session_token()
         session = Session(
-            id=next(self._ids),
-            token=new_session_token(),
+            id=session_id(token, key),
+            token=token,
             key=key,
             encoding=encoding,
             peer=peer,
@@ -71,9 +71,8 @@ class Sessions:
                 f"{' and '.join(ENCODINGS)}",
                 path="$.encodings",
             )
-        known = self._table.by_token.get(hello.session) if hello.session else None
-        resumed = known is not None and known.key == key
-        if known is not None and resumed:
+        known = self._known(hello, key, now)
+        if known is not None:
             self._take_over(known, peer, session)
             session = known
         if session is None:
@@ -87,18 +86,34 @@ class Sessions:
         session.last_seen = now
         optional = {"columns": session.columns, "bodies": session.bodies}
         granted = [name for name, given in optional.items() if given]
+        recovering = self._adoption.waits_for(session, now)
         welcome = Welcome(
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            resumed=resumed,
-            streams=list(session.streams) if resumed else [],
+            # Its buffers are those of an earlier run of the broker, and lost.
+            resumed=known is not None and not recovering,
+            streams=list(session.streams) if known is not None else [],
+            recovering=recovering,
             server="tokenbus",
             capabilities=["buffers", "attach", "text", *granted],
             ping_s=self._settings.ping_s,
             expiry_s=self._settings.session_expiry_s,
         )
         self._out.to_session(session, b"WELCOME", welcome)
+
+    def _known(self, hello: Hello, key: str, now: float) -> Session | None:
+        """The session that a HELLO takes over: of this broker, or of an earlier run of it."""
+        if not hello.session:
+            return None
+        known = self._table.by_token.get(hello.session)
+        if known is not None:
+            return known if known.key == key else None
+        if "recover" not in hello.capabilities:
+            return None
+        if len(self._table) >= self._settings.max_sessions:
+            self._make_room()
+        return self._adoption.claim(hello.session, key, now)
 
     def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
         """Answers a PING with PONG."""

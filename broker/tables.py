@@ -33,12 +33,15 @@ class Session:
 
     id: int
     token: str
+    """Empty while the client of a session of an earlier run has not come back."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
     peer: bytes | None
     """The routing id of its connection; None while it has no connection."""
     last_seen: float
+    recovering: bool = False
+    """Whether it is one of an earlier run of the broker, so that workers may report its streams."""
     greeted: bool = False
     """Whether it began with HELLO; only such a session can be taken over."""
     pings: bool = False
@@ -78,8 +81,8 @@ class Session:
 class SessionTable:
     """The sessions, by id, by connection and by token.
 
-    Each session is in ``by_id`` and ``by_token``, and in ``by_peer`` exactly while it has a
-    connection: ``session.peer`` is changed by this class only.
+    Each session is in ``by_id``, in ``by_token`` where its token is known, and in ``by_peer``
+    exactly while it has a connection: ``session.peer`` is changed by this class only.
     """
 
     def __init__(self) -> None:
@@ -98,7 +101,8 @@ class SessionTable:
     def add(self, session: Session) -> None:
         """Adds a new session, with the connection that it has."""
         self.by_id[session.id] = session
-        self.by_token[session.token] = session
+        if session.token:
+            self.by_token[session.token] = session
         if session.peer is not None:
             self.by_peer[session.peer] = session
 
@@ -107,6 +111,11 @@ class SessionTable:
         self.by_id.pop(session.id, None)
         self.by_token.pop(session.token, None)
         self.detach(session)
+
+    def claim(self, session: Session, token: str, key: str) -> None:
+        """The client of a session of an earlier run has come back."""
+        session.token, session.key = token, key
+        self.by_token[token] = session
 
     def attach(self, session: Session, peer: bytes) -> None:
         """Gives a session the connection ``peer`` in place of the one it had, if any."""
@@ -225,6 +234,11 @@ class Request:
     """Workers in a row that died when it was their only stream without a new token."""
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
+    unclaimed: bool = False
+    """Whether it was adopted (``adoption.py``), and its client has not attached yet."""
+    kept: bytes | None = None
+    """Of a stream that ended before its client had attached: its entries, as a body of TOKEN. It is
+    nowhere but in ``Session.streams`` then."""
 
     @property
     def bytes(self) -> int:

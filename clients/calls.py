@@ -112,6 +112,13 @@ class Call:
     came: dict[int, int] = field(default_factory=dict)
     """Entries of this attempt, by sequence; the first ``seen`` of each are duplicates."""
 
+    @property
+    def may_be_live(self) -> bool:
+        """Whether to wait for a worker that still has the stream, where a broker was restarted. A
+        request of which nothing has arrived is rather sent again, if it may be."""
+        streams = isinstance(self.message, Generate | Score)
+        return streams and (self.received > 0 or self.retry_s == 0)
+
     def begin_try(self) -> None:
         """Resets the state of the failed attempt; delivered entries stay delivered."""
         self.sent = False

@@ -68,7 +68,7 @@ class ClientSession:
     """
 
     encodings: tuple[str, ...] = ("msgpack", "json")
-    capabilities: tuple[str, ...] = ("ping", "bodies", "columns")
+    capabilities: tuple[str, ...] = ("ping", "bodies", "columns", "recover")
     """What its HELLO offers."""
 
     def __init__(self, front: str, patience_s: float, now: float) -> None:
@@ -295,9 +295,6 @@ class ClientSession:
                 continue
             ended = entry.finish_reason is not None and entry.live == 0
             if call.attaching:
-                if ended:
-                    # Its worker no longer has the stream, and does not answer the ATTACH.
-                    self._failed(call, _ended_offline(), now, tell_broker=False)
                 continue
             call.heard = now
             call.failed_at = None
@@ -320,11 +317,11 @@ class ClientSession:
         if not welcome.resumed:
             for kept, attachments in self._buffers.values():
                 self._send(b"BUFFER", kept, attachments)
-        live = set(welcome.streams) if welcome.resumed else set()
+        live = set(welcome.streams) if welcome.resumed or welcome.recovering else set()
         ended = sorted(live - self._calls.keys())
         lost = ConnectionLostError(Code.CONNECTION_LOST, "the connection to the broker was lost")
         for call in sent:
-            if call.number in live:
+            if call.number in live or (welcome.recovering and call.may_be_live):
                 call.attaching = True
                 self._lanes = None
                 self._send(b"ATTACH", Attach(stream_id=call.number, received=call.received))

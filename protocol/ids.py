@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
 from collections.abc import Iterator
 
 MAX_ID = 0x7FFF_FFFF_FFFF_FFFF
+
+_TOKEN = re.compile("[0-9a-f]{32}")
 
 
 def counting_ids(boot: int) -> Iterator[int]:
@@ -24,3 +28,18 @@ def counting_ids(boot: int) -> Iterator[int]:
 def new_session_token() -> str:
     """A session token: 128 random bits, hexadecimal. Its holder can take the session over."""
     return secrets.token_hex(16)
+
+
+def is_session_token(text: str) -> bool:
+    """Whether ``text`` has the form of a session token."""
+    return _TOKEN.fullmatch(text) is not None
+
+
+def session_id(token: str, key: str = "") -> int:
+    """The id of the session with this token, of the client with this CURVE public key.
+
+    Derived from both, so that a broker that was restarted can tell by the id, which workers report,
+    whether a client holds the token of a session, without having seen it before.
+    """
+    digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MAX_ID

@@ -65,7 +65,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
     """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
-    ``columns`` (it takes TOKEN in columns, which are only sent in msgpack)."""
+    ``bodies`` (it takes several bodies in one TOKEN); ``columns`` (it takes TOKEN in columns, which
+    are only sent in msgpack); ``recover`` (it knows ``Welcome.recovering``)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):
@@ -132,7 +133,7 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     """``ATTACH``: resume a stream of this session.
 
     The answer is ``MSG {"attached": received}``, followed by the entries of the stream from number
-    ``received`` on. The client discards entries that arrive before the answer.
+    ``received`` on, or an ``ERROR``. The client discards entries that arrive before the answer.
     """
 
     stream_id: StreamId
@@ -264,7 +265,11 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     resumed: bool = False
     """Whether ``HELLO`` took over an existing session; its streams wait for ``ATTACH``."""
     streams: list[StreamId] = []
-    """The live streams of a resumed session."""
+    """The live streams of a resumed session; of a recovering one, those that are known so far."""
+    recovering: bool = False
+    """This broker was restarted and does not know the session yet. Workers may still report its
+    streams: an ``ATTACH`` is answered when one does, or else, when they have had their time to,
+    with ``unknown_stream``. Buffers are lost."""
     server: str = ""
     capabilities: list[str] = []
     ping_s: Period = 2.0

@@ -261,7 +261,10 @@ def test_an_upload_that_is_too_large_goes_no_further(bench: Bench) -> None:
     assert "16777216" in body["message"]
 
 
-def test_a_state_worker_keeps_only_the_requests_that_still_live(bench: Bench) -> None:
+def test_a_state_worker_keeps_only_the_requests_that_still_live() -> None:
+    bench = Bench(recover_s=1.0)
+    bench.pass_time(1.0)
+    bench.worker("gpu", capacity=8)
     controller_worker(bench, "a")
     header = begun(bench)
     live = [

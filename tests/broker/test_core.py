@@ -150,7 +150,9 @@ def test_a_draining_or_hung_worker_gets_nothing_new(bench: Bench) -> None:
     assert notice["event"] == "queued"
 
 
-def test_reported_live_requests_that_have_ended_are_to_be_dropped(bench: Bench) -> None:
+def test_reported_live_requests_that_have_ended_are_to_be_dropped() -> None:
+    bench = Bench(recover_s=5.0)
+    bench.pass_time(5.0)
     answer = bench.worker("a", live=[LiveRequest(request=77, session=5, stream_id=1)])
     assert answer.unknown == [77]
 

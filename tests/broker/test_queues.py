@@ -51,15 +51,13 @@ def test_a_worker_whose_hung_step_ended_takes_what_waits_before_newcomers(bench:
     assert started(bench, "a") == [1, 2, 3]
 
 
-def test_more_capacity_at_a_new_registration_takes_what_waits(bench: Bench) -> None:
+def test_more_capacity_in_an_updated_registration_takes_what_waits(bench: Bench) -> None:
     bench.worker("a", capacity=1)
     for stream in (1, 2, 3):
         bench.client("c", "GENERATE", generate(stream))
-    bench.send(
-        "a",
-        "REGISTER",
-        Register(name="a", role="gpu", version=1, pid=1, host="h", capacity=3, patterns=["m"]),
-    )
+    updated = Register(name="a", role="gpu", version=1, pid=1, host="h", capacity=3, patterns=["m"])
+    updated.update = True
+    bench.send("a", "REGISTER", updated)
     assert started(bench, "a") == [1, 2, 3]
 
 

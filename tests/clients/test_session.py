@@ -143,8 +143,7 @@ def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
     assert ids(bench.events(call)) == [5, 6, 7, 8]
 
 
-def test_a_stream_that_ended_before_its_attach_arrived_is_sent_again(bench: Bench) -> None:
-    """Its worker has no such stream any more when the ATTACH arrives, and does not answer it."""
+def test_a_stream_that_ends_before_the_answer_to_its_attach_goes_on_with_that(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
     bench.tokens(call, 5, 6)
     bench.session.connected(bench.now)
@@ -152,12 +151,40 @@ def test_a_stream_that_ended_before_its_attach_arrived_is_sent_again(bench: Benc
     bench.sent()
     end = Token(token=8, stream_id=call.number, logprob=0.0, finish_reason="length", pos=3)
     bench.hear("TOKEN", [end])
-    bench.pass_time(1.0)
-    assert "GENERATE" in [word for word, _ in bench.sent()]
-    bench.tokens(call, 5, 6, 7, 8, last=True)
+    bench.hear("MSG", {"stream_id": call.number, "attached": 2})
+    bench.tokens(call, 7, 8, last=True)
     events = bench.events(call)
     assert ids(events) == [5, 6, 7, 8]
     assert error_of(events) is None
+    assert bench.sent() == []
+
+
+def test_a_broker_that_was_restarted_is_asked_for_streams_that_have_begun(bench: Bench) -> None:
+    begun, fresh = bench.submit(generate(retry_s=30.0)), bench.submit(generate(retry_s=30.0))
+    once, info = bench.submit(generate(retry_s=0)), bench.submit(status_call(30.0))
+    bench.tokens(begun, 5, 6)
+    numbers = [call.number for call in (begun, fresh, once, info)]
+    bench.session.connected(bench.now)
+    bench.sent()
+    bench.welcome(recovering=True)
+    assert bench.sent() == [
+        ("ATTACH", {"stream_id": numbers[0], "received": 2}),
+        ("CANCEL", {"stream_id": numbers[1]}),
+        ("ATTACH", {"stream_id": numbers[2], "received": 0}),
+        ("CANCEL", {"stream_id": numbers[3]}),
+    ]
+    bench.pass_time(2.0)
+    assert [word for word, _ in bench.sent() if word != "PING"] == ["GENERATE"]
+    unknown = {"code": "unknown_stream", "message": "no such stream"}
+    bench.hear("ERROR", unknown | {"stream_id": begun.number})
+    bench.hear("ERROR", unknown | {"stream_id": once.number})
+    bench.pass_time(2.0)
+    assert [word for word, _ in bench.sent() if word != "PING"] == ["GENERATE"]
+    error = error_of(bench.events(once))
+    assert error is not None
+    assert error.code == "connection_lost"
+    bench.tokens(begun, 5, 6, 7, last=True)
+    assert ids(bench.events(begun)) == [5, 6, 7]
 
 
 def test_a_fork_that_ends_before_the_attach_arrives_does_not_end_the_stream(bench: Bench) -> None:

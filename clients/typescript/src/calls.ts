@@ -83,6 +83,15 @@ export class Call {
     this.retryS = timing.retryS ?? 0;
   }
 
+  /**
+   * Whether to wait for a worker that still has the stream, where a broker was restarted. A request
+   * of which nothing has arrived is rather sent again, if it may be.
+   */
+  get mayBeLive(): boolean {
+    const { type } = this.request;
+    return (type === "GENERATE" || type === "SCORE") && (this.received > 0 || this.retryS === 0);
+  }
+
   /** Begins another attempt under a new number; what was delivered stays delivered. */
   beginTry(number: number): void {
     this.number = number;

@@ -124,8 +124,9 @@ export interface Hello {
   /** Name and version of the program, for the operator. */
   readonly client?: string | undefined;
   /**
-   * Optional features of the client: `ping` (it sends PING, and its session may expire); `columns`
-   * (it takes TOKEN in columns, which are only sent in msgpack).
+   * Optional features of the client: `ping` (it sends PING, and its session may expire); `bodies`
+   * (it takes several bodies in one TOKEN); `columns` (it takes TOKEN in columns, which are only
+   * sent in msgpack); `recover` (it knows `Welcome.recovering`).
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -273,7 +274,7 @@ export interface Cancel {
  * `ATTACH`: resume a stream of this session.
  *
  * The answer is `MSG {"attached": received}`, followed by the entries of the stream from number
- * `received` on. The client discards entries that arrive before the answer.
+ * `received` on, or an `ERROR`. The client discards entries that arrive before the answer.
  */
 export interface Attach {
   /** At least 0, at most 9223372036854775807. */
@@ -408,8 +409,14 @@ export interface Welcome {
   readonly session: string;
   /** Whether `HELLO` took over an existing session; its streams wait for `ATTACH`. */
   readonly resumed: boolean;
-  /** The live streams of a resumed session. */
+  /** The live streams of a resumed session; of a recovering one, those that are known so far. */
   readonly streams: readonly number[];
+  /**
+   * This broker was restarted and does not know the session yet. Workers may still report its
+   * streams: an `ATTACH` is answered when one does, or else, when they have had their time to, with
+   * `unknown_stream`. Buffers are lost.
+   */
+  readonly recovering: boolean;
   readonly server: string;
   readonly capabilities: readonly string[];
   /** Send a PING this often, in seconds. */
@@ -422,6 +429,7 @@ export interface Welcome {
 const WELCOME_DEFAULTS = {
   resumed: false,
   streams: [],
+  recovering: false,
   server: "",
   capabilities: [],
   ping_s: 2.0,

@@ -112,7 +112,7 @@ export class Session {
           encodings: ["json"],
           session: this.#token ?? undefined,
           client: "tokenbus-typescript",
-          capabilities: ["ping"],
+          capabilities: ["ping", "recover"],
         },
       },
     ];
@@ -244,11 +244,7 @@ export class Session {
       const call = this.#calls.get(entry.stream_id);
       if (call === undefined) continue;
       const ended = entry.finish_reason !== null && entry.live === 0;
-      if (call.attaching) {
-        // Its worker no longer has the stream, and does not answer the ATTACH.
-        if (ended) this.#failed(call, endedOffline(), now, false);
-        continue;
-      }
+      if (call.attaching) continue;
       call.heard = now;
       call.failedAt = null;
       let events = perCall.get(call);
@@ -271,7 +267,7 @@ export class Session {
     this.#pingAt = now + welcome.ping_s;
     const sent = [...this.#calls.values()].filter((call) => call.sent);
     if (!welcome.resumed) this.outgoing.push(...this.#buffers.values());
-    const live = new Set(welcome.resumed ? welcome.streams : []);
+    const live = new Set(welcome.resumed || welcome.recovering ? welcome.streams : []);
     // The CANCEL of these was lost with the connection.
     const cancelled = [...live].filter((number) => !this.#calls.has(number));
     const lost = new ConnectionLostError(
@@ -279,7 +275,7 @@ export class Session {
       "the connection to the broker was lost",
     );
     for (const call of sent) {
-      if (live.has(call.number)) {
+      if (live.has(call.number) || (welcome.recovering && call.mayBeLive)) {
         call.attaching = true;
         const body = { stream_id: call.number, received: call.received };
         this.outgoing.push({ type: "ATTACH", body });

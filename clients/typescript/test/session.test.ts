@@ -146,6 +146,34 @@ test("a resumed session attaches its streams where they were", () => {
   assert.deepEqual(bench.events(call), [7, 8, "ended"]);
 });
 
+test("a broker that was restarted is asked for the streams that have begun", () => {
+  const bench = new Bench();
+  const call = bench.begin();
+  const fresh = bench.begin();
+  bench.token(call, 7);
+  bench.sent();
+  bench.session.connected(bench.now);
+  const [hello] = bench.sent();
+  assert(hello?.type === "HELLO");
+  assert.ok(hello.body.capabilities?.includes("recover"));
+  bench.hear("WELCOME", { version: 1, encoding: "json", session: "T", recovering: true });
+  const answer = bench.sent().map(({ type, body }) => [type, body]);
+  assert.deepEqual(answer[0], ["ATTACH", { stream_id: call.number, received: 1 }]);
+  assert.equal(answer.length, 2);
+  assert.equal(answer[1]?.[0], "CANCEL");
+  bench.pass(1);
+  assert.deepEqual(
+    bench.sent().map(({ type }) => type),
+    ["GENERATE"],
+  );
+  bench.token(call, 9, { finish_reason: "stop" }); // From before the answer.
+  bench.hear("MSG", { stream_id: call.number, attached: 1 });
+  bench.token(call, 8);
+  bench.token(call, 9, { finish_reason: "stop" });
+  assert.deepEqual(bench.events(call), [7, 8, 9, "ended"]);
+  assert.deepEqual(bench.events(fresh), []);
+});
+
 test("a session that the broker does not know begins anew, with its buffers", () => {
   const bench = new Bench();
   const buffer = bench.begin(bufferCall("b", "text", {}));

@@ -1,0 +1,271 @@
+"""What a broker that was restarted takes over: the live requests that workers report.
+
+A session's id follows from its token, so the session of such a request is known before its client
+has connected again. Sans-IO, as all of the core.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..protocol.bodies import decode_as
+from ..protocol.columns import TokenBody
+from ..protocol.errors import Code, RequestError
+from ..protocol.header import Flag, Header, decode_header
+from ..protocol.ids import is_session_token, session_id
+from ..protocol.messages import Attach
+from ..protocol.worker_messages import Journal, Register, Registered
+from . import journal
+from .admission import RoutingFields
+from .attaches import Attaches
+from .dispatch import Dispatcher
+from .outgoing import Outgoings
+from .settings import BrokerSettings
+from .tables import Request, Session, SessionTable, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Adoption:
+    """Adopts live requests for ``recover_s`` after ``started``, the start of this broker.
+
+    A worker that registers reports its live requests, the broker asks for their journals, and each
+    journal becomes a request. Its session waits for its client, which says HELLO with its token and
+    ATTACHes; what nobody has attached to at the end ends.
+    """
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        sessions: SessionTable,
+        dispatcher: Dispatcher,
+        attaches: Attaches,
+        out: Outgoings,
+        started: float,
+    ) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._dispatcher = dispatcher
+        self._attaches = attaches
+        self._out = out
+        self._until = started + settings.recover_s
+        self._over = False
+        self._adopted = 0
+        self._unclaimed: dict[int, Request] = {}
+        """Adopted requests, until their clients have attached or the time for it is over."""
+        self._cancelled: set[tuple[int, int]] = set()
+        """Streams, by session and number, that a client cancelled before a worker reported them."""
+        self._variables: dict[int, list[int]] = {}
+        """By state worker: the requests whose variables it has, of this run and earlier ones."""
+
+    def open(self, now: float) -> bool:
+        """Whether workers may still report requests that are adopted."""
+        return not self._over and now < self._until
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def reported(
+        self, worker: Worker, message: Register, now: float
+    ) -> tuple[list[int], list[int]]:
+        """Of the live requests of a worker that registers: those that it drops, and those that it
+        sends the journals of."""
+        live = [reported.request for reported in message.live]
+        known = self._dispatcher.requests
+        if worker.role == "state":
+            # The variables of a request that is adopted later stay.
+            if not self.open(now):
+                return [request for request in live if request not in known], []
+            self._variables[worker.id] = live
+            return [], []
+        wanted = []
+        if worker.role == "gpu" and self.open(now):
+            wanted = [r for r in live if r not in known or self._is_unclaimed(r)]
+        return [request for request in live if request not in wanted], wanted
+
+    def on_journal(self, worker: Worker, frames: Sequence[bytes], now: float) -> None:
+        """A worker's JOURNAL: the request goes on here, or is dropped where nobody wants it."""
+        header = decode_header(frames[1])
+        body: Journal = decode_as(Journal, frames[2], "msgpack")
+        if len(frames) < 5:
+            raise RequestError(
+                Code.BAD_MESSAGE,
+                f"a JOURNAL has {len(frames)} frames; it has at least 5: type, header, body, the "
+                "entries that were sent, and the request",
+            )
+        fields: RoutingFields = decode_as(RoutingFields, frames[4])
+        count = _num_entries(frames[3])
+        session = self._session(header, fields.stream_id, count, now)
+        if session is None:
+            self._drop(worker, header.request)
+            return
+        request = Request(
+            id=header.request,
+            session=session,
+            stream_id=fields.stream_id,
+            type=body.type.encode(),
+            role="gpu",
+            model=fields.model,
+            priority=fields.priority,
+            deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
+            controller=(fields.controller or "") if body.type == "GENERATE" else "",
+            frames=list(frames[4:]),
+            arrived=now - body.age_s,
+            trace=fields.trace,
+            request_id=fields.request_id,
+            unclaimed=True,
+            entries=count,
+        )
+        if body.ended:
+            self._attaches.keep(request, frames[3])
+        else:
+            self._dispatcher.adopt(request, worker, frames[3])
+        self._unclaimed[request.id] = request
+        self._adopted += 1
+        self._attaches.on_adopted(request)
+
+    def _is_unclaimed(self, number: int) -> bool:
+        request = self._unclaimed.get(number)
+        return request is not None and request.unclaimed
+
+    def _session(self, header: Header, stream_id: int, entries: int, now: float) -> Session | None:
+        """The session of a request that is adopted; None where it is not.
+
+        Where two workers have it, as one was cut off before it moved to the other, the one with
+        more ``entries`` is right.
+        """
+        if not self.open(now) or (header.address, stream_id) in self._cancelled:
+            return None
+        other = self._unclaimed.get(header.request)
+        if other is not None and other.unclaimed and other.entries < entries:
+            self._withdraw(other)
+        elif header.request in self._dispatcher.requests:
+            return None
+        session = self._sessions.by_id.get(header.address)
+        if session is not None:
+            return session if stream_id not in session.streams else None
+        if len(self._sessions) >= self._settings.max_sessions:
+            return None
+        session = Session(
+            id=header.address,
+            token="",
+            key="",
+            encoding="msgpack" if header.flags & Flag.MSGPACK else "json",
+            peer=None,
+            last_seen=now,
+            greeted=True,
+            columns=bool(header.flags & Flag.COLUMNS),
+            # It waits for its client for as long as requests are adopted.
+            detached_at=max(now, self._until - self._settings.session_grace_s),
+            journal=self._journal(),
+        )
+        self._sessions.add(session)
+        return session
+
+    def _withdraw(self, request: Request) -> None:
+        """Another worker has more of a request: the one that reported it first drops it."""
+        worker = request.worker
+        del self._unclaimed[request.id]
+        self._dispatcher.withdraw(request)
+        if worker is not None:
+            self._drop(worker, request.id)
+
+    def _journal(self) -> journal.Journal:
+        return journal.Journal(self._settings.max_journal_bytes > 0)
+
+    def _drop(self, worker: Worker, *requests: int) -> None:
+        self._out.to_worker(
+            worker, b"REGISTERED", registered(worker, self._settings, unknown=list(requests))
+        )
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def claim(self, token: str, key: str, now: float) -> Session | None:
+        """The session of a client that comes with a token which this broker did not give; None
+        where no request is adopted any more.
+
+        One that no worker has reported yet is new, and gets the streams that are reported later.
+        """
+        if not self.open(now) or not is_session_token(token):
+            return None
+        number = session_id(token, key)
+        session = self._sessions.by_id.get(number)
+        if session is None:
+            session = Session(
+                id=number,
+                token=token,
+                key=key,
+                encoding="json",
+                peer=None,
+                last_seen=now,
+                journal=self._journal(),
+            )
+            self._sessions.add(session)
+        else:
+            self._sessions.claim(session, token, key)
+        session.recovering = True
+        # They need the client's key, which says which modules are its own.
+        self._dispatcher.controllers.start_waiting()
+        return session
+
+    def on_attach(self, session: Session, message: Attach, now: float) -> None:
+        """A client's ATTACH; raises RequestError where there is no such stream."""
+        request = session.streams.get(message.stream_id)
+        if request is not None and request.unclaimed and request.entries < message.received:
+            # Its worker was cut off, and the request went on elsewhere.
+            self._withdraw(request)
+        self._attaches.on_attach(session, message, hold=self.waits_for(session, now))
+
+    def waits_for(self, session: Session, now: float) -> bool:
+        """Whether a worker may still report streams of a session."""
+        return session.recovering and self.open(now)
+
+    def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
+        """A client cancels a stream that is not there, or not yet."""
+        if self.waits_for(session, now):
+            self._cancelled.add((session.id, stream_id))
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Ends what is left when the time is over: held ATTACHes, requests without a client, and
+        the variables of requests that are nowhere."""
+        if self._over or now < self._until:
+            return
+        self._over = True
+        self._attaches.refuse_held(self._sessions.by_id)
+        for request in self._unclaimed.values():
+            if request.unclaimed:
+                self._dispatcher.abandon(request)
+        for number, live in self._variables.items():
+            worker = self._dispatcher.workers.get(number)
+            gone = [request for request in live if request not in self._dispatcher.requests]
+            if worker is not None and gone:
+                self._drop(worker, *gone)
+        if self._adopted:
+            log.info("%d streams of an earlier run were adopted", self._adopted)
+        self._unclaimed.clear()
+        self._cancelled.clear()
+        self._variables.clear()
+
+
+def _num_entries(sent: bytes) -> int:
+    """How many entries a body of TOKEN has; raises RequestError where it is malformed."""
+    body: TokenBody = decode_as(TokenBody, sent, "msgpack")
+    return len(body) if isinstance(body, list) else len(body.streams) // 8 + len(body.entries)
+
+
+def registered(
+    worker: Worker,
+    settings: BrokerSettings,
+    unknown: Sequence[int] = (),
+    wanted: Sequence[int] = (),
+) -> Registered:
+    """The answer to a worker that registers."""
+    return Registered(
+        worker=worker.id,
+        heartbeat_s=settings.heartbeat_s,
+        expiry_s=settings.expiry_s,
+        unknown=list(unknown),
+        wanted=list(wanted),
+    )

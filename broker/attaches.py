@@ -1,0 +1,126 @@
+"""ATTACH: a client picks up a stream of its session again, and always gets an answer.
+
+The worker of the stream answers, as it keeps what it has sent. While a stream has no worker, and
+where it ended before its client had attached, the broker answers from what it has routed. An ATTACH
+for a stream that a worker may still report, as the broker was restarted, is held until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ..protocol.bodies import encode_body, error_body
+from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.messages import Attach
+from .dispatch import Dispatcher
+from .outgoing import Outgoings
+from .tables import Request, Session
+
+log = logging.getLogger(__name__)
+
+
+class Attaches:
+    """The ATTACHes that are held, and the streams that have ended and wait for one."""
+
+    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
+        self._dispatcher = dispatcher
+        self._out = out
+        self._held: dict[tuple[int, int], Attach] = {}
+        """By session and stream."""
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def on_attach(self, session: Session, message: Attach, hold: bool) -> None:
+        """A client's ATTACH. ``hold``: a worker may still report streams of this session.
+
+        Raises RequestError where there is no such stream.
+        """
+        request = session.streams.get(message.stream_id)
+        if request is not None:
+            self._pass_on(request, message)
+        elif hold:
+            self._held[session.id, message.stream_id] = message
+        else:
+            raise _unknown(message.stream_id)
+
+    def on_cancel(self, session: Session, stream_id: int) -> bool:
+        """A client does not want a stream any more: whether it is one that has ended or is not
+        there yet."""
+        self._held.pop((session.id, stream_id), None)
+        request = session.streams.get(stream_id)
+        if request is not None and request.kept is None:
+            return False
+        session.streams.pop(stream_id, None)
+        return True
+
+    def _pass_on(self, request: Request, message: Attach) -> None:
+        request.unclaimed = False
+        if request.kept is not None:
+            del request.session.streams[request.stream_id]
+            self._dispatcher.moves.answer(request, request.kept, message.received)
+        elif request.worker is None:
+            self._dispatcher.moves.attach(request, message.received if request.loss else 0)
+        else:
+            request.attaching.append(message.received)
+            flags = request.session.flags
+            self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
+
+    # --- streams --------------------------------------------------------------------------------
+
+    def on_adopted(self, request: Request) -> None:
+        """A worker has reported a stream: a held ATTACH for it is passed on."""
+        held = self._held.pop((request.session.id, request.stream_id), None)
+        if held is not None:
+            self._pass_on(request, held)
+
+    def on_finished(self, request: Request) -> None:
+        """The last entries of a stream were routed.
+
+        Where its client may not have received them, as it has no connection or its ATTACH is not
+        answered, they are kept until it has attached, or its session ends.
+        """
+        received = request.attaching
+        if not (received or request.unclaimed or request.session.detached_at is not None):
+            self._dispatcher.forget(request)
+            return
+        wanted = request.open and request.cancelled != "cancelled"
+        sent = self._routed(request) if wanted else None
+        self._dispatcher.forget(request)
+        if sent is None:
+            if wanted and received:
+                self._out.error(request, _unknown(request.stream_id))
+        elif received:
+            for number in received:
+                self._dispatcher.moves.answer(request, sent, number)
+        else:
+            self.keep(request, sent)
+
+    def keep(self, request: Request, sent: bytes) -> None:
+        """Keeps all that was sent of a stream that has ended, until its client attaches."""
+        request.worker, request.kept = None, sent
+        request.session.streams[request.stream_id] = request
+
+    def refuse_held(self, sessions: Mapping[int, Session]) -> None:
+        """No worker reports streams any more: what ATTACHes are held for is lost."""
+        held, self._held = self._held, {}
+        for number, stream_id in held:
+            session = sessions.get(number)
+            if session is not None:
+                error = error_body(_unknown(stream_id), stream_id)
+                self._out.to_session(session, b"ERROR", error)
+
+    def _routed(self, request: Request) -> bytes | None:
+        """What was routed for a stream, as a body of TOKEN; None where that was not kept."""
+        if not request.movable:
+            return None
+        try:
+            entries = request.session.journal.entries([request.id])[request.id]
+        except TokenbusError as error:
+            log.error("what was sent of request %d cannot be read: %s", request.id, error)
+            return None
+        return encode_body(entries, "msgpack")
+
+
+def _unknown(stream_id: int) -> RequestError:
+    return RequestError(Code.UNKNOWN_STREAM, f"this session has no live stream {stream_id}")
