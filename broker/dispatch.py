@@ -399,10 +399,10 @@ class Dispatcher:
         """Whether a worker's step in progress has run for so long that it counts as hung."""
         return worker.step_age_s is not None and worker.step_age_s > self._settings.hung_step_s
 
-    @staticmethod
-    def _least_loaded(workers: list[Worker], model: str) -> Worker:
+    def _least_loaded(self, workers: list[Worker], model: str) -> Worker:
         """The least filled; one that has the model loaded before one that would load it."""
-        return min(workers, key=lambda w: (bool(model) and model not in w.models, w.fill, w.id))
+        name = model or self.default_model()
+        return min(workers, key=lambda w: (bool(name) and name not in w.models, w.fill, w.id))
 
     def _start(self, request: Request, worker: Worker) -> None:
         if request.controller:

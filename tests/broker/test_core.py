@@ -35,11 +35,14 @@ def test_a_request_goes_to_the_least_filled_worker(bench: Bench) -> None:
     assert counts == [2, 2]
 
 
-def test_a_worker_that_has_the_model_goes_before_one_that_would_load_it(bench: Bench) -> None:
+@pytest.mark.parametrize("model", ["m", ""])
+def test_a_worker_that_has_the_model_goes_before_one_that_would_load_it(
+    bench: Bench, model: str
+) -> None:
     info = ModelInfo(name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint="")
     bench.worker("loads")
     bench.worker("has", models=[info])
-    bench.client("c", "GENERATE", generate(1))
+    bench.client("c", "GENERATE", generate(1, model=model))
     assert bench.to_worker("loads") == []
     assert [w for w, _ in bench.to_worker("has")] == ["GENERATE"]
 
