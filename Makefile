@@ -10,7 +10,7 @@ PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install demo test test-quick test-long fuzz lint bench bench-peers clean
+.PHONY: install demo test test-quick test-long fuzz chaos lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -48,6 +48,13 @@ RUNS ?= 1000000
 fuzz: install
 	$(PY) -m pip install --quiet 'atheris>=3,<4'
 	$(PY) -m tests.fuzz $(TARGET) --runs $(RUNS)
+
+# Processes are killed and stopped under load: make chaos SECONDS=600 SEED=7. The seed gives the same
+# schedule again.
+SECONDS ?= 120
+SEED ?= 1
+chaos: install
+	$(PY) -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 # The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
 lint: install

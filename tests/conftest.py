@@ -69,8 +69,9 @@ def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     tests of another when it has none left. So each part begins with tests of whole systems, which
     take up to a minute each, and ends with short ones. Tests of a file stay together.
     """
-    system = [item for item in items if item.nodeid.startswith("tests/system/")]
-    others = [item for item in items if not item.nodeid.startswith("tests/system/")]
+    whole = ("tests/system/", "tests/chaos/")
+    system = [item for item in items if item.nodeid.startswith(whole)]
+    others = [item for item in items if not item.nodeid.startswith(whole)]
     parts = []
     for i in range(workers):
         for group in (system, others):

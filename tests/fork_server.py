@@ -26,12 +26,14 @@ LARGEST_ORDER = 1 << 20
 
 
 class Order(TypedDict):
-    """Run ``python -m module`` in a folder, with an environment, its output appended to a log.
+    """Run ``python -m module arguments…`` in a folder, with an environment, its output appended to
+    a log.
 
     With the order comes the descriptor of a pipe, into which its return code is written.
     """
 
     module: str
+    arguments: list[str]
     environment: dict[str, str]
     folder: str
     log: str
@@ -52,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = serve(orders)
     if order is not None:
-        sys.argv[:] = [order["module"]]
+        sys.argv[:] = [order["module"], *order["arguments"]]
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import starts
@@ -113,11 +114,14 @@ class ForkServer:
         """Whether a fork is what a process with this environment would be."""
         return _of_libraries(environment) == self._environment
 
-    def start(self, folder: Path, log: Path, environment: dict[str, str]) -> Forked:
+    def start(
+        self, folder: Path, log: Path, environment: dict[str, str], arguments: Sequence[str]
+    ) -> Forked:
         """Starts a process in a folder, with its output in ``log``."""
         starts.check(("fork", self._module))
         order = {
             "module": self._module,
+            "arguments": list(arguments),
             "environment": environment,
             "folder": str(folder),
             "log": str(log),
@@ -132,16 +136,21 @@ class ForkServer:
 
 
 def start(
-    module: str, folder: Path, log: Path, environment: dict[str, str], python: str
+    module: str,
+    folder: Path,
+    log: Path,
+    environment: dict[str, str],
+    python: str,
+    arguments: Sequence[str] = (),
 ) -> Forked | subprocess.Popen[bytes]:
-    """``python -m MODULE`` in a folder, forked where that makes no difference."""
+    """``python -m MODULE ARGUMENTS…`` in a folder, forked where that makes no difference."""
     if module in IMPORTS and python == sys.executable and _forks_are_safe(environment):
         server = _servers.get(module) or _servers.setdefault(module, ForkServer(module))
         if server.suits(environment):
-            return server.start(folder, log, environment)
+            return server.start(folder, log, environment, arguments)
     with log.open("a") as output:
         return subprocess.Popen(
-            [python, "-m", module],
+            [python, "-m", module, *arguments],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -66,13 +66,18 @@ def free_port() -> int:
 
 
 class Process:
-    """``python -m MODULE``, or a fork that is the same, with its log in a file."""
+    """``python -m MODULE ARGUMENTS…``, or a fork that is the same, with its log in a file."""
 
     def __init__(
-        self, module: str, log: Path, environment: dict[str, str], python: str = sys.executable
+        self,
+        module: str,
+        log: Path,
+        environment: dict[str, str],
+        python: str = sys.executable,
+        arguments: Sequence[str] = (),
     ) -> None:
         self._log = log
-        self._process = forks.start(module, log.parent, log, environment, python)
+        self._process = forks.start(module, log.parent, log, environment, python, arguments)
         self.pid = self._process.pid
 
     @property

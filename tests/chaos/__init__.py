@@ -1,0 +1,1 @@
+"""Streams of every kind while processes are killed and stopped: each ends as if nothing was."""

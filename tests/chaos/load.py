@@ -1,0 +1,211 @@
+"""Runs the requests, all at the same time, and notes what each client was notified of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tokenbus.clients import AsyncClient, GeneratedSequence, TokenbusError
+from tokenbus.clients import System as Notice
+
+from .outcomes import Outcome, outcome_of, outcome_of_events
+from .system import System
+from .workloads import PREFACE, PREFACE_TEXT, Workload
+
+CLIENTS = 4
+"""Sessions, over which the requests of the bus are spread."""
+HUNG_S = 1200.0
+"""A stream that has not ended so long after the last blow is hung."""
+RETRY_S = 3600.0
+
+
+@dataclass
+class Move:
+    """A stream went on with another worker."""
+
+    workload: str
+    left: str
+    """The slot of the worker that it left."""
+    why: str
+    pause_s: float
+    """For how long nothing new arrived at the client: from the last entry before the notice to the
+    first one after it."""
+    noticed_s: float
+    """The pause by the notice, which does not have the time until the loss was seen."""
+
+
+@dataclass
+class Notes:
+    """What the clients noted besides the outcomes."""
+
+    moves: list[Move] = field(default_factory=list)
+    notices: Counter[str] = field(default_factory=Counter)
+    """By event."""
+    again: list[str] = field(default_factory=list)
+    """Requests that a client sent again from their beginning, and why."""
+    ended: int = 0
+    tokens: int = 0
+
+
+class Load:
+    """The clients of a system."""
+
+    def __init__(self, system: System, clients: list[AsyncClient], http: httpx.AsyncClient) -> None:
+        self._system, self._clients, self._http = system, clients, http
+        self.notes = Notes()
+        self.progress: dict[str, float] = {}
+        """When each running request last got something."""
+
+    async def outcome(self, number: int, workload: Workload) -> Outcome:
+        """Runs one request to its end."""
+        run = {"bus": self._stream, "score": self._score}.get(workload.door, self._events)
+        self.progress[workload.name] = time.monotonic()
+        try:
+            made = await run(self._clients[number % len(self._clients)], workload)
+        except (TokenbusError, httpx.HTTPError) as error:
+            made = Outcome(error=f"{type(error).__name__}: {error}")
+        finally:
+            del self.progress[workload.name]
+        self.notes.ended += 1
+        self.notes.tokens += made.size
+        return made
+
+    async def _stream(self, client: AsyncClient, workload: Workload) -> Outcome:
+        reader = _Reader(self, workload)
+        options = dict(workload.options)
+        stream = client.generate(
+            workload.prompt,
+            on_system=reader.on_system,
+            retry_s=RETRY_S,
+            text=options.pop("text", True),
+            **options,
+        )
+        while await stream.arrived():
+            reader.arrived()
+        return outcome_of(stream.sequences)
+
+    async def _score(self, client: AsyncClient, workload: Workload) -> Outcome:
+        reader = _Reader(self, workload)
+        options = dict(workload.options)
+        scores = await client.score(
+            workload.prompt,
+            options.pop("scored"),
+            on_system=reader.on_system,
+            retry_s=RETRY_S,
+            **options,
+        )
+        reader.arrived()
+        made = GeneratedSequence(0, tokens=scores.tokens, logprobs=scores.logprobs)
+        made.top_logprobs = scores.top_logprobs
+        return outcome_of([made])
+
+    async def _events(self, client: AsyncClient, workload: Workload) -> Outcome:
+        path = "/v1/completions" if workload.door == "completions" else "/v1/chat/completions"
+        asked: dict[str, Any] = {"prompt": workload.prompt}
+        if workload.door == "chat":
+            asked = {"messages": [{"role": "user", "content": workload.prompt}]}
+        url = f"http://{self._system.http[1]}{path}"
+        lines = []
+        async with self._http.stream("POST", url, json={**asked, **workload.options}) as answer:
+            if answer.status_code != 200:
+                return Outcome(error=f"{answer.status_code}: {(await answer.aread())!r}")
+            async for line in answer.aiter_lines():
+                self.progress[workload.name] = time.monotonic()
+                lines.append(line)
+        return outcome_of_events(lines)
+
+    def note(self, workload: Workload, notice: Notice) -> None:
+        """Something that a client was notified of."""
+        self.notes.notices[notice.event] += 1
+        if notice.event == "retrying":
+            self.notes.again.append(f"{workload.name}: {notice.message}")
+
+    def moved(self, workload: Workload, notice: Notice, pause_s: float) -> None:
+        """A move, once something has arrived after it."""
+        left = self._system.name_of(notice.left) if notice.left else "?"
+        noticed_s = notice.pause_s or 0.0
+        self.notes.moves.append(Move(workload.name, left, notice.message, pause_s, noticed_s))
+
+
+class _Reader:
+    """Reads one stream, and measures the pauses of its moves."""
+
+    def __init__(self, load: Load, workload: Workload) -> None:
+        self._load, self._workload = load, workload
+        self._moved: list[Notice] = []
+        self._last = time.monotonic()
+
+    def on_system(self, notice: Notice) -> None:
+        """A notice, read in its place among the entries."""
+        self._load.note(self._workload, notice)
+        if notice.event == "moved":
+            self._moved.append(notice)
+
+    def arrived(self) -> None:
+        """Some entries."""
+        now = time.monotonic()
+        for notice in self._moved:
+            self._load.moved(self._workload, notice, now - self._last)
+        self._moved.clear()
+        self._last = self._load.progress[self._workload.name] = now
+
+
+@asynccontextmanager
+async def clients_of(system: System, modules: dict[str, bytes]) -> AsyncIterator[Load]:
+    """The clients, with the modules uploaded and a buffer for each."""
+    clients = [AsyncClient(system.front, patience_s=600.0) for _ in range(CLIENTS)]
+    limits = httpx.Limits(max_connections=None)
+    try:
+        for tag, wasm in modules.items():
+            await clients[0].upload_controller(wasm, tag)
+        for client in clients:
+            await client.buffer(PREFACE, PREFACE_TEXT)
+        async with httpx.AsyncClient(timeout=HUNG_S, limits=limits, trust_env=False) as http:
+            yield Load(system, clients, http)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+FIRST = ("yacc 0", "arithmetic 0")
+"""Alone before all others: a request waits for only so long until another has a grammar compiled,
+which the tables on disk then spare all workers."""
+
+
+async def one_round(load: Load, workloads: Sequence[Workload]) -> list[Outcome]:
+    """All requests once, at the same time."""
+    for first in workloads:
+        if first.name in FIRST:
+            await load.outcome(0, first)
+    running = [load.outcome(i, workload) for i, workload in enumerate(workloads)]
+    async with asyncio.timeout(HUNG_S):
+        return await asyncio.gather(*running)
+
+
+async def again_and_again(
+    load: Load,
+    workloads: Sequence[Workload],
+    until: asyncio.Event,
+    ended: Callable[[int, Outcome], None],
+) -> None:
+    """Each request once and again, side by side, until the event is set and the last ones end."""
+
+    async def repeat(number: int, workload: Workload) -> None:
+        while not until.is_set():
+            ended(number, await load.outcome(number, workload))
+
+    tasks: list[Awaitable[None]] = [
+        asyncio.create_task(repeat(i, workload)) for i, workload in enumerate(workloads)
+    ]
+    everything = asyncio.gather(*tasks)
+    waiting = asyncio.create_task(until.wait())
+    await asyncio.wait((everything, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    async with asyncio.timeout(HUNG_S):
+        await everything

@@ -1,0 +1,166 @@
+"""What came of a request, and how two outcomes of it differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenbus.clients import GeneratedSequence
+
+TOLERANCE = 1e-4
+"""By so much log-probabilities may differ: a batch of another shape has other last bits."""
+Path = tuple[int, ...]
+"""A sequence's place in the tree of forks: the numbers, among their siblings, of it and those that
+it comes from."""
+
+
+@dataclass
+class Outcome:
+    """What a client has at the end of a request."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What must be equal."""
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    """What must be equal but for the last bits."""
+    error: str | None = None
+
+    def difference(self, other: Outcome) -> str | None:
+        """Where the other first differs from this one; None: nowhere."""
+        if self.error is not None or other.error is not None:
+            return f"errors: {self.error!r}, and {other.error!r}"
+        for name in sorted(self.parts.keys() | other.parts.keys()):
+            ours, theirs = self.parts.get(name), other.parts.get(name)
+            if ours != theirs:
+                return f"{name}: {_first_difference(ours, theirs)}"
+        for name, numbers in self.logprobs.items():
+            for i, (a, b) in enumerate(zip(numbers, other.logprobs[name], strict=True)):
+                if not _close(a, b):
+                    return f"{name}, number {i}: {a!r}, and {b!r}"
+        return None
+
+    @property
+    def size(self) -> int:
+        """Of all sequences: how many tokens they have."""
+        return sum(len(part) for name, part in self.parts.items() if name.endswith("tokens"))
+
+
+def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
+    """The outcome of a stream of the bus."""
+    made = Outcome()
+    for path, one in _by_path(sequences).items():
+        name = f"sequence {'.'.join(map(str, path))}: "
+        # Without the counts of the prompt: what is cached depends on what ran before.
+        for part in ("tokens", "text", "logs", "storage", "finish_reason", "error", "code", "stop",
+                     "constraint"):  # fmt: skip
+            made.parts[name + part] = getattr(one, part)
+        made.logprobs[name + "logprobs"] = one.logprobs
+        made.logprobs[name + "top_logprobs"] = [_likely(top) for top in one.top_logprobs]
+    return made
+
+
+def outcome_of_events(lines: Iterable[str]) -> Outcome:
+    """The outcome of a stream of server-sent events, without its ids and times.
+
+    Text that arrives together comes in one chunk: chunks of a choice that have nothing but text
+    are joined. All others must be the same ones, one by one.
+    """
+    made = Outcome()
+    choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    rest: list[Any] = []
+    likely: list[Any] = []
+    for line in lines:
+        if not line:
+            continue
+        data = line.removeprefix("data: ")
+        if data == line or data == "[DONE]":
+            rest.append(line)
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            made.error = json.dumps(chunk["error"])
+        for choice in chunk.pop("choices", []):
+            likely += _numbers(choice.get("logprobs"))
+            _join(choices[choice["index"]], choice)
+        chunk.pop("id", None)
+        chunk.pop("created", None)
+        if (usage := chunk.get("usage")) is not None:
+            usage.pop("prompt_tokens_details", None)
+        if chunk not in rest:
+            rest.append(chunk)
+    made.parts = {f"choice {index}": pieces for index, pieces in sorted(choices.items())}
+    made.parts["rest"] = rest
+    made.logprobs["logprobs"] = likely
+    return made
+
+
+def _by_path(sequences: Sequence[GeneratedSequence]) -> dict[Path, GeneratedSequence]:
+    children: dict[int | None, list[GeneratedSequence]] = defaultdict(list)
+    for sequence in sorted(sequences, key=lambda one: one.seq):
+        children[sequence.parent].append(sequence)
+    found: dict[Path, GeneratedSequence] = {}
+
+    def add(path: Path, of: list[GeneratedSequence]) -> None:
+        for i, sequence in enumerate(of):
+            found[*path, i] = sequence
+            add((*path, i), children[sequence.seq])
+
+    add((), children[None])
+    assert len(found) == len(sequences), [(one.seq, one.parent) for one in sequences]
+    return found
+
+
+def _likely(top: dict[int, float]) -> list[float]:
+    """Without the tokens: two that are as likely as each other may stand in either order."""
+    return sorted(top.values())
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers with a fraction in a JSON value, which are replaced in it."""
+    found: list[float] = []
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value or []))
+    for key, inner in pairs:
+        if isinstance(inner, float):
+            found.append(inner)
+            value[key] = 0.0
+        elif isinstance(inner, dict | list):
+            found += _numbers(inner)
+    return found
+
+
+def _join(pieces: list[dict[str, Any]], choice: dict[str, Any]) -> None:
+    """Adds a choice of a chunk to those before it."""
+    text, before = _only_text(choice), _only_text(pieces[-1]) if pieces else None
+    if text is None or before is None or pieces[-1].get("finish_reason") is not None:
+        pieces.append(choice)
+    elif "delta" in choice:
+        delta = {**pieces[-1]["delta"], **choice["delta"], "content": before + text}
+        pieces[-1] = {**choice, "delta": delta}
+    else:
+        pieces[-1] = {**choice, "text": before + text}
+
+
+def _only_text(choice: dict[str, Any]) -> str | None:
+    """The text of a choice of a chunk; None if there is more to it."""
+    text = choice.get("delta", choice).get("content" if "delta" in choice else "text")
+    return text if isinstance(text, str) and not choice.get("logprobs") else None
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_close, a, b))
+    return bool(abs(a - b) <= TOLERANCE or (math.isnan(a) and math.isnan(b)))
+
+
+def _first_difference(ours: Any, theirs: Any) -> str:
+    if isinstance(ours, str | list) and isinstance(theirs, str | list):
+        pairs = zip(ours, theirs, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        return (
+            f"from {at} on: {ours[at : at + 40]!r}, and {theirs[at : at + 40]!r} "
+            f"({len(ours)} and {len(theirs)} long)"
+        )
+    return f"{ours!r}, and {theirs!r}"

@@ -1,0 +1,194 @@
+"""One run: the requests undisturbed, then again and again under blows; what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import quantiles
+
+from .load import HUNG_S, Load, Move, Notes, again_and_again, clients_of, one_round
+from .outcomes import Outcome
+from .schedule import KINDS, Blow, blows
+from .system import System
+from .workloads import Workload, modules, workloads
+
+BETWEEN_S = 2.0
+"""Between two blows."""
+RECOVER_S = 60.0
+"""Only bounds how long the next blow waits for streams to go on."""
+
+
+@dataclass
+class Report:
+    """What a run has shown."""
+
+    seed: int
+    kinds: Sequence[str]
+    streams: int = 0
+    """Those that ran undisturbed, and were compared with."""
+    dealt: list[tuple[float, Blow, str | None]] = field(default_factory=list)
+    """When, since the first one, and to which slot."""
+    notes: Notes = field(default_factory=Notes)
+    failures: list[str] = field(default_factory=list)
+    """What was lost, came twice, hung, failed, or was sent again from its beginning."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed}: {self.notes.ended} streams of {self.streams} kinds of request, "
+            f"{self.notes.tokens} tokens, {self.seconds:.0f} s; blows: "
+            + ", ".join(f"{n} {what}" for what, n in sorted(self._counts().items())),
+            f"notices: {dict(self.notes.notices)}",
+        ]
+        for what, moves in self._by_detection().items():
+            pauses = [move.pause_s for move in moves]
+            after = [move.noticed_s for move in moves]
+            lines.append(
+                f"moved {what}: {len(moves)} streams; pause {_spread(pauses)}; of it, after the "
+                f"loss was seen: {_spread(after)}"
+            )
+        lines += [f"FAILED {failure}" for failure in self.failures] or ["every stream was the same"]
+        return "\n".join(lines)
+
+    def _counts(self) -> Counter[str]:
+        return Counter(
+            f"{blow.kind} {'killed' if blow.stop_s is None else 'stopped'}"
+            for _, blow, slot in self.dealt
+            if slot is not None
+        )
+
+    def _by_detection(self) -> dict[str, list[Move]]:
+        found: dict[str, list[Move]] = {}
+        for move in self.notes.moves:
+            seen = "at once" if "connection" in move.why else "later"
+            kind = move.left.rpartition("-")[0] or move.left
+            found.setdefault(f"from {kind}, whose loss was seen {seen}", []).append(move)
+        return dict(sorted(found.items()))
+
+
+def _spread(pauses: list[float]) -> str:
+    cuts = quantiles([*pauses, *pauses], n=100, method="inclusive")
+    return f"p50 {cuts[49]:.2f} s, p99 {cuts[98]:.2f} s"
+
+
+async def run(
+    system: System,
+    seed: int,
+    kinds: Sequence[str] = KINDS,
+    seconds: float | None = None,
+    count: int | None = None,
+    patient: bool = False,
+    only: str = "",
+    undisturbed: int = 1,
+) -> Report:
+    """Runs the requests undisturbed, and then under blows, for a time or a number of blows.
+
+    ``patient``: the next blow waits until every stream has gone on since the last one. ``only``:
+    the requests whose names match this. ``undisturbed``: so many rounds without
+    blows, which must be equal.
+    """
+    report = Report(seed, kinds)
+    wasm = modules()
+    requests = [w for w in workloads(set(wasm)) if re.search(only, w.name)]
+    report.streams = len(requests)
+    async with clients_of(system, wasm) as load:
+        wanted = await one_round(load, requests)
+        report.failures += [
+            f"{w.name}, undisturbed: {o.error}"
+            for w, o in zip(requests, wanted, strict=True)
+            if o.error
+        ]
+        for _ in range(1, undisturbed):
+            _compare(report, requests, wanted, await one_round(load, requests))
+        print(f"undisturbed: {load.notes.ended} streams, {load.notes.tokens} tokens", flush=True)
+        if report.failures or count == 0:
+            return report
+        load.notes = report.notes
+        began = time.monotonic()
+        await _under_blows(report, system, load, requests, wanted, seconds, count, patient)
+        report.seconds = time.monotonic() - began
+        report.failures += [f"sent again: {what}" for what in load.notes.again]
+    return report
+
+
+async def _under_blows(
+    report: Report,
+    system: System,
+    load: Load,
+    requests: Sequence[Workload],
+    wanted: Sequence[Outcome],
+    seconds: float | None,
+    count: int | None,
+    patient: bool,
+) -> None:
+    over = asyncio.Event()
+    ended: set[str] = set()
+
+    def compare(number: int, outcome: Outcome) -> None:
+        ended.add(requests[number].name)
+        _compare(report, [requests[number]], [wanted[number]], [outcome])
+
+    running = asyncio.create_task(again_and_again(load, requests, over, compare))
+    began = time.monotonic()
+    try:
+        for blow in islice(blows(report.seed, report.kinds), count):
+            at = time.monotonic()
+            await asyncio.sleep(BETWEEN_S)
+            if patient:
+                await _all_went_on(load, at)
+            if seconds is not None and time.monotonic() - began > seconds:
+                break
+            slot = system.suffer(blow)
+            report.dealt.append((time.monotonic() - began, blow, slot))
+            _tell(report, load, len(ended))
+        if patient:
+            await asyncio.sleep(BETWEEN_S)
+    finally:
+        over.set()
+    try:
+        await running
+    except TimeoutError:
+        hung = sorted(load.progress)
+        report.failures += [f"{name}: hung for {HUNG_S:.0f} s after the last blow" for name in hung]
+    finally:
+        system.go_on()
+
+
+async def _all_went_on(load: Load, since: float) -> None:
+    """Waits until each stream has got something after a time, or has ended."""
+    streams = [name for name, at in load.progress.items() if at < since]
+    deadline = time.monotonic() + RECOVER_S
+    while time.monotonic() < deadline:
+        if all(load.progress.get(name, since) >= since for name in streams):
+            return
+        await asyncio.sleep(0.05)
+
+
+def _compare(
+    report: Report,
+    requests: Sequence[Workload],
+    wanted: Sequence[Outcome],
+    outcomes: Sequence[Outcome],
+) -> None:
+    for workload, expected, outcome in zip(requests, wanted, outcomes, strict=True):
+        difference = expected.difference(outcome)
+        if difference is not None:
+            report.failures.append(f"{workload.name}: {difference}")
+            print(f"FAILED {report.failures[-1]}", flush=True)
+
+
+def _tell(report: Report, load: Load, kinds_ended: int) -> None:
+    at, blow, slot = report.dealt[-1]
+    what = "killed" if blow.stop_s is None else f"stopped for {blow.stop_s} s"
+    print(
+        f"{at:6.1f} s  {blow.number:4} {blow.kind} {slot or '(gone)'} {what}; "
+        f"{load.notes.ended} ended, {len(load.notes.moves)} moved, {len(report.failures)} failed",
+        file=sys.stderr,
+        flush=True,
+    )

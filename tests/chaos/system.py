@@ -1,0 +1,225 @@
+"""The processes of a system, and what restarts them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenbus.clients import Client, TokenbusError
+
+from ..processes import Process, clean_environment, free_port, until
+from . import python_controllers
+from .schedule import Blow
+
+START_S = 300.0
+"""Only bounds a hang."""
+LOOK_S = 0.02
+SETTINGS: dict[str, object] = {
+    "kv_cache_bytes": 96 * 2**20,
+    "log_level": "info",
+    # A busy machine may give a controller no CPU time for a while; its own limits are not tested.
+    "controller_pre_ms": 1000,
+    "controller_mid_ms": 1000,
+    "controller_post_ms": 1000,
+    "controller_init_ms": 20_000,
+}
+"""What concerns liveness has its default, unless it is given."""
+
+
+class Slot:
+    """A program of supervisord.conf: a process that is started again whenever it ends.
+
+    By supervisord's rules: at once if it has run for ``startsecs``, else after as many seconds as
+    it has ended too early in a row. (supervisord gives up after ``startretries``; this does not.)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        module: str,
+        startsecs: float,
+        log: Path,
+        environment: dict[str, str],
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.kind = name, kind
+        self._module, self._startsecs = module, startsecs
+        self._log, self._environment, self._arguments = log, environment, arguments
+        self._early = 0
+        self._again_at: float | None = None
+        self._continue_at: float | None = None
+        self._started = 0.0
+        self.pids: dict[int, None] = {}
+        """Of all processes that it has had."""
+        self.process = self._start()
+
+    def _start(self) -> Process:
+        self._started = time.monotonic()
+        environment = self._environment
+        process = Process(self._module, self._log, environment, arguments=self._arguments)
+        self.pids[process.pid] = None
+        return process
+
+    def look(self, now: float) -> None:
+        """Continues it if it was stopped for long enough; starts it again if it has ended."""
+        if self._continue_at is not None and now >= self._continue_at:
+            self.go_on()
+        if self.process.alive:
+            return
+        self._continue_at = None
+        if self._again_at is None:
+            early = now - self._started < self._startsecs
+            self._early = self._early + 1 if early else 0
+            self._again_at = now + self._early
+        if now >= self._again_at:
+            self._again_at = None
+            self.process = self._start()
+
+    def suffer(self, blow: Blow, now: float) -> bool:
+        """Kills it, or stops it for a while; whether it was there for that."""
+        if not self.process.alive:
+            return False
+        if blow.stop_s is None:
+            self.process.send(signal.SIGKILL)
+        else:
+            self.process.send(signal.SIGSTOP)
+            self._continue_at = now + blow.stop_s
+        return True
+
+    def go_on(self) -> None:
+        """Continues it."""
+        self._continue_at = None
+        if self.process.alive:
+            self.process.send(signal.SIGCONT)
+
+    @property
+    def log(self) -> str:
+        """What its processes have logged."""
+        return self._log.read_text() if self._log.exists() else ""
+
+
+class System:
+    """A broker, GPU workers, controller workers, a state worker and two gateways, supervised.
+
+    Not by supervisord itself, as a GPU worker takes seconds of CPU to import torch each time; here
+    it is forked from a process that has done so (``tests/forks.py``).
+    """
+
+    def __init__(
+        self,
+        gpu_workers: int = 3,
+        controller_workers: int = 2,
+        gpu_module: str = "tokenbus.workers.gpu",
+        **settings: object,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
+        self.front = f"tcp://127.0.0.1:{free_port()}"
+        given = {**SETTINGS, **settings}
+        self._environment = clean_environment(front=self.front, run_dir=self.folder, **given)
+        shutil.copy(python_controllers.__file__, self.folder)
+        served = tuple(f"python_controllers:{name}" for name in python_controllers.SERVED)
+        self.http = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        """Where the gateways listen: the one that is killed, and the one that is only stopped."""
+        self.slots: list[Slot] = []
+        self._add("broker", "broker", "tokenbus.broker")
+        self._add("state-0", "state", "tokenbus.workers.state")
+        for i in range(controller_workers):
+            self._add(f"controller-{i}", "controller", "tokenbus.workers.controller")
+            self._add(f"python-{i}", "python", "tokenbus.workers.controller", arguments=served)
+        for i in range(gpu_workers):
+            self._add(f"gpu-{i}", "gpu", gpu_module, startsecs=30.0)
+        for kind, http in zip(("gateway", "door"), self.http, strict=True):
+            self._add(kind, kind, "tokenbus.clients.gateway", http=http)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._supervise, daemon=True)
+        self._watch.start()
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        module: str,
+        startsecs: float = 3.0,
+        arguments: tuple[str, ...] = (),
+        **settings: str,
+    ) -> None:
+        own = {f"TOKENBUS_{key.upper()}": value for key, value in settings.items()}
+        log = self.folder / f"{name}.log"
+        environment = self._environment | own
+        self.slots.append(Slot(name, kind, module, startsecs, log, environment, arguments))
+
+    def of(self, kind: str) -> list[Slot]:
+        """The slots of a kind."""
+        return [slot for slot in self.slots if slot.kind == kind]
+
+    def name_of(self, worker: str) -> str:
+        """The slot of a worker that the broker calls so: its name ends with its process id."""
+        pid = int(worker.rpartition("-")[2])
+        return next((slot.name for slot in self.slots if pid in slot.pids), worker)
+
+    def suffer(self, blow: Blow) -> str | None:
+        """Deals a blow; to which slot, or None if its process is not there."""
+        with self._lock:
+            slots = self.of(blow.kind)
+            slot = slots[blow.which % len(slots)]
+            return slot.name if slot.suffer(blow, time.monotonic()) else None
+
+    def go_on(self) -> None:
+        """Continues all that is stopped."""
+        with self._lock:
+            for slot in self.slots:
+                slot.go_on()
+
+    def _supervise(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            with self._lock:
+                for slot in self.slots:
+                    slot.look(time.monotonic())
+
+    def wait_until_complete(self) -> None:
+        """Waits until every worker is registered and has its model."""
+        wanted = len([s for s in self.slots if s.kind in ("state", "controller", "python", "gpu")])
+        with Client(self.front, patience_s=START_S) as client:
+
+            def complete() -> bool:
+                try:
+                    workers = client.status(timeout_s=60.0).workers
+                except TokenbusError:
+                    return False
+                pids = {slot.process.pid for slot in self.slots}
+                there = [w for w in workers if int(w.name.rpartition("-")[2]) in pids]
+                loaded = all(w.models for w in there if w.role == "gpu")
+                return len(there) >= wanted and loaded
+
+            until(complete, START_S, "a complete system")
+
+    def close(self) -> None:
+        """Ends all processes; what they logged stays until ``remove``."""
+        self._ended.set()
+        self._watch.join()
+        for slot in reversed(self.slots):
+            slot.process.kill()
+
+    def remove(self) -> None:
+        """Removes its folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[System]:
+    """A system that is complete, and ended afterwards."""
+    system = System(**settings)  # type: ignore[arg-type]
+    try:
+        system.wait_until_complete()
+        yield system
+    finally:
+        system.close()
+        system.remove()
