@@ -21,8 +21,9 @@ from .pool import waiting
 
 AGAIN_S = 0.5
 """How long an operation waits before it is sent again, in seconds."""
-GIVE_UP_S = 10.0
-"""How long it waits in total, in seconds: a state worker that was killed has restarted by then."""
+GIVE_UP_S = 120.0
+"""How long it waits in total, in seconds: a state worker that was killed has been restarted by
+then, and a broker too; as long as a stream waits for a worker (``move_wait_s``)."""
 ROUND_BYTES = 128 * 1024
 """Most bytes that a sequence may write in one round, as they are sent to the client with the next
 token. 1 MiB doubled the step time of other streams on two cores; this has no measurable effect."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -98,7 +100,8 @@ class System:
 
     def __init__(self) -> None:
         # The workers by hand send no heartbeats.
-        self.bus = Bus(expiry_s=600)
+        # This broker has no earlier run whose variables are to be kept for a while.
+        self.bus = Bus(expiry_s=600, recover_s=0.1)
         self.state = self.start_state_worker()
         self.client = Client(self.bus)
         model = ModelInfo(
@@ -282,6 +285,34 @@ def test_a_second_worker_of_the_folder_ends_with_a_clear_message(system: System)
     second = Process("tokenbus.workers.state", log, system.bus.environment)
     assert second.wait() == 2
     assert f"is in use by another state worker, process {system.state.pid};" in second.log
+
+
+def test_a_second_worker_that_stands_by_takes_over_when_the_first_is_killed(
+    system: System,
+) -> None:
+    request, _ = system.start_request()
+    assert system.one(Variable(request, 0, 1, "set", "x", b"a")).written
+    log = system.bus.folder / "standby.log"
+    with log.open("wb") as output:
+        second = subprocess.Popen(
+            [sys.executable, "-m", "tokenbus.workers.state", "--standby"],
+            cwd=system.bus.folder,
+            env=system.bus.environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        until(lambda: "standing by" in log.read_text(), 120.0, "the second one stands by")
+        system.state.kill()
+        assert system.one(Variable(request, 0, 2, "append", "x", b"b")).written
+        assert system.one(Variable(request, 0, 3, "get", "x")).value == b"ab"
+        assert system.status.pid == second.pid
+        second.terminate()
+        assert second.wait(60.0) == 0
+    finally:
+        second.kill()
+        second.wait()
+        system.start_state_worker()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
