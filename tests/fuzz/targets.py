@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import broker_core, client_session
+from . import broker_core, client_session, wasm_guests, wasm_modules
 from .codecs import CODECS
 from .target import Target
 
@@ -10,4 +10,7 @@ TARGETS: dict[str, Target] = {
     **CODECS,
     "broker": broker_core.TARGET,
     "client": client_session.TARGET,
+    "wasm": wasm_modules.TARGET,
+    "wasm_native": wasm_guests.NATIVE,
+    "wasm_aici": wasm_guests.AICI,
 }

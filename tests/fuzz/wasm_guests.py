@@ -1,0 +1,210 @@
+"""Guests as fuzz targets: they call every host function with any arguments, and return anything.
+
+The guest runs a script that lies in its memory: which function to call, and its arguments. The
+scripts are the inputs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
+from random import Random
+from typing import Any, Literal
+
+import wasmtime
+from tokenbus.protocol.errors import Code, ControllerError
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Controller
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.wasm.abis import EXPORTS, IMPORTS
+from tokenbus.workers.controller.wasm.aici import FUNCTIONS as AICI_FUNCTIONS
+from tokenbus.workers.controller.wasm.aici import AiciController, AiciState
+from tokenbus.workers.controller.wasm.host_functions import make_linker
+from tokenbus.workers.controller.wasm.instance import Guest, Template
+from tokenbus.workers.controller.wasm.native import FUNCTIONS as NATIVE_FUNCTIONS
+from tokenbus.workers.controller.wasm.native import NativeController, NativeState
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.state.variables import VariableStorage
+
+from .draws import Draws
+from .target import Target
+
+Abi = Literal["native", "aici"]
+
+LIMITS = Limits(memory_bytes=4 * 65_536, log_bytes=512, variable_bytes=256, written_bytes=1024)
+EOS = 256
+VOCABULARY = TokenizerVocabulary.from_tokens([*(bytes([i]) for i in range(256)), b""], [EOS], "b")
+SCRIPT = 4096
+"""Where the script lies in the guest's memory."""
+RECORD = 36
+"""Bytes of a call: what to call, and eight arguments."""
+RESULTS = 256
+"""Where the guest's functions find what they return."""
+BLOCK = 512
+"""Where the block of the native ABI lies, and behind it texts in JSON."""
+MOST_CALLS = 24
+JSON = (
+    b"{}",
+    b'{"type":"Continue"}',
+    b'{"type":"Fork","num_children":3}',
+    b'{"type":"Splice","backtrack":1,"ff_tokens":[1,2]}',
+    b'{"SampleWithBias":{}}',
+    b'{"Splice":{"backtrack":99999999999,"ff_tokens":[-1]}}',
+    b'{"ReadVar":{"name":"a"}}',
+    b'{"WriteVar":{"name":"a","value":[1],"op":"Append","when_version_is":null}}',
+)
+
+_PLACES = [BLOCK + 64 + sum(map(len, JSON[:i])) for i in range(len(JSON))]
+_EDGES = (0, 1, 4, 64, 255, 256, SCRIPT, 65_532, 65_536, 2**31, 2**32 - 4, 2**32 - 1)
+ADDRESSES = (*_EDGES, *_PLACES, *map(len, JSON))
+"""What arguments are made of: edges of the memory, and where texts lie and how long they are."""
+
+
+def _module(abi: Abi) -> str:
+    """The text of the guest: its exports run the script as far as the next record of zeros."""
+    functions = list(IMPORTS[abi].items())
+    imports, cases = [], []
+    for i, ((module, name), kind) in enumerate(functions):
+        params = " ".join(kind.params)
+        result = f"(result {kind.results[0]})" if kind.results else ""
+        imports.append(f'(import "{module}" "{name}" (func $f{i} (param {params}) {result}))')
+        given = "".join(
+            f"({t}.load (i32.add (global.get $at) (i32.const {4 + 4 * k})))"
+            for k, t in enumerate(kind.params)
+        )
+        call = f"(call $f{i} {given})"
+        call = f"(drop {call})" if kind.results else call
+        cases.append(f"(if (i32.eq (local.get $op) (i32.const {i + 1})) (then {call}))")
+    run = (
+        "(func $run (local $op i32) (block $done (loop $next"
+        "(br_if $done (i32.gt_u (global.get $at) (i32.const 60000)))"
+        "(local.set $op (i32.load (global.get $at)))"
+        f"{''.join(cases)}"
+        f"(global.set $at (i32.add (global.get $at) (i32.const {RECORD})))"
+        "(br_if $next (local.get $op)))))"
+    )
+    exports = []
+    for k, (name, kind) in enumerate(EXPORTS[abi].items()):
+        param = "(param i32)" if kind.params else ""
+        result = f"(i32.load (i32.const {RESULTS + 4 * k}))" if kind.results else ""
+        shown = "(result i32)" if kind.results else ""
+        exports.append(f'(func (export "{name}") {param} {shown} (call $run) {result})')
+    return (
+        f'(module {" ".join(imports)} (memory (export "memory") 1)'
+        f'(global $at (export "at") (mut i32) (i32.const {SCRIPT})) {run} {" ".join(exports)})'
+    )
+
+
+@cache
+def _template(abi: Abi) -> Template:
+    engine = make_engine(LIMITS)
+    functions = NATIVE_FUNCTIONS if abi == "native" else AICI_FUNCTIONS
+    module = wasmtime.Module(engine, wasmtime.wat2wasm(_module(abi)))
+    return Template(make_linker(engine, functions), module, engine)
+
+
+def _host(seq: int) -> Host:
+    storage = VariableStorage()
+
+    def ask(operation: Variable) -> VariableAnswer:
+        answer = storage.apply(operation)
+        if answer.error is not None:
+            raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
+        return answer
+
+    variables = SequenceVariables(1, seq, ask, lambda: None)
+    return Host(1, seq, b"the argument", VOCABULARY, variables, Log(512), LIMITS, 20)
+
+
+def _script(abi: Abi, draws: Draws) -> bytes:
+    """The memory from ``SCRIPT`` on: calls, and JSON that pointers may find."""
+    records = bytearray()
+    functions = list(IMPORTS[abi].values())
+    for _ in range(MOST_CALLS):
+        if not draws.left:
+            break
+        op = draws.number() % (len(functions) + 1)
+        args = [
+            draws.number(4) if draws.number() & 1 else draws.pick(ADDRESSES)
+            for _ in (functions[op - 1].params if op else ())
+        ]
+        records += struct.pack("<I", op) + b"".join(struct.pack("<I", arg) for arg in args)
+        records += bytes(-len(records) % RECORD)
+    return bytes(records)
+
+
+def _play(controller: Controller, draws: Draws) -> None:
+    """The phases of a controller, and those of a fork of it."""
+    mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
+    acts: list[Callable[[Controller], Any]] = [
+        lambda c: c.init_prompt([1, 2, 3]),
+        lambda c: c.pre_process(),
+        lambda c: c.mid_process([0], mask),
+        lambda c: c.post_process([65], 0),
+        lambda c: c.mid_process([0, 1, 2], mask),
+        lambda c: c.post_process([65, 66], 1),
+    ]
+    for act in acts:
+        act(controller)
+    child = controller.fork(_host(1))
+    try:
+        for act in acts[1:]:
+            act(child)
+    finally:
+        child.close()
+
+
+def _run(abi: Abi, data: bytes) -> None:
+    draws = Draws(data)
+    host = _host(0)
+    returned = b"".join(
+        draws.number(4).to_bytes(4, "little") if draws.number() & 1 else b"\1\0\0\0"
+        for _ in range(8)
+    )
+    block = struct.pack("<16I", *(draws.pick(ADDRESSES) for _ in range(16)))
+    state: Any = NativeState(host) if abi == "native" else AiciState(host)
+    guest = state.guest = Guest(_template(abi), state, LIMITS)
+    try:
+        guest.write(RESULTS, returned)
+        guest.write(BLOCK, block)
+        at = BLOCK + len(block)
+        for json in JSON:
+            guest.write(at, json)
+            at += len(json)
+        guest.write(SCRIPT, _script(abi, draws))
+        if abi == "native":
+            controller: Controller = NativeController(guest, host, BLOCK, None)
+        else:
+            controller = AiciController(guest, state, 0, None)
+        _play(controller, draws)
+    except ControllerError:
+        pass
+    finally:
+        guest.close()
+
+
+def run_native(data: bytes) -> None:
+    """A guest of the native ABI fails with a ControllerError, and in no other way."""
+    _run("native", data)
+
+
+def run_aici(data: bytes) -> None:
+    """The same, of a guest of AICI's ABI."""
+    _run("aici", data)
+
+
+def corpus() -> Iterator[bytes]:
+    """Scripts that are drawn."""
+    draw = Random(5)
+    for size in (30, 100, 300, 600):
+        for _ in range(8):
+            yield draw.randbytes(size)
+
+
+NATIVE = Target(run_native, corpus)
+AICI = Target(run_aici, corpus)
