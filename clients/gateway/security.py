@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -72,7 +71,8 @@ def keys_of(scope: Scope, headers: Headers) -> list[str]:
 def _password(value: str) -> str:
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
+        # Not base64, not ASCII to begin with, or not UTF-8 in the end.
         return ""
 
 

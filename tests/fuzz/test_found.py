@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from starlette.datastructures import Headers
+from tokenbus.clients.gateway.security import keys_of
 from tokenbus.clients.session import ClientSession
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import RequestError
@@ -33,3 +35,9 @@ def test_a_broker_cannot_make_a_client_wait_for_ever_before_it_tries_again(pause
     body = {"code": "queue_full", "message": "full", "retry_after_s": pause}
     with pytest.raises(RequestError, match="retry_after_s"):
         decode_as(Error, msgspec.msgpack.encode(body), "msgpack")
+
+
+@pytest.mark.parametrize("password", [b"\xff", b"dXNlcjr/", b"abc"])
+def test_a_key_that_is_not_base64_is_no_internal_error(password: bytes) -> None:
+    headers = Headers(raw=[(b"authorization", b"Basic " + password)])
+    assert not any(keys_of({"type": "http"}, headers))
