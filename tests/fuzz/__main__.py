@@ -64,7 +64,7 @@ class Tries:
 
 def main() -> None:
     """Fuzzes one target, with the arguments of the command line."""
-    with atheris.instrument_imports(include=["tokenbus"], enable_loader_override=False):
+    with atheris.instrument_imports(include=["tokenbus", "uvicorn"], enable_loader_override=False):
         from .targets import TARGETS
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=sorted(TARGETS))

@@ -11,7 +11,7 @@ from ..counts import examples
 from .mutations import inputs
 from .targets import TARGETS
 
-SEQUENCES = {"broker", "client", "wasm_native", "wasm_aici"}
+SEQUENCES = {"broker", "client", "http", "wasm_native", "wasm_aici"}
 """Targets whose inputs are many events each."""
 
 

@@ -1,0 +1,283 @@
+"""The gateway's parsers as fuzz targets: HTTP, headers, bodies of all doors, WebSockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from tokenbus.clients.gateway.aici.completions import AiciCompletion
+from tokenbus.clients.gateway.aici.modules import SetTags
+from tokenbus.clients.gateway.aici.runs import RunRequest
+from tokenbus.clients.gateway.anthropic.bodies import Conversation
+from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.http_protocol import http_protocol
+from tokenbus.clients.gateway.open_streams import OpenStreams
+from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
+from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
+from tokenbus.clients.gateway.openai.constraints import format_constraint
+from tokenbus.clients.gateway.openai.messages import for_template
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_input import read_items, to_messages
+from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from tokenbus.clients.gateway.openai.tools import calling
+from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
+from tokenbus.clients.gateway.security import OriginCheck, keys_of
+from tokenbus.protocol.errors import TokenbusError
+from tokenbus.protocol.lines import error_line, line_frames
+from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES
+from uvicorn.server import ServerState
+
+from .draws import Draws, as_input
+from .samples import sample, samples
+from .target import Target
+
+BODIES: list[type[Body]] = [
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    Conversation,
+    AiciCompletion,
+    RunRequest,
+    SetTags,
+]
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+def run_bodies(data: bytes) -> None:
+    """The body of a request at a door, and what becomes of it before anything is sent."""
+    draws = Draws(data)
+    kind = draws.pick(BODIES)
+    try:
+        _use(decode_body(draws.rest(), kind))
+    except ApiError as error:
+        refused = error.response("/v1/messages").status_code
+    else:
+        refused = 400
+    assert 400 <= refused < 500
+
+
+def _use(body: Body) -> None:
+    body.ignored()
+    match body:
+        case ChatRequest():
+            for_template(body.messages)
+            format_constraint(body.response_format, "response_format")
+            functions = [tool.function for tool in body.tools or []]
+            calling(functions, "auto", True, None, "")
+        case ResponsesRequest():
+            for_template(to_messages(read_items(body.input).input, body.instructions))
+
+
+def _bodies() -> Iterator[bytes]:
+    draw = Random(6)
+    for number, kind in enumerate(BODIES):
+        for _ in range(4):
+            yield bytes([number]) + msgspec.json.encode(sample(kind, draw))
+    function = {"name": "f", "parameters": {"type": "object"}}
+    chat = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+    }
+    yield b"\0" + json.dumps(chat).encode()
+    items = {"model": "m", "input": [{"role": "user", "content": "x"}], "instructions": "y"}
+    yield b"\2" + json.dumps(items).encode()
+
+
+# --- headers --------------------------------------------------------------------------------------
+
+
+def run_headers(data: bytes) -> None:
+    """The headers that say who sends a request, and from which page."""
+    names = [b"authorization", b"x-api-key", b"host", b"origin", b"sec-websocket-protocol"]
+    raw = list(zip(names, Draws(data).frames(len(names)), strict=False))
+    scope: Scope = {"type": "http", "headers": raw, "subprotocols": ["key.x"]}
+    for key in keys_of(scope, Headers(scope=scope)):
+        assert isinstance(key, str)
+    for any_host in (False, True):
+        OriginCheck(_answer, ["http://a.example"], any_host)._fault(Headers(scope=scope))
+
+
+def _headers() -> Iterator[bytes]:
+    yield as_input([b"Basic dXNlcjprZXk=", b"key", b"localhost:8080", b"http://localhost:8080"])
+    yield as_input([b"Bearer key", b"", b"[::1]:80", b"null", b"key.x, lmtp"])
+    yield as_input([b"Basic", b"", b"a.example", b"https://a.example"])
+
+
+# --- lines of a WebSocket -------------------------------------------------------------------------
+
+
+def run_websocket(data: bytes) -> None:
+    """The text messages of a WebSocket, and the broker's answers to them."""
+    plain, streams = PlainLmtp(), OpenStreams()
+    draws = Draws(data)
+    while draws.left:
+        text = draws.frame().decode("utf-8", "replace")
+        try:
+            frames = line_frames(text)
+        except TokenbusError as error:
+            error_line(error, text)
+            continue
+        plain.sent(frames)
+        streams.sent(frames)
+        if frames[0] in SERVER_MESSAGES:
+            continue
+        answer = [b"ERROR", b'{"code":"internal","message":"m","stream_id":1}']
+        assert plain.line(answer) is not None
+        streams.received(answer)
+
+
+def _lines() -> Iterator[bytes]:
+    for frames in samples(CLIENT_MESSAGES, "json", 2):
+        line = b" ".join(frames)
+        yield as_input([line, b"GENERATE {}", line])
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+
+
+class Connection(asyncio.Transport):
+    """A client that reads everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += len(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+_ANSWER = TokenbusError("internal", "an answer")
+
+
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that reads what comes as the gateway's doors do."""
+    if scope["type"] == "websocket":
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        try:
+            while True:
+                await websocket.send_text(error_line(_ANSWER, await websocket.receive_text()))
+        except (WebSocketDisconnect, KeyError):
+            return
+    request = Request(scope, receive)
+    try:
+        body: Body = await read_body(request, TokenizeRequest)
+        response = ApiError(200, str(body)).response(request.url.path)
+    except ApiError as error:
+        response = error.response(request.url.path)
+    await response(scope, receive, send)
+
+
+@cache
+def _server() -> tuple[asyncio.AbstractEventLoop, uvicorn.Config]:
+    loop = asyncio.new_event_loop()
+    config = uvicorn.Config(
+        _answer,
+        http=http_protocol(100),
+        ws="websockets-sansio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws_per_message_deflate=False,
+        ws_max_size=10_000,
+    )
+    config.load()
+    return loop, config
+
+
+def run_http(data: bytes) -> None:
+    """The bytes of a connection, in parts: each is taken, or the connection is closed."""
+    loop, config = _server()
+    loop.run_until_complete(_converse(config, data))
+
+
+async def _converse(config: uvicorn.Config, data: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    failed: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: failed.append(context))
+    transport = Connection()
+    kind: Any = config.http_protocol_class
+    protocol = kind(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    set_protocol = {"protocol": protocol}
+    transport.set_protocol = lambda new: set_protocol.update(protocol=new)  # type: ignore[method-assign]
+    protocol.connection_made(transport)
+    for part in Draws(data).frames(12):
+        if transport.closed:
+            break
+        set_protocol["protocol"].data_received(part)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    set_protocol["protocol"].connection_lost(None)
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert not failed, failed[0]
+
+
+def _conversations() -> Iterator[bytes]:
+    body = b'{"model":"m","prompt":"x"}'
+    post = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    sized = post + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    chunked = post + b"transfer-encoding: chunked\r\n\r\n5\r\n" + body[:5] + b"\r\n0\r\n\r\n"
+    upgrade = (
+        b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n"
+    )
+    text = b"\x81\x85\0\0\0\0hello"
+    yield as_input([sized])
+    yield as_input([sized[:40], sized[40:], sized])
+    yield as_input([chunked, sized])
+    yield as_input([b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /x HTTP/1.0\r\n\r\n"])
+    yield as_input([upgrade, text, b"\x88\x80\0\0\0\0"])
+    yield as_input([upgrade + text, b"\x82\x81\0\0\0\0x", b"\x89\x80\0\0\0\0"])
+    yield as_input([post + b"expect: 100-continue\r\ncontent-length: 5\r\n\r\n", b"12345"])
+
+
+_WORDS = (
+    b"transfer-encoding: chunked\r\n",
+    b"content-length: ",
+    b"upgrade: websocket\r\n",
+    b"HTTP/1.1\r\n",
+    b"\r\n\r\n",
+)
+
+GATEWAY = {
+    "bodies": Target(run_bodies, _bodies),
+    "headers": Target(run_headers, _headers, (b"Basic ", b"Bearer ", b"http://", b"[", b"]")),
+    "websocket": Target(run_websocket, _lines, tuple(CLIENT_MESSAGES)),
+    "http": Target(run_http, _conversations, _WORDS),
+}
