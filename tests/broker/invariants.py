@@ -22,8 +22,12 @@ def check_empty(broker: Broker) -> None:
     for worker in dispatcher.workers.values():
         assert not worker.requests
         assert not worker.steers
+    assert not dispatcher.moves.waiting
     for session in broker.session_table:
         assert not session.streams
+        assert session.journal.oldest is None
+        assert session.journal.size == 0
+        assert not session.journal.tail
 
 
 def _check_sessions(broker: Broker) -> None:
@@ -47,6 +51,9 @@ def _check_sessions(broker: Broker) -> None:
 def _check_requests(broker: Broker) -> None:
     dispatcher = broker.dispatcher
     queued = {id(r): r for queue in dispatcher.queues.values() for r in queue}
+    moving = {id(r): r for r in dispatcher.moves.waiting.values()}
+    assert not queued.keys() & moving.keys(), "a request is queued, and waits to move"
+    queued |= moving
     assert len(queued) == dispatcher.queued, "a request waits twice"
     assert all(dispatcher.queues.values()), "an empty queue is kept"
     for request in queued.values():

@@ -88,7 +88,6 @@ def _bodies() -> Iterator[bytes]:
     for number, kind in enumerate(BODIES):
         for _ in range(4):
             yield bytes([number]) + msgspec.json.encode(sample(kind, draw))
-    function = {"name": "f", "parameters": {"type": "object"}}
     chat = {
         "model": "m",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
