@@ -161,6 +161,9 @@ class Connection(asyncio.Transport):
         self.written = 0
         self.closed = False
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol: Any = protocol
+
     def write(self, data: Any) -> None:
         self.written += len(data)
 
@@ -232,16 +235,15 @@ async def _converse(config: uvicorn.Config, data: bytes) -> None:
     transport = Connection()
     kind: Any = config.http_protocol_class
     protocol = kind(config=config, server_state=ServerState(), app_state={}, _loop=loop)
-    set_protocol = {"protocol": protocol}
-    transport.set_protocol = lambda new: set_protocol.update(protocol=new)  # type: ignore[method-assign]
+    transport.set_protocol(protocol)
     protocol.connection_made(transport)
     for part in Draws(data).frames(12):
         if transport.closed:
             break
-        set_protocol["protocol"].data_received(part)
+        transport.protocol.data_received(part)
         for _ in range(4):
             await asyncio.sleep(0)
-    set_protocol["protocol"].connection_lost(None)
+    transport.protocol.connection_lost(None)
     for _ in range(6):
         await asyncio.sleep(0)
     assert not failed, failed[0]

@@ -104,7 +104,7 @@ def _module(abi: Abi) -> str:
 def _template(abi: Abi) -> Template:
     engine = make_engine(LIMITS)
     functions = NATIVE_FUNCTIONS if abi == "native" else AICI_FUNCTIONS
-    module = wasmtime.Module(engine, wasmtime.wat2wasm(_module(abi)))
+    module = wasmtime.Module(engine, bytes(wasmtime.wat2wasm(_module(abi))))
     return Template(make_linker(engine, functions), module, engine)
 
 

@@ -1,0 +1,136 @@
+"""Connections of a simulated bus: queues that lose what is in them, and a broker that may die.
+
+As with ZeroMQ, the messages of a connection arrive in their order or not at all. A connection that
+breaks is opened again by the socket itself, under another routing id, without notice to its owner;
+the broker notices only when it sends to the old one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from tokenbus.broker.core import Broker
+from tokenbus.broker.outgoing import Outgoing, Side
+from tokenbus.broker.settings import BrokerSettings
+
+from ..broker.invariants import check
+
+Frames = list[bytes]
+
+
+class Pipe:
+    """One socket of a client or worker, and its connection to the broker."""
+
+    def __init__(self, network: Network, side: Side) -> None:
+        self._network = network
+        self.side = side
+        self.up: deque[Frames] = deque()
+        self.down: deque[Frames] = deque()
+        self.peer = b""
+        self.open = True
+        self.cut = False
+        """Nothing passes for the moment, in either direction."""
+        network.connect(self)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends a message to the broker."""
+        if self.open:
+            self.up.append(list(frames))
+
+    def close(self, lost: int) -> None:
+        """The process is gone, or has closed its socket: the last ``lost`` messages on their way to
+        the broker are lost too."""
+        self._lose(lost)
+        self.open = False
+        self._network.disconnect(self)
+
+    def break_off(self, lost: int) -> None:
+        """The connection is lost; the socket opens another one."""
+        self._lose(lost)
+        self._network.disconnect(self)
+        self._network.connect(self)
+
+    def _lose(self, lost: int) -> None:
+        self.down.clear()
+        for _ in range(min(lost, len(self.up))):
+            self.up.pop()
+        self._network.arrive(self, len(self.up))
+
+
+class Network:
+    """The broker, the connections to it, and the time."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self.settings = settings
+        self.now = 1000.0
+        self._ids = itertools.count(1)
+        self._boots = itertools.count(1)
+        self.pipes: list[Pipe] = []
+        self._connected: dict[bytes, Pipe] = {}
+        self.broker: Broker | None = None
+        self.restarts = 0
+        self.start_broker()
+
+    # --- the broker -----------------------------------------------------------------------------
+
+    def start_broker(self) -> None:
+        """A broker starts, and sockets find it."""
+        self.broker = Broker(self.settings, boot=next(self._boots), now=self.now)
+        for pipe in self.pipes:
+            self.connect(pipe)
+
+    def kill_broker(self) -> None:
+        """The broker dies, with all that it has received; what it has sent may still arrive."""
+        self.broker = None
+        self.restarts += 1
+        self._connected.clear()
+
+    def tick(self, seconds: float) -> None:
+        """Time passes at the broker."""
+        self.now += seconds
+        if self.broker is not None:
+            self._route(self.broker.tick(self.now))
+
+    # --- connections ----------------------------------------------------------------------------
+
+    def connect(self, pipe: Pipe) -> None:
+        """A socket gets a connection, under a routing id of its own."""
+        if pipe not in self.pipes:
+            self.pipes.append(pipe)
+        if self.broker is not None:
+            pipe.peer = b"\0" + next(self._ids).to_bytes(4, "big")
+            self._connected[pipe.peer] = pipe
+
+    def disconnect(self, pipe: Pipe) -> None:
+        """A connection is lost, which the broker is not told of."""
+        self._connected.pop(pipe.peer, None)
+        if not pipe.open:
+            self.pipes.remove(pipe)
+
+    def arrive(self, pipe: Pipe, most: int) -> int:
+        """Up to so many messages of a connection arrive at the broker; how many did."""
+        count = 0
+        while count < most and pipe.up and self.broker is not None:
+            if self._connected.get(pipe.peer) is not pipe:
+                break
+            frames = pipe.up.popleft()
+            if pipe.side is Side.FRONT:
+                self._route(self.broker.on_clients([(pipe.peer, frames)], self.now))
+            else:
+                self._route(self.broker.on_worker(pipe.peer, frames, self.now))
+            count += 1
+        return count
+
+    def _route(self, messages: Sequence[Outgoing]) -> None:
+        broker = self.broker
+        assert broker is not None
+        for message in messages:
+            pipe = self._connected.get(message.peer)
+            if pipe is not None:
+                assert pipe.side is message.side
+                pipe.down.append(list(message.frames))
+            else:
+                self._route(broker.on_gone(message.side, message.peer, self.now))
+        check(broker)

@@ -1,0 +1,29 @@
+"""What a stream of the simulated model is: its tokens follow from its request alone."""
+
+from __future__ import annotations
+
+import zlib
+
+from tokenbus.protocol.messages import Generate, Token
+
+VOCABULARY = 1000
+
+
+def token_at(seed: int, seq: int, pos: int) -> int:
+    """The token of a sequence at a position."""
+    return zlib.crc32(b"%d:%d:%d" % (seed, seq, pos)) % VOCABULARY
+
+
+def entry_at(request: Generate, seq: int, pos: int) -> Token:
+    """The entry of a sequence at a position; ``live`` of a last one is the worker's to set."""
+    token = token_at(request.seed or 0, seq, pos)
+    return Token(
+        token=token,
+        stream_id=request.stream_id,
+        logprob=-float(token),
+        finish_reason="length" if pos == request.max_tokens - 1 else None,
+        top_logprobs={token: -float(token)},
+        pos=pos,
+        seq=seq,
+        logs=f"{pos};" if request.controller else "",
+    )

@@ -1,0 +1,121 @@
+"""A whole simulated system: the real broker, sessions and leases, and simulated time."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from tokenbus.broker.outgoing import Side
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.workers import bus
+
+from ..broker.invariants import check_empty
+from .clients import Client, Reader
+from .network import Network
+from .workers import Carrier, GpuWorker, Worker
+
+TICK_S = 0.25
+MOST_TICKS = 4000
+"""How long everything may take to end once nothing fails any more, in ticks."""
+
+
+class World:
+    """The processes of a system, and what may happen to them."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.network = network = Network(BrokerSettings(**settings))
+        self._patches = ExitStack()
+        clock = SimpleNamespace(monotonic=lambda: network.now)
+        self._patches.enter_context(patch.object(bus, "time", clock))
+        self._patches.enter_context(
+            patch.object(bus, "carrier", lambda _at, peer, *_, **__: Carrier(network, peer))
+        )
+        self.workers: list[Worker] = []
+        self.clients: list[Client] = []
+        self._names = itertools.count(1)
+
+    def close(self) -> None:
+        """Undoes what was patched."""
+        self._patches.close()
+
+    def start_gpu(self) -> GpuWorker:
+        """A GPU worker starts."""
+        worker = GpuWorker(self.network, f"gpu-{next(self._names)}")
+        self.workers.append(worker)
+        return worker
+
+    def start_client(self) -> Client:
+        """A client starts."""
+        client = Client(self.network)
+        self.clients.append(client)
+        return client
+
+    def tick(self, workers: bool = True) -> None:
+        """A quarter of a second passes, and all messages arrive that are not held up; without
+        ``workers``, those of workers are."""
+        self.network.tick(TICK_S)
+        for client in self.clients:
+            if not client.stopped:
+                client.on_time()
+        for worker in self.running():
+            worker.carrier.turn(0)
+        self.deliver(workers)
+
+    def deliver(self, workers: bool = True) -> None:
+        """All messages arrive, and each worker takes a few steps."""
+        for _ in range(3):
+            for pipe in list(self.network.pipes):
+                if not pipe.cut and (workers or pipe.side is Side.FRONT):
+                    self.network.arrive(pipe, 1000)
+            for client in self.clients:
+                if not client.stopped and not client.pipe.cut:
+                    client.receive(1000)
+            for worker in self.running() if workers else ():
+                if not worker.pipe.cut:
+                    worker.carrier.turn(1000)
+                worker.step()
+        self.forget_gone()
+
+    def running(self) -> list[Worker]:
+        """The workers that are neither stopped nor gone."""
+        return [w for w in self.workers if not w.stopped and not w.gone]
+
+    def forget_gone(self) -> None:
+        """Drops workers that have left."""
+        self.workers = [w for w in self.workers if not w.gone]
+
+    def readers(self) -> list[Reader]:
+        """The streams of all clients."""
+        return [reader for client in self.clients for reader in client.readers]
+
+    def end(self) -> None:
+        """Nothing fails any more: every stream ends, and nothing is left of any."""
+        if self.network.broker is None:
+            self.network.start_broker()
+        for worker in self.workers:
+            worker.stopped = worker.pipe.cut = False
+        for client in self.clients:
+            client.stopped = client.pipe.cut = False
+        if not any(isinstance(w, GpuWorker) and not w.draining for w in self.workers):
+            self.start_gpu()
+        for _ in range(MOST_TICKS):
+            self.tick()
+            if self._over():
+                break
+        for reader in self.readers():
+            assert reader.over or reader.cancelled, "a stream has not ended"
+        broker = self.network.broker
+        assert broker is not None
+        check_empty(broker)
+        for worker in self.workers:
+            assert worker.idle, f"{worker.name} has streams that nobody waits for"
+
+    def _over(self) -> bool:
+        broker = self.network.broker
+        assert broker is not None
+        ended = all(reader.over or reader.cancelled for reader in self.readers())
+        idle = all(worker.idle for worker in self.workers)
+        return ended and idle and not broker.dispatcher.requests
