@@ -20,10 +20,11 @@ from .adoption import Adoption, registered
 from .attaches import Attaches
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters
-from .tables import SessionTable, Worker, WorkerState
+from .tables import SessionTable, Worker
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Back:
         out: Outgoings,
         ids: Iterator[int],
         counters: Counters,
+        drains: Drains,
     ) -> None:
         self._settings = settings
         self._attaches = attaches
@@ -58,6 +60,7 @@ class Back:
         self._out = out
         self._ids = ids
         self._counters = counters
+        self._drains = drains
         self._by_peer: dict[bytes, Worker] = {}
         self._asked: dict[bytes, float] = {}
         """When a connection without a worker was asked to register: once for all that it sends
@@ -233,9 +236,7 @@ class Back:
                 self._dispatcher.refill(worker)
         elif message_type == b"DRAIN":
             decode_as(Drain, frames[2], "msgpack")
-            worker.state = WorkerState.DRAINING
-            self._dispatcher.controllers.on_drain(worker)
-            log.info("worker %s is draining", worker.name)
+            self._drains.begin(worker)
         elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
             self._lose(worker, gone.reason or "it unregistered", died=False)
@@ -290,6 +291,7 @@ class Back:
         answer = registered(worker, self._settings, unknown, wanted)
         self._out.to_worker(worker, b"REGISTERED", answer)
         self._dispatcher.add(worker)
+        self._drains.hand_over()
 
     def _update(self, worker: Worker, message: Register) -> None:
         """A worker's models have changed: loaded or unloaded."""
@@ -298,6 +300,7 @@ class Back:
         worker.default = message.default
         worker.capacity = message.capacity
         self._dispatcher.rebalance()
+        self._drains.hand_over()
 
     def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
         """Passes a message from one worker to another; its address becomes the sender's."""
@@ -355,3 +358,4 @@ class Back:
             self._counters.workers_lost += 1
         log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
         self._dispatcher.remove(worker, why, died)
+        self._drains.on_lost(worker)

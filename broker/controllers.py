@@ -160,6 +160,17 @@ class Controllers:
         if request.worker is not None:
             self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
 
+    def can_start_elsewhere(self, request: Request, worker: Worker) -> bool:
+        """Whether another controller worker can start the controller of a request again."""
+        return any(
+            other is not worker
+            and other.role == "controller"
+            and other.state is WorkerState.READY
+            and request.served_as in other.patterns
+            and other.fill < 1
+            for other in self._workers.values()
+        )
+
     def end(self, request: Request) -> None:
         """A request has ended: its place is free, and its controller and variables go."""
         worker = request.steered_by

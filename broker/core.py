@@ -15,6 +15,7 @@ from .attaches import Attaches
 from .back import Back
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .drains import Drains
 from .front import Front
 from .outgoing import Outgoing, Outgoings, Side
 from .sessions import Sessions
@@ -52,6 +53,7 @@ class Broker:
         self._adoption = adoption = Adoption(settings, table, dispatcher, attaches, self._out, now)
         self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
         self._sessions = Sessions(settings, table, dispatcher, buffers, adoption, self._out)
+        drains = Drains(dispatcher, self._out)
         self._front = Front(
             settings,
             table,
@@ -63,10 +65,20 @@ class Broker:
             adoption,
             self._out,
             counters,
+            drains,
             now,
         )
         self._back = Back(
-            settings, table, dispatcher, buffers, attaches, adoption, self._out, ids, counters
+            settings,
+            table,
+            dispatcher,
+            buffers,
+            attaches,
+            adoption,
+            self._out,
+            ids,
+            counters,
+            drains,
         )
         self._settings = settings
         self._places_at = self._ticked_at = now

@@ -13,7 +13,7 @@ from ..protocol.shares import fits_share
 from .controllers import Controllers
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
-from .moves import Moves
+from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .spans import record_span
@@ -337,11 +337,27 @@ class Dispatcher:
         serving = self._serving(request.role, request.model)
         return [w for w in serving if self.moves.fits(request, w)]
 
+    def can_continue_elsewhere(self, request: Request, worker: Worker) -> bool:
+        """Whether a worker that is there already can take a request over from its own."""
+        name = request.model or worker.default
+        loaded = worker.models.get(name)
+        for other in self._may_continue_at(request):
+            there = other.models.get(name)
+            if other is worker or other.state is not WorkerState.READY or self.is_hung(other):
+                continue
+            if loaded is None or (there is not None and same_model(loaded, there)):
+                return True
+        return False
+
     def _continue_moved(self) -> None:
         """Sends requests that have lost their worker to others, as far as these have room."""
         waiting = sorted(self.moves.waiting.values(), key=lambda r: (-r.priority, r.arrived))
         for request in waiting:
-            free = [w for w in self._may_continue_at(request) if self._accepts(w)]
+            serving = self._may_continue_at(request)
+            free = [w for w in serving if self._accepts(w)]
+            if not any(w.state is WorkerState.READY for w in serving):
+                # All that are left drain, as where the whole system stops: one of them takes it.
+                free = [w for w in serving if self._has_room(w) and not w.handed_over]
             if free:
                 self._start(request, self._least_loaded(free, request.model))
 
@@ -392,8 +408,10 @@ class Dispatcher:
             )
 
     def _accepts(self, worker: Worker) -> bool:
-        room = len(worker.requests) < worker.capacity
-        return worker.state is WorkerState.READY and room and not self.is_hung(worker)
+        return worker.state is WorkerState.READY and self._has_room(worker)
+
+    def _has_room(self, worker: Worker) -> bool:
+        return len(worker.requests) < worker.capacity and not self.is_hung(worker)
 
     def is_hung(self, worker: Worker) -> bool:
         """Whether a worker's step in progress has run for so long that it counts as hung."""

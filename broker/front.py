@@ -19,6 +19,7 @@ from ..protocol.messages import (
     Attach,
     Buffer,
     Cancel,
+    DrainWorker,
     ModelInfoRequest,
     Msg,
     StatusRequest,
@@ -29,6 +30,7 @@ from .adoption import Adoption
 from .attaches import Attaches
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .drains import Drains
 from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
@@ -53,6 +55,7 @@ class Front:
         adoption: Adoption,
         out: Outgoings,
         counters: Counters,
+        drains: Drains,
         started: float,
     ) -> None:
         self._attaches = attaches
@@ -65,6 +68,7 @@ class Front:
         self._dispatcher = dispatcher
         self._out = out
         self._counters = counters
+        self._drains = drains
         self._started = started
 
     # --- events ---------------------------------------------------------------------------------
@@ -153,6 +157,14 @@ class Front:
                 self._adoption.on_attach(session, message, now)
             case Buffer():
                 self._buffers.on_message(session, message, frames[2:])
+            case DrainWorker():
+                if session.key:
+                    raise RequestError(
+                        Code.NOT_ALLOWED,
+                        "a client with a key of its own may not drain workers; send SIGTERM to the "
+                        "worker, which drains it too",
+                    )
+                self._drains.ask(session, message)
             case ModelInfoRequest():
                 self._model_info(session, message, frames, now)
             case StatusRequest():

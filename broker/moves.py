@@ -214,7 +214,7 @@ class Moves:
             return True
         name = request.model or worker.default
         loaded = worker.models.get(name)
-        return name == began_with.name and (loaded is None or _same(loaded, began_with))
+        return name == began_with.name and (loaded is None or same_model(loaded, began_with))
 
     @staticmethod
     def unserved(request: Request) -> TokenbusError:
@@ -234,7 +234,7 @@ class Moves:
         return loss is not None and now - loss.since > self._settings.move_wait_s
 
 
-def _same(model: ModelInfo, other: ModelInfo) -> bool:
+def same_model(model: ModelInfo, other: ModelInfo) -> bool:
     """Whether two workers' models give the same tokens, as far as what they report shows."""
     ours, theirs = (
         (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype) for m in (model, other)

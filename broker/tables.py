@@ -146,6 +146,8 @@ class Worker:
     default: str
     last_seen: float
     state: WorkerState = WorkerState.READY
+    handed_over: bool = False
+    """Whether it was sent HANDOVER: what it has goes to others."""
     step_age_s: float | None = None
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)

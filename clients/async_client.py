@@ -16,6 +16,7 @@ from .connection import Connection
 from .lanes import Delivery, hand_out
 from .request_options import (
     ASK_S,
+    DRAIN_S,
     UPLOAD_S,
     GenerateOptions,
     OnSystem,
@@ -23,6 +24,8 @@ from .request_options import (
     ScoreOptions,
     buffer_call,
     delete_call,
+    drain_call,
+    drained_requests,
     generate_call,
     model_info_call,
     score_call,
@@ -110,6 +113,11 @@ class AsyncClient:
         answer = await self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
+
+    async def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
+        """Has the worker of this name leave, which hands its streams over to others, or finishes
+        them where there are none; returns how many requests it had, when it has left."""
+        return drained_requests(await self._ask(drain_call(name, timeout_s)))
 
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
         """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""

@@ -12,6 +12,7 @@ from ..protocol.errors import TokenbusError
 from ..protocol.messages import (
     Buffer,
     Delete,
+    DrainWorker,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -39,6 +40,7 @@ Request = (
     | Tag
     | Tags
     | Delete
+    | DrainWorker
 )
 
 

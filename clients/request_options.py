@@ -14,6 +14,7 @@ from ..protocol.errors import Code, RequestError
 from ..protocol.messages import (
     Buffer,
     Delete,
+    DrainWorker,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -36,6 +37,8 @@ OnSystem = Callable[[System], None]
 
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
+DRAIN_S = 600.0
+"""How long a client waits for a worker that is drained, which may have to finish its streams."""
 ASK_S = 30.0
 """How long ``model_info``, ``tokenizer`` and ``status`` wait for their answer, in seconds."""
 UPLOAD_S = 120.0
@@ -158,6 +161,16 @@ def status_call(timeout_s: float, streams: bool = False, metrics: bool = False) 
     """The call of a STATUS."""
     message = StatusRequest(stream_id=0, streams=streams, metrics=metrics)
     return Call(b"STATUS", message, timeout_s=timeout_s)
+
+
+def drain_call(worker: str, timeout_s: float) -> Call:
+    """The call of a DRAIN."""
+    return Call(b"DRAIN", DrainWorker(stream_id=0, worker=worker), timeout_s=timeout_s)
+
+
+def drained_requests(answer: Msg) -> int:
+    """How many requests a worker had that was drained."""
+    return int(answer.result["requests"])
 
 
 def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:

@@ -238,6 +238,19 @@ class Delete(Struct, kw_only=True, omit_defaults=True):
     """A tag, or the id of a module, or at least 8 characters of the beginning of its id."""
 
 
+class DrainWorker(Struct, kw_only=True, omit_defaults=True):
+    """``DRAIN``: a worker is to leave: it takes no more requests, and hands over those that it has
+    where other workers can take them.
+
+    Answered when it has left, by ``MSG`` with ``{"worker": name, "requests": number}`` as its
+    result: how many it had. Refused to clients with a CURVE key.
+    """
+
+    stream_id: StreamId
+    worker: Name
+    """Its name, as in ``STATUS``."""
+
+
 class Ping(Struct, kw_only=True, omit_defaults=True):
     """``PING``: answered by ``PONG`` with the same number; renews the lease of the session."""
 
@@ -519,6 +532,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"TAG": Tag,
     b"TAGS": Tags,
     b"DELETE": Delete,
+    b"DRAIN": DrainWorker,
     b"PING": Ping,
     b"BYE": Bye,
 }

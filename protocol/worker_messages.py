@@ -132,6 +132,13 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
+class Handover(Struct, kw_only=True, omit_defaults=True):
+    """``HANDOVER``: others can take all that this worker has, which drains. From the broker.
+
+    It ends its current step, sends what it has, and unregisters; then its streams move.
+    """
+
+
 class Unregister(Struct, kw_only=True, omit_defaults=True):
     """``UNREGISTER``: a worker leaves the bus."""
 
@@ -370,6 +377,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"HEARTBEAT": Heartbeat,
     b"REREGISTER": Reregister,
     b"DRAIN": Drain,
+    b"HANDOVER": Handover,
     b"GENERATE": Generate,
     b"SCORE": Score,
     b"CANCEL": Cancel,

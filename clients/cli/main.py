@@ -13,7 +13,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from ..system import add_commands as add_system_commands
-from . import api_key, controller, generate, grammar, interactive, lmtp, score, status, top
+from . import api_key, controller, drain, generate, grammar, interactive, lmtp, score, status, top
 from .exits import INTERRUPTED, WRONG_USAGE, report
 
 Command = Callable[[argparse.Namespace, Settings], int]
@@ -45,7 +45,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
-    for module in (status, top, interactive, generate, score, lmtp, controller, grammar, api_key):
+    for module in (
+        status,
+        top,
+        drain,
+        interactive,
+        generate,
+        score,
+        lmtp,
+        controller,
+        grammar,
+        api_key,
+    ):
         module.add_command(commands)
     return parser
 

@@ -207,6 +207,15 @@ def test_the_streams_of_workers_that_vanish_or_stop_go_on_at_others() -> None:
             until(lambda: len(client.status().workers) == 2, 120.0, "it registers again")
             streams = [client.generate([5], **options) for _ in range(4)]
             assert [stream.tokens for stream in streams] == [wanted] * 4
+            # One that is drained hands its stream over.
+            stream = client.generate([5], **options)
+            entries = iter(stream)
+            next(entries)
+            [live] = client.status(streams=True).live
+            assert client.drain_worker(live.worker) == 1
+            list(entries)
+            assert stream.tokens == wanted
+            assert [w.name for w in client.status().workers] != [live.worker]
 
 
 def _random_message(rng: random.Random) -> list[bytes]:

@@ -131,6 +131,8 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._draining_since: float | None = None
+        self._handed_over = False
+        """Whether others start the controllers again that it runs."""
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class ControllerWorker:
             self._draining_since = time.monotonic()
             self._bus.drain(self._stop_reason)
         expired = time.monotonic() - self._draining_since > self._settings.drain_s
-        return expired or not self._groups
+        return expired or self._handed_over or not self._groups
 
     @property
     def _busy(self) -> bool:
@@ -230,6 +232,8 @@ class ControllerWorker:
                 self._starts.submit([partial(arrived, answer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
                 self._store_calls.submit(self._serve_store, message)
+            case b"HANDOVER":
+                self._handed_over = True
             case b"DRAIN":
                 self.stop("the broker requested it")
             case _:

@@ -66,6 +66,8 @@ class GpuWorker:
             self._models, self._streams, self._steering, self._bus.post, self._bus.changed
         )
         self._draining_since: float | None = None
+        self._handed_over = False
+        """Whether other workers continue what it has."""
         self._stop_reason = ""
         self._failed: str | None = None
         """Why the worker cannot go on."""
@@ -114,7 +116,9 @@ class GpuWorker:
         if self._draining_since is None:
             return False
         timed_out = time.monotonic() - self._draining_since > self._settings.drain_s
-        return timed_out or not (len(self._streams) or self._arrivals.num_waiting)
+        return (
+            timed_out or self._handed_over or not (len(self._streams) or self._arrivals.num_waiting)
+        )
 
     def _take(self) -> None:
         """Takes the messages that have arrived; waits for one while there is nothing to step."""
@@ -227,6 +231,8 @@ class GpuWorker:
                 self._lost(decode_as(Lost, message.body, "msgpack"))
             case b"FETCH_TOKENIZER":
                 self._tokenizer(message)
+            case b"HANDOVER":
+                self._handed_over = True
             case b"DRAIN":
                 self.stop("the broker drains it")
             case b"REGISTERED":

@@ -385,6 +385,20 @@ export interface Delete {
   readonly module: string;
 }
 
+/**
+ * `DRAIN`: a worker is to leave: it takes no more requests, and hands over those that it has where
+ * other workers can take them.
+ *
+ * Answered when it has left, by `MSG` with `{"worker": name, "requests": number}` as its result:
+ * how many it had. Refused to clients with a CURVE key.
+ */
+export interface DrainWorker {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** Its name, as in `STATUS`. At least 1, at most 256 in length. */
+  readonly worker: string;
+}
+
 /** `PING`: answered by `PONG` with the same number; renews the lease of the session. */
 export interface Ping {
   /** At least 0. Default: 0. */
@@ -916,6 +930,7 @@ export interface ClientMessages {
   readonly TAG: Tag;
   readonly TAGS: Tags;
   readonly DELETE: Delete;
+  readonly DRAIN: DrainWorker;
   readonly PING: Ping;
   readonly BYE: Bye;
 }

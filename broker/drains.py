@@ -1,0 +1,80 @@
+"""Workers that leave: they hand their streams over where others can take them."""
+
+from __future__ import annotations
+
+import logging
+
+from ..protocol.errors import Code, RequestError
+from ..protocol.messages import DrainWorker, Msg
+from ..protocol.worker_messages import Drain, Handover
+from .dispatch import Dispatcher
+from .moves import REPEATABLE, STREAMS
+from .outgoing import Outgoings
+from .tables import Session, Worker, WorkerState
+
+log = logging.getLogger(__name__)
+
+
+class Drains:
+    """Drains workers, at their own wish or at a client's."""
+
+    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
+        self._dispatcher = dispatcher
+        self._out = out
+        self._asked: dict[int, list[tuple[Session, int, int]]] = {}
+        """By worker: who waits for its end, with the stream_id, and how many requests it had."""
+
+    def ask(self, session: Session, message: DrainWorker) -> None:
+        """A client asks for a worker to be drained; it is answered when the worker has left.
+
+        Raises RequestError where no such worker is there.
+        """
+        workers = self._dispatcher.workers.values()
+        worker = next((w for w in workers if w.name == message.worker), None)
+        if worker is None:
+            names = ", ".join(sorted(w.name for w in workers)) or "none"
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"no worker has the name {message.worker!r}; registered are: {names}",
+                path="$.worker",
+            )
+        requests = len(worker.requests) + len(worker.steers)
+        self._asked.setdefault(worker.id, []).append((session, message.stream_id, requests))
+        self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
+
+    def begin(self, worker: Worker) -> None:
+        """A worker drains: it gets no more requests."""
+        worker.state = WorkerState.DRAINING
+        self._dispatcher.controllers.on_drain(worker)
+        log.info("worker %s is draining", worker.name)
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Has each draining worker hand over what it has, where others can take all of it now.
+
+        Otherwise it finishes its streams, unless another worker registers meanwhile.
+        """
+        for worker in self._dispatcher.workers.values():
+            if worker.state is not WorkerState.DRAINING or worker.handed_over:
+                continue
+            if self._can_hand_over(worker):
+                worker.handed_over = True
+                self._out.to_worker(worker, b"HANDOVER", Handover())
+
+    def _can_hand_over(self, worker: Worker) -> bool:
+        requests = [r for r in worker.requests.values() if r.open]
+        steered = [r for r in worker.steers.values() if r.controller_started]
+        if not requests and not steered:
+            return False
+        if any(r.type not in STREAMS and r.type not in REPEATABLE for r in requests):
+            return False
+        dispatcher = self._dispatcher
+        return all(
+            r.movable and dispatcher.can_continue_elsewhere(r, worker) for r in requests
+        ) and all(dispatcher.controllers.can_start_elsewhere(r, worker) for r in steered)
+
+    def on_lost(self, worker: Worker) -> None:
+        """A worker has left, or is lost: who asked for it is answered."""
+        for session, stream_id, requests in self._asked.pop(worker.id, ()):
+            result = {"worker": worker.name, "requests": requests}
+            self._out.to_session(session, b"MSG", Msg(stream_id=stream_id, result=result))

@@ -1,0 +1,118 @@
+"""Workers that leave hand over what they have, where others can take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenbus.protocol.header import Flag, Header
+from tokenbus.protocol.messages import ModelInfo, Token
+from tokenbus.protocol.worker_messages import Drain, Unregister
+
+from .bench import Bench, generate
+from .test_controllers import START, controller_worker
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(expiry_s=1000.0)
+
+
+def kinds(bench: Bench, name: str) -> list[str]:
+    return [kind for kind, _ in bench.to_worker(name)]
+
+
+def begun(bench: Bench, worker: str, stream: int = 1, **fields: Any) -> Header:
+    bench.client("c", "GENERATE", generate(stream, **fields))
+    [(_, header)] = bench.to_worker(worker)
+    return header
+
+
+def test_a_worker_that_drains_hands_its_streams_over(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.worker("b")
+    bench.send("a", "DRAIN", Drain())
+    assert kinds(bench, "a") == ["HANDOVER"]
+    last = Token(token=1, stream_id=1, logprob=0.0, finish_reason=None)
+    bench.tokens("a", header, last)
+    bench.send("a", "UNREGISTER", Unregister(reason="the signal SIGTERM"))
+    [(_, moved)] = bench.to_worker("b")
+    assert moved.request == header.request
+    assert moved.flags & Flag.MOVED
+
+
+def test_where_no_other_worker_is_there_it_keeps_them_until_one_registers(bench: Bench) -> None:
+    bench.worker("a")
+    begun(bench, "a")
+    bench.send("a", "DRAIN", Drain())
+    assert kinds(bench, "a") == []
+    bench.worker("other model", patterns=["n"], default="n")
+    assert kinds(bench, "a") == []
+    bench.worker("b")
+    assert kinds(bench, "a") == ["HANDOVER"]
+
+
+def test_where_all_workers_drain_streams_stay_with_one_of_them(bench: Bench) -> None:
+    bench.worker("a")
+    begun(bench, "a")
+    bench.worker("b")
+    bench.send("a", "DRAIN", Drain())
+    assert kinds(bench, "a") == ["HANDOVER"]
+    bench.send("b", "DRAIN", Drain())
+    assert kinds(bench, "b") == []
+    bench.send("a", "UNREGISTER", Unregister())
+    assert kinds(bench, "b") == ["GENERATE"]
+    bench.worker("d", capacity=8)
+    assert kinds(bench, "b") == ["HANDOVER"]
+
+
+def test_a_worker_is_handed_over_to_once_it_has_the_same_model(bench: Bench) -> None:
+    info = ModelInfo(name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint="one")
+    bench.worker("a", models=[info])
+    begun(bench, "a")
+    bench.worker("b")
+    bench.send("a", "DRAIN", Drain())
+    assert kinds(bench, "a") == []
+    bench.worker("b", models=[info])
+    assert kinds(bench, "a") == ["HANDOVER"]
+
+
+def test_a_controller_worker_hands_over_what_another_serves(bench: Bench) -> None:
+    bench.worker("gpu")
+    controller_worker(bench, "a", "mine")
+    header = begun(bench, "gpu", controller="mine")
+    bench.send("gpu", "START", START, Header(header.request))
+    controller_worker(bench, "any")
+    bench.send("a", "DRAIN", Drain())
+    assert kinds(bench, "a") == ["START"]
+    controller_worker(bench, "b", "mine")
+    assert kinds(bench, "a") == ["HANDOVER"]
+    bench.send("a", "UNREGISTER", Unregister())
+    assert kinds(bench, "gpu") == ["LOST"]
+    bench.send("gpu", "START", START, Header(header.request))
+    assert kinds(bench, "b") == ["START"]
+
+
+def test_a_client_that_drains_a_worker_is_answered_when_it_has_left(bench: Bench) -> None:
+    bench.worker("a")
+    begun(bench, "a")
+    bench.worker("b")
+    assert bench.client("operator", "DRAIN", {"stream_id": 5, "worker": "a"}) == []
+    assert kinds(bench, "a") == ["DRAIN"]
+    bench.send("a", "DRAIN", Drain(reason="the broker drains it"))
+    assert bench.to_client("operator") == []
+    bench.send("a", "UNREGISTER", Unregister())
+    [(kind, answer)] = bench.to_client("operator")
+    assert (kind, answer["stream_id"]) == ("MSG", 5)
+    assert answer["result"] == {"worker": "a", "requests": 1}
+
+
+def test_who_may_drain_what(bench: Bench) -> None:
+    bench.worker("a")
+    [(_, error)] = bench.client("c", "DRAIN", {"stream_id": 1, "worker": "z"})
+    assert (error["code"], error["path"]) == ("invalid_field", "$.worker")
+    assert "registered are: a" in error["message"]
+    [(_, error)] = bench.client("k", "DRAIN", {"stream_id": 1, "worker": "a"}, key="a tenant")
+    assert error["code"] == "not_allowed"
+    assert kinds(bench, "a") == []
