@@ -38,8 +38,8 @@ PLACES_EVERY_S = 2.0
 class Broker:
     """Routes between clients (front) and workers (back). Sans-IO: every event names its time.
 
-    ``boot`` is the start of this run in seconds since 1970, which keeps its ids apart from those
-    of earlier runs; ``now`` is any clock that does not go back, in seconds.
+    ``boot`` is the number of this run, which keeps its ids apart from those of earlier runs;
+    ``now`` is any clock that does not go back, in seconds.
     """
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:

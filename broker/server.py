@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import zmq
 
+from ..protocol.ids import new_boot
 from .core import Broker, Message
 from .outbox import Outbox, Sent
 from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
-from .sockets import bind_router, packing_sender, receive, sender
+from .sockets import bind_router, listen_again, packing_sender, receive, sender
 from .unread import PIPE_MESSAGES
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class BrokerServer:
             raise
         self.front_endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.core = Broker(self.settings, boot=int(time.time()), now=time.monotonic())
+        self.core = Broker(self.settings, boot=new_boot(), now=time.monotonic())
         limit = self.settings.max_pending_bytes
         self._to_front = Outbox(sender(self._front), limit, MUST_FACTOR * limit)
         self._to_back = Outbox(packing_sender(self._back), limit)
@@ -75,6 +77,8 @@ class BrokerServer:
         self._flush_due = False
         self._retry_s = RETRY_S[0]
         self._flushed_at = 0.0
+        self._remade = 0
+        """Attempts to make a file again."""
 
     async def run(self) -> None:
         """Serves until ``stop``; then drains, ends what is left with an error, and closes."""
@@ -211,11 +215,29 @@ class BrokerServer:
         if self._stopped or self._loop is None:
             return
         self._loop.call_later(self.settings.tick_s, self._tick)
+        self._check_files()
         try:
             self._post(self.core.tick(time.monotonic()))
         except Exception:
             self._on_defect("looking at leases and deadlines")
         self._drain_soon()
+
+    def _check_files(self) -> None:
+        """Makes the files at which others connect again, where they were deleted."""
+        for socket, endpoint in (
+            (self._front, self.front_endpoint),
+            (self._back, self.back_endpoint),
+        ):
+            if not endpoint.startswith("ipc://") or os.path.exists(endpoint[len("ipc://") :]):
+                continue
+            self._remade += 1
+            try:
+                listen_again(socket, endpoint, self._remade)
+            except OSError as error:
+                if self._remade & (self._remade - 1) == 0:
+                    log.error("%s was deleted and cannot be made again: %s", endpoint, error)
+            else:
+                log.warning("%s was deleted; it was made again", endpoint)
 
     def _flush(self) -> None:
         self._flush_due = False

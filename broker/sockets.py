@@ -9,6 +9,7 @@ whether more follow (measured on a 2-core machine).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def bind_router(
         in_use = error.errno == zmq.EADDRINUSE
         raise BindError(f"cannot listen on {endpoint}: {error.strerror}", in_use) from None
     return socket
+
+
+def listen_again(socket: zmq.Socket[bytes], endpoint: str, attempt: int) -> None:
+    """Listens once more at the path of ``endpoint``, whose file was deleted, with its folder maybe.
+
+    The socket keeps its connections: it listens at another path too, which is renamed. ``attempt``
+    is another number each time. Raises OSError.
+    """
+    path = Path(endpoint.removeprefix("ipc://"))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.parent.stat().st_uid != os.getuid():
+        raise PermissionError(f"the folder {path.parent} belongs to another user now")
+    other = f"{path}.{attempt}"
+    try:
+        socket.bind(f"ipc://{other}")
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from None
+    os.replace(other, path)
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

@@ -12,6 +12,7 @@ from ..broker.outbox import Outbox, Sent
 from ..broker.outgoing import Outgoing, Side
 from ..broker.settings import BrokerSettings
 from ..protocol.frames import Frames
+from ..protocol.ids import new_boot
 from ..transport import memory
 from ..transport.memory import Link
 
@@ -27,7 +28,7 @@ class MemoryBroker:
 
     def __init__(self, front: str, back: str, settings: BrokerSettings) -> None:
         self._settings = settings
-        self._core = Broker(settings, boot=int(time.time()), now=time.monotonic())
+        self._core = Broker(settings, boot=new_boot(), now=time.monotonic())
         self._links: dict[bytes, Link] = {}
         self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
         """Messages for the broker; None in place of one: the link was closed."""

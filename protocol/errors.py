@@ -38,6 +38,7 @@ class Code(StrEnum):
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
     CLIENT_LIMIT = "client_limit"
+    STORE_FAILED = "store_failed"
     NO_WORKER = "no_worker"
     WORKER_LOST = "worker_lost"
     SHUTTING_DOWN = "shutting_down"
@@ -55,6 +56,7 @@ RETRYABLE = frozenset(
     {
         Code.QUEUE_FULL,
         Code.CLIENT_LIMIT,
+        Code.STORE_FAILED,
         Code.NO_WORKER,
         Code.WORKER_LOST,
         Code.SHUTTING_DOWN,
@@ -141,6 +143,7 @@ _KINDS: dict[str, type[TokenbusError]] = {
     Code.DEADLOCK: ControllerError,
     Code.QUEUE_FULL: UnavailableError,
     Code.CLIENT_LIMIT: UnavailableError,
+    Code.STORE_FAILED: UnavailableError,
     Code.NO_WORKER: UnavailableError,
     Code.WORKER_LOST: UnavailableError,
     Code.SHUTTING_DOWN: UnavailableError,

@@ -12,11 +12,19 @@ MAX_ID = 0x7FFF_FFFF_FFFF_FFFF
 _TOKEN = re.compile("[0-9a-f]{32}")
 
 
-def counting_ids(boot: int) -> Iterator[int]:
-    """Ids of one broker run: its start, in seconds since 1970, above a 32-bit counter.
+def new_boot() -> int:
+    """The number of one run of a broker: 31 random bits.
 
-    Two runs that start in different seconds never assign the same id, so that a worker that
-    outlives its broker cannot confuse requests of the two.
+    Not its time: a clock that was set back would give the ids of an earlier run once more.
+    """
+    return secrets.randbits(31)
+
+
+def counting_ids(boot: int) -> Iterator[int]:
+    """Ids of one broker run: its number above a 32-bit counter.
+
+    Two runs with different numbers never assign the same id, so that a worker that outlives its
+    broker cannot confuse requests of the two.
     """
     base = (boot & 0x7FFF_FFFF) << 32
     number = 0

@@ -349,6 +349,9 @@ class VariableAnswer(Struct, array_like=True):
     error: str | None = None
     repeated: bool = False
     """The operation was done before; this is the answer that it got then."""
+    again: bool = False
+    """With ``error``: the operation was not done for a reason that may pass, as a full disk; sent
+    again, it may be."""
 
 
 TO_BROKER: dict[bytes, Any] = {

@@ -20,6 +20,7 @@ _STATUS: dict[str, int] = {
     Code.QUEUE_FULL: 503,
     # Of the gateway's session at the broker: its users are told apart by ``UserShares`` (429).
     Code.CLIENT_LIMIT: 503,
+    Code.STORE_FAILED: 503,
     Code.NO_WORKER: 503,
     Code.WORKER_LOST: 503,
     Code.SHUTTING_DOWN: 503,

@@ -11,6 +11,7 @@ import sys
 import time
 import xmlrpc.client
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, NamedTuple, TypeVar
@@ -147,6 +148,13 @@ class Supervisor:
         settings = msgspec.structs.replace(self._settings, run_dir=str(self.run_dir.path))
         settings = msgspec.structs.replace(settings, back=settings.back_endpoint)
         return {**os.environ, **environment(settings)}
+
+    def restore_folders(self) -> None:
+        """Makes the run directory and its ``log/`` again where they were deleted: a process that is
+        restarted needs them. A failure is no fault of the processes that run."""
+        if not self.run_dir.logs.is_dir():
+            with suppress(SystemFault):
+                self.run_dir.make()
 
     def exit_code(self) -> int | None:
         """The exit code of supervisord; None while it runs. Negative: the signal that killed it."""

@@ -150,6 +150,7 @@ def _watch(
         code = supervisor.exit_code()
         if code is not None:
             return None if code == 0 else SystemFault(f"supervisord ended with exit code {code}")
+        supervisor.restore_folders()
         picture = watcher.look()
         fault = _fault(supervisor, picture, announced)
         if fault is not None:

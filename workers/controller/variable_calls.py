@@ -63,7 +63,7 @@ class VariableCalls:
         finally:
             with self._lock:
                 self._calls.pop(name, None)
-        answer = call.answer
+        answer = call.answer or call.refusal
         if answer is None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -79,7 +79,10 @@ class VariableCalls:
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
         with self._lock:
             call = self._calls.get((answer.request, answer.lineage, answer.count))
-            if call is not None:
+            if call is not None and answer.again:
+                # It is sent again as one that was not answered, until the time for it is up.
+                call.refusal = answer
+            elif call is not None:
                 call.give(answer)
 
     def cancel(self, request: int) -> None:
@@ -102,6 +105,8 @@ class _Call:
         """Held until the answer is there."""
         self.answered.acquire()
         self.answer: VariableAnswer | None = None
+        self.refusal: VariableAnswer | None = None
+        """The last answer that it may succeed later."""
 
     def give(self, answer: VariableAnswer) -> None:
         """Delivers the answer; later ones are ignored."""

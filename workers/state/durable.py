@@ -65,6 +65,8 @@ class DurableVariables:
         self._compaction: Compaction | None = None
         self._compact_above = compact_floor
         self._synced_at = time.monotonic()
+        self.failures = 0
+        """Writes of the log that have failed."""
         self._folder = Folder(path)
         self._path = path / "log"
         self._new_path = path / "log.new"
@@ -92,7 +94,7 @@ class DurableVariables:
         """Applies operations in order, each given decoded and as received; their answers.
 
         All of them are logged with one write. If it fails, the new ones are not applied, and their
-        answers have an ``error``.
+        answers have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -110,10 +112,11 @@ class DurableVariables:
             failed = self._append(records) if records else None
             answers = []
             for (op, _), error in zip(ops, refusals, strict=True):
-                if error is None and failed is not None and not storage.answered(op):
-                    error = failed
+                again = error is None and failed is not None and not storage.answered(op)
+                error = failed if again else error
                 if error is not None:
-                    answers.append(VariableAnswer(op.request, op.lineage, op.count, error=error))
+                    name = (op.request, op.lineage, op.count)
+                    answers.append(VariableAnswer(*name, error=error, again=again))
                 else:
                     answers.append(storage.apply(op))
         return answers
@@ -144,6 +147,8 @@ class DurableVariables:
         if now - self._synced_at >= SYNC_S:
             self._sync()
             self._synced_at = now
+            if self._folder.lost:
+                self._write_anew()
         if self._compaction is None:
             if self._log.size <= max(self._compact_above, COMPACT_FACTOR * self._storage.bytes):
                 return SYNC_S
@@ -173,6 +178,28 @@ class DurableVariables:
             self._log.close()
             self._folder.close()
 
+    def _write_anew(self) -> None:
+        """The folder was deleted: makes it again, with a log of all that is known."""
+        log.error("%s was deleted while it was in use; it is written anew", self._path)
+        with self._lock:
+            if self._compaction is not None:
+                self._compaction.abandon()
+                self._compaction = None
+            try:
+                folder = Folder(self._folder.path)
+                try:
+                    new = self._new_log(self._storage, folder)
+                except OSError:
+                    folder.close()
+                    raise
+            except (OSError, FolderError) as error:
+                # The next call tries again; the log without a name takes the operations meanwhile.
+                log.error("cannot write %s anew: %s", self._path, error)
+                return
+            self._log.close()
+            self._folder.close()
+            self._folder, self._log = folder, new
+
     # --- reading --------------------------------------------------------------------------------
 
     def _read(self) -> tuple[VariableStorage, Log]:
@@ -180,7 +207,7 @@ class DurableVariables:
         self._new_path.unlink(missing_ok=True)
         storage = VariableStorage(self._limits)
         if not self._path.exists():
-            return storage, self._new_log(storage)
+            return storage, self._new_log(storage, self._folder)
         started = time.monotonic()
         reader = Reader(self._path)
         try:
@@ -190,7 +217,7 @@ class DurableVariables:
                     "%s is damaged from its first byte; it was renamed to %s", self._path, aside
                 )
                 self._path.rename(aside)
-                return storage, self._new_log(storage)
+                return storage, self._new_log(storage, self._folder)
             # Logged operations are replayed under the limits of that time.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
             count = _replay(reader, storage)
@@ -204,16 +231,16 @@ class DurableVariables:
         log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
         if reader.limits == self._limits:
             return storage, Log.reopen(self._path, reader.size)
-        return storage, self._new_log(storage)
+        return storage, self._new_log(storage, self._folder)
 
-    def _new_log(self, storage: VariableStorage) -> Log:
+    def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
         """A new log of the current state, which replaces any other."""
         compaction = Compaction(self._new_path, self._limits, storage.requests)
         while compaction.pending:
             compaction.save(storage)
         compaction.log.sync()
         compaction.log.rename(self._path)
-        self._folder.sync()
+        folder.sync()
         return compaction.log
 
     # --- writing --------------------------------------------------------------------------------
@@ -223,6 +250,9 @@ class DurableVariables:
         try:
             self._log.append(records)
         except OSError as error:
+            self.failures += 1
+            if self.failures & (self.failures - 1) == 0:
+                log.error("cannot write the log %s: %s", self._path, error.strerror)
             return f"the state worker cannot write its log: {error.strerror}; try again"
         if self._compaction is not None:
             try:

@@ -47,6 +47,16 @@ class Folder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the folder, or the lock in it, was deleted or replaced."""
+        try:
+            there = os.stat(self.path / "lock", follow_symlinks=False)
+        except OSError:
+            return True
+        own = os.fstat(self._lock)
+        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
+
     def sync(self) -> None:
         """Syncs the directory to disk, after a file was renamed."""
         number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -180,4 +180,5 @@ class StateWorker:
             "bytes": float(counts.bytes),
             "log_bytes": float(counts.log_bytes),
             "ops": float(self._ops),
+            "log_failures": float(self._variables.failures),
         }

@@ -41,6 +41,7 @@ export type Code =
   | "quarantined"
   | "queue_full"
   | "client_limit"
+  | "store_failed"
   | "no_worker"
   | "worker_lost"
   | "shutting_down"
@@ -85,6 +86,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   quarantined: "RequestError",
   queue_full: "UnavailableError",
   client_limit: "UnavailableError",
+  store_failed: "UnavailableError",
   no_worker: "UnavailableError",
   worker_lost: "UnavailableError",
   shutting_down: "UnavailableError",
@@ -104,6 +106,7 @@ export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
   "queue_full",
   "session_lost",
   "shutting_down",
+  "store_failed",
   "worker_lost",
 ]);
 

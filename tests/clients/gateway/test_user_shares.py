@@ -35,8 +35,9 @@ def post(gateway: Gateway, path: str, address: str) -> HTTPConnection:
     connection = HTTPConnection(
         str(place.hostname), place.port, timeout=WAIT_S, source_address=(address, 0)
     )
-    prompt = {"messages": [{"role": "user", "content": "x"}]} if "messages" in path else {}
-    body = {"model": "stepped", "max_tokens": 1000, **(prompt or {"prompt": [5]})}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    prompt: dict[str, Any] = chat if "messages" in path else {"prompt": [5]}
+    body = {"model": "stepped", "max_tokens": 1000, **prompt}
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     return connection
 

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from tokenbus.clients import Client, ControllerError, TokenbusError, UnavailableError
 from tokenbus.clients.client import Stream
+from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.messages import WorkerStatus
-from tokenbus.protocol.worker_messages import Variable
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import variable_calls
+from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import Bus, Process, clean_environment, until
 from .wasm.hostile.guests import FREE, call, guest, set_word
@@ -279,6 +281,34 @@ def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPa
     assert caught.value.message == (
         "the state worker did not answer within 1 s; variables need one that runs"
     )
+
+
+def test_an_operation_that_may_succeed_later_is_sent_again_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(variable_calls, "AGAIN_S", 0.01)
+    monkeypatch.setattr(variable_calls, "GIVE_UP_S", 0.1)
+    operation = Variable(1, 0, 1, "set", "name", b"x")
+    full = VariableAnswer(1, 0, 1, error="the state worker cannot write its log", again=True)
+    done = VariableAnswer(1, 0, 1, version=1, written=True)
+
+    def perform(*answers: VariableAnswer) -> tuple[VariableCalls, list[list[bytes]]]:
+        left, posted = list(answers), list[list[bytes]]()
+
+        def post(frames: list[bytes]) -> None:
+            posted.append(frames)
+            calls.on_answer(encode_body(left.pop(0) if len(left) > 1 else left[0], "msgpack"))
+
+        calls = VariableCalls(post)
+        return calls, posted
+
+    calls, posted = perform(full, full, done)
+    assert calls.perform(operation) == done
+    assert len(posted) == 3
+    calls, posted = perform(full)
+    with pytest.raises(ControllerError, match="cannot write its log"):
+        calls.perform(operation)
+    assert len(posted) == 10
 
 
 # --- clients --------------------------------------------------------------------------------------

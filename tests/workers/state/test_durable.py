@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack, structs
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.state import durable
 from tokenbus.workers.state.durable import SYNC_S, DurableVariables
 from tokenbus.workers.state.folder import FolderError
 from tokenbus.workers.state.log import HEAD, Log, Record
@@ -405,6 +406,7 @@ def test_what_cannot_be_written_is_refused_and_not_done(folder: Path) -> None:
             assert old.written
             assert "cannot write its log" in str(refused.error)
             assert "try again" in str(refused.error)
+            assert refused.again
             # There is room for a little yet.
             assert one(variables, Variable(1, 0, 3, "get", "x")).value == b"a"
         with opened(as_killed(folder)) as other:
@@ -414,6 +416,24 @@ def test_what_cannot_be_written_is_refused_and_not_done(folder: Path) -> None:
         with opened(as_killed(folder)) as other:
             assert held(other) == held(variables)
             assert one(other, Variable(1, 1, 0, "get", "x")).value == b"b" * 200
+
+
+def test_a_log_whose_folder_was_deleted_is_written_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "SYNC_S", 0.0)
+    with opened(folder) as variables:
+        assert wrote(variables, Variable(1, 0, 1, "set", "x", b"a"))
+        shutil.rmtree(folder)
+        # The log has no name now, and still takes what comes.
+        assert wrote(variables, Variable(1, 0, 2, "append", "x", b"b"))
+        variables.maintain()
+        assert wrote(variables, Variable(1, 0, 3, "append", "x", b"c"))
+        with opened(as_killed(folder)) as other:
+            assert held(other) == held(variables)
+            assert one(other, Variable(1, 1, 0, "get", "x")).value == b"abc"
+        with pytest.raises(FolderError, match="in use by another state worker"):
+            DurableVariables(folder)
 
 
 def test_a_folder_has_one_worker_at_a_time(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import platform
 import secrets
@@ -31,6 +32,9 @@ from ..pool import waiting
 from .abis import Examined, examine
 from .module_compiler import compile_module
 from .wasm_binary import with_exported_globals
+from .whole_files import clear_left, write_whole
+
+log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 * 1024**2
 """Compiled forms that are kept in memory; the one that was used least recently goes first."""
@@ -61,6 +65,7 @@ class CompiledModules:
     def __init__(self, folder: Path, limits: Limits, engine: wasmtime.Engine) -> None:
         """``engine`` was made of these ``limits`` by ``sandbox.make_engine``."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clear_left(folder)
         self._folder = folder
         self._limits = limits
         self._engine = engine
@@ -146,15 +151,11 @@ class CompiledModules:
         compiled = wasmtime.Module.deserialize(self._engine, code)
         loaded = Loaded(found.abi, compiled, found.why_no_fork)
         content = msgspec.json.encode((found.abi, found.why_no_fork)) + b"\n" + code
-        number, name = tempfile.mkstemp(prefix=".new-", dir=self._folder)
         try:
-            with os.fdopen(number, "wb") as new:
-                new.write(self._mac(module, content))
-                new.write(content)
-            os.replace(name, self._file(module))
-        except BaseException:
-            os.unlink(name)
-            raise
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._file(module), self._mac(module, content) + content, synced=False)
+        except OSError as error:
+            log.warning("the compiled form of %s is not kept on disk: %s", module, error)
         return loaded, len(code)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 import fcntl
 import hashlib
-import os
+import logging
 import re
-import tempfile
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -24,34 +25,36 @@ import msgspec
 import wasmtime
 from msgspec import Struct
 
-from ....protocol.errors import Code, RequestError, ServiceError
+from ....protocol.errors import Code, RequestError, ServiceError, UnavailableError
 from ....protocol.messages import StoredModule, Tagged, module_too_large
 from ..limits import Limits
 from .abis import examine
 from .compiled_modules import CompiledModules, Loaded
+from .whole_files import clear_left, write_whole
 
 __all__ = ["Loaded", "ModuleStore"]
+
+log = logging.getLogger(__name__)
 
 MOST_MODULES = 1_000
 """Modules of a tenant."""
 MOST_BYTES = 1024**3
 """Bytes of a tenant's modules, the compiled forms included."""
 MOST_TAGS = 10_000
+MOST_READ = 256
+"""Tenants whose files are kept as they were last read."""
 SHOWN = 20
 SHOWN_CHARACTERS = 400
 """Names that an error lists at most, and their length together."""
 COMPARED = 200
 COMPARED_CHARACTERS = 40
 """Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
-LEFT_AFTER_S = 3600.0
-"""A file that was begun so long ago was left by a process that died."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
 """The beginning of an id, which may stand for it."""
 _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
-_NEW = ".new-"
 
 BUILT_IN = ("choice", "combination", "json_schema", "lark", "regex", "substring", "yacc")
 """The constraints that need no code: names that no tag can have."""
@@ -126,11 +129,18 @@ class ModuleStore:
         """``engine`` was made of these ``limits`` by ``sandbox.make_engine``."""
         self._folder = folder
         self._limits = limits
-        for part in ("modules", "tenants"):
-            (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
+        self._lock = threading.Lock()
+        self._last_read: OrderedDict[str, bytes] = OrderedDict()
+        """By tenant: its file."""
+        self._make_folders()
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
-        self._clear()
+        for part in ("modules", "tenants"):
+            clear_left(folder / part)
+
+    def _make_folders(self) -> None:
+        for part in ("modules", "tenants"):
+            (self._folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)
 
     # --- what clients ask for -------------------------------------------------------------------
 
@@ -165,7 +175,7 @@ class ModuleStore:
                 raise
             file = self._file(module)
             if not file.exists():
-                _write(file, wasm)
+                write_whole(file, wasm, synced=True)
             self._save(index)
         return index.stored(module)
 
@@ -237,15 +247,27 @@ class ModuleStore:
         return self._folder / "tenants" / f"{name}.json"
 
     def _read(self, tenant: str) -> Index:
+        """What a tenant has; as it was last read, where the system has no descriptor left."""
         try:
-            return _decoder.decode(self._tenant_file(tenant).read_bytes())
+            content = self._tenant_file(tenant).read_bytes()
         except FileNotFoundError:
             return Index(tenant)
+        except OSError as error:
+            last = self._last_read.get(tenant)
+            if last is None:
+                raise _failed(self._folder, "read", error) from None
+            content = last
+        with self._lock:
+            self._last_read[tenant] = content
+            self._last_read.move_to_end(tenant)
+            if len(self._last_read) > MOST_READ:
+                self._last_read.popitem(last=False)
+        return _decoder.decode(content)
 
     def _save(self, index: Index) -> None:
         file = self._tenant_file(index.tenant)
         if index.modules:
-            _write(file, msgspec.json.encode(index))
+            write_whole(file, msgspec.json.encode(index), synced=True)
         else:
             file.unlink(missing_ok=True)
 
@@ -259,31 +281,26 @@ class ModuleStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time, of all threads and processes."""
-        with (self._folder / "lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        """One writer at a time, of all threads and processes.
 
-    def _clear(self) -> None:
-        """Removes what processes that died had begun to write."""
-        for left in self._folder.glob(f"*/{_NEW}*"):
-            with suppress(FileNotFoundError):
-                if time.time() - left.stat().st_mtime > LEFT_AFTER_S:
-                    left.unlink()
+        What the system refuses, as a full disk does, is an UnavailableError: nothing was changed.
+        """
+        try:
+            self._make_folders()
+            with (self._folder / "lock").open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise _failed(self._folder, "written", error) from None
 
 
-def _write(file: Path, content: bytes) -> None:
-    """Writes a file as a whole or not at all; it is on the disk afterwards."""
-    number, name = tempfile.mkstemp(prefix=_NEW, dir=file.parent)
-    try:
-        with os.fdopen(number, "wb") as new:
-            new.write(content)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+def _failed(folder: Path, what: str, error: OSError) -> UnavailableError:
+    log.error("the module store %s cannot be %s: %s", folder, what, error)
+    return UnavailableError(
+        Code.STORE_FAILED,
+        f"the module store of this worker cannot be {what} ({error.strerror}), so that nothing was "
+        "changed; make room on its disk, and try again",
+    )
 
 
 def _named(index: Index, name: str, path: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import os
 import subprocess
 import sys
 import threading
@@ -474,14 +474,15 @@ def test_processes_that_tag_at_the_same_time_lose_no_tag(modules: ModuleStore) -
     assert len(stored.tags) == WRITERS * TAGS
 
 
-def test_what_a_dead_writer_left_is_removed_when_it_is_old(
+def test_what_a_dead_writer_left_is_removed_and_what_one_writes_is_not(
     modules: ModuleStore, engine: wasmtime.Engine
 ) -> None:
     left = [modules._folder / "modules" / f".new-{n}" for n in "ab"]
     for file in left:
         file.write_bytes(b"half")
-    os.utime(left[0], (0, 0))
-    another(modules, engine)
+    with left[1].open("rb") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        another(modules, engine)
     assert [file.exists() for file in left] == [False, True]
 
 

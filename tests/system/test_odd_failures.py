@@ -1,0 +1,304 @@
+"""What no supervisor restarts away: a full disk, a clock that jumps, a deleted run directory, no
+descriptors left, a broker that stands still. Streams that run go on, and end as undisturbed ones.
+
+All processes of this file have 64 descriptors each, and a wall clock that the test sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tokenbus.clients import Client, TokenbusError, UnavailableError, request_options
+from tokenbus.clients.client import Stream
+
+from ..processes import Bus, Gateway, Process, until
+from ..workers.controller.wasm.hostile.guests import FREE, call, guest
+
+BOUND_S = 300.0
+"""Only bounds a hang."""
+DESCRIPTORS = 64
+PROMPT = "def add(a, b):"
+TOKENS = 300
+COUNTS = guest(
+    mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
+      {call("log", FREE, 1)}"""
+)
+"""In each round it appends a byte to a variable, and logs the version that this made."""
+
+
+def limit(process: Process, kind: int, soft: int) -> None:
+    """Sets a limit of a running process."""
+    _, hard = resource.prlimit(process.pid, kind)
+    resource.prlimit(process.pid, kind, (soft, hard))
+
+
+@contextlib.contextmanager
+def limited(process: Process, kind: int, soft: int) -> Iterator[None]:
+    """The same for the block."""
+    before, _ = resource.prlimit(process.pid, kind)
+    limit(process, kind, soft)
+    try:
+        yield
+    finally:
+        limit(process, kind, before)
+
+
+class Clock:
+    """The wall clock of processes that were started with ``environment``."""
+
+    def __init__(self, folder: Path) -> None:
+        library, offset = folder / "clock.so", folder / "offset"
+        source = Path(__file__).with_name("clock.c")
+        compiler = [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1"]
+        subprocess.run([*compiler, "-o", library, source], check=True, capture_output=True)
+        offset.write_bytes(bytes(8))
+        self.environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
+        with offset.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8)
+
+    def jump(self, seconds: int) -> None:
+        """Sets it to so much more than the time."""
+        self._map[:8] = struct.pack("<q", seconds)
+
+
+class System:
+    """A worker of each role, a gateway and a client."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self.bus, self.clock = bus, clock
+        self._bounded(bus.broker)
+        self.gpu = self._bounded(bus.start_worker())
+        self.state = self._bounded(bus.start_other("state"))
+        self.controller = self._bounded(bus.start_other("controller"))
+        bus.wait_for_models("embedded")
+        bus.wait_for_roles("controller", "state")
+        self.gateway: Gateway = bus.start_gateway()
+        self._bounded(self.gateway.process)
+        self.client = bus.client()
+        self.client.upload_controller(COUNTS, "counts")
+        [self.reference] = self.stream("counts").wait()
+        [self.plain] = self.stream(None).wait()
+
+    @staticmethod
+    def _bounded(process: Process) -> Process:
+        limit(process, resource.RLIMIT_NOFILE, DESCRIPTORS)
+        return process
+
+    def load(self, role: str) -> dict[str, float]:
+        """What the worker of a role reports of itself."""
+        return next(w.load for w in self.client.status().workers if w.role == role)
+
+    def stream(self, controller: str | None, client: Client | None = None, **more: Any) -> Stream:
+        given: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "text": False} | more
+        if controller is not None:
+            given["controller"] = controller
+        return (client or self.client).generate(PROMPT, **given)
+
+    @contextlib.contextmanager
+    def undisturbed(self, *controllers: str | None) -> Iterator[None]:
+        """Streams that run when the block begins end as they would have without it."""
+        controllers = controllers or ("counts", None, "counts", None)
+        readers = [Reader(self.stream(controller)) for controller in controllers]
+        for reader in readers:
+            assert reader.began.wait(BOUND_S), "a stream has not begun"
+        yield
+        for reader, controller in zip(readers, controllers, strict=True):
+            [sequence] = reader.end()
+            expected = self.plain if controller is None else self.reference
+            assert sequence.tokens == expected.tokens
+            assert sequence.logs == expected.logs
+            assert sequence.finish_reason == expected.finish_reason
+
+
+class Reader:
+    """Reads a stream to its end, on a thread of its own."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.began = threading.Event()
+        self._error: TokenbusError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for _ in self.stream:
+                self.began.set()
+        except TokenbusError as error:
+            self._error = error
+        self.began.set()
+
+    def end(self) -> list[Any]:
+        """Waits for its end; its sequences."""
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive(), "a stream hangs"
+        assert self._error is None
+        return self.stream.sequences
+
+
+@pytest.fixture(scope="module")
+def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    clock = Clock(tmp_path_factory.mktemp("clock"))
+    settings: dict[str, Any] = {"heartbeat_s": 0.2, "expiry_s": 15, "session_expiry_s": 15}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in clock.environment.items():
+            patch.setenv(name, value)
+        bus = Bus(**settings)
+    with bus:
+        system = System(bus, clock)
+        yield system
+        system.client.close()
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+
+def test_streams_wait_for_a_full_disk_under_the_state_worker(system: System) -> None:
+    failures = system.load("state")["log_failures"]
+    with system.undisturbed():
+        size = (system.bus.folder / "state" / "log").stat().st_size
+        # The kernel refuses to write beyond, as it does on a full disk.
+        with limited(system.state, resource.RLIMIT_FSIZE, size + 100):
+            until(lambda: system.load("state")["log_failures"] > failures, BOUND_S, "a failure")
+
+
+def test_an_upload_to_a_full_disk_is_refused_and_changes_nothing(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_options, "STORE_RETRY_S", 0.0)
+    other = guest(pages=3)
+    before = system.client.controllers()
+    with system.undisturbed(), limited(system.controller, resource.RLIMIT_FSIZE, 100):
+        for _ in range(2):
+            with pytest.raises(UnavailableError) as refused:
+                system.client.upload_controller(other, "other")
+            assert refused.value.code == "store_failed"
+            assert "make room on its disk" in refused.value.message
+        with pytest.raises(UnavailableError):
+            system.client.tag_controller("counts", "more")
+        assert system.client.controllers() == before
+    stored = system.client.upload_controller(other, "other")
+    assert system.stream("other", max_tokens=5).wait()[0].finish_reason == "length"
+    system.client.delete_controller(stored.module)
+
+
+# --- a clock that jumps ---------------------------------------------------------------------------
+
+
+def test_a_wall_clock_that_jumps_an_hour_and_back_changes_nothing(system: System) -> None:
+    lost = system.client.status().counters["workers_lost"]
+    for hours in (1, -1, 0):
+        with system.undisturbed():
+            system.clock.jump(3600 * hours)
+            stored = system.client.upload_controller(guest(pages=4 + hours), "hourly")
+            assert stored.uploaded == pytest.approx(time.time() + 3600 * hours, abs=BOUND_S)
+            timed = system.stream(None, timeout_s=BOUND_S).wait()
+            assert timed[0].tokens == system.plain.tokens
+    status = system.client.status()
+    assert status.counters["workers_lost"] == lost
+    assert len(status.workers) == 3
+
+
+# --- no descriptors -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connections(address: str, count: int) -> Iterator[None]:
+    """As many connections to an address, on which nothing is sent."""
+    place = urlsplit(address)
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            opened = stack.enter_context(socket.socket())
+            opened.settimeout(BOUND_S)
+            opened.connect((place.hostname, place.port))
+        yield
+
+
+def test_a_broker_without_descriptors_serves_those_that_are_connected(system: System) -> None:
+    with contextlib.ExitStack() as later, system.undisturbed():
+        with connections(system.bus.front, 2 * DESCRIPTORS):
+            newcomer = later.enter_context(system.bus.client(patience_s=BOUND_S))
+            reader = Reader(system.stream(None, newcomer))
+            assert system.stream(None).wait()[0].tokens == system.plain.tokens
+        # Those that could not connect do so when there is room.
+        [sequence] = reader.end()
+        assert sequence.tokens == system.plain.tokens
+
+
+def test_a_gateway_without_descriptors_answers_when_it_has_some_again(system: System) -> None:
+    body = {"model": "embedded", "prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+    url = f"{system.gateway.url}/v1/completions"
+    with httpx.Client(timeout=BOUND_S) as kept:
+        first = kept.post(url, json=body).json()
+        with system.undisturbed(), connections(system.gateway.url, 2 * DESCRIPTORS):
+            # On a connection that is open already.
+            assert kept.post(url, json=body).json()["choices"] == first["choices"]
+    until(lambda: system.gateway.answers, BOUND_S, "a gateway that answers")
+    assert httpx.post(url, json=body, timeout=BOUND_S).json()["choices"] == first["choices"]
+
+
+def test_workers_without_descriptors_go_on(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_options, "STORE_RETRY_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        for worker in (system.gpu, system.state, system.controller):
+            stack.enter_context(limited(worker, resource.RLIMIT_NOFILE, 3))
+        with system.undisturbed(), pytest.raises(TokenbusError):
+            system.client.upload_controller(guest(pages=9), "other")
+        # Those that begin now too: what they share is sent in messages.
+        [sequence] = system.stream("counts").wait()
+        assert sequence.tokens == system.reference.tokens
+    system.client.upload_controller(guest(pages=9), "other")
+
+
+# --- a broker that stands still -------------------------------------------------------------------
+
+
+def test_a_broker_that_stands_still_loses_nothing(system: System) -> None:
+    with system.undisturbed(None, None):
+        system.bus.broker.send(signal.SIGSTOP)
+        try:
+            # Longer than any lease.
+            stopped = time.monotonic()
+            until(lambda: time.monotonic() - stopped > 20.0, BOUND_S, "20 s")
+        finally:
+            system.bus.broker.send(signal.SIGCONT)
+    assert system.stream("counts").wait()[0].tokens == system.reference.tokens
+
+
+# --- a run directory that is deleted --------------------------------------------------------------
+
+
+def test_a_deleted_run_directory_is_made_again(system: System) -> None:
+    folder = system.bus.folder
+    with system.undisturbed():
+        shutil.rmtree(folder)
+        until((folder / "back.sock").exists, BOUND_S, "a socket for workers")
+        until((folder / "state" / "log").exists, BOUND_S, "a log of variables")
+        # The variables of the streams that run are in it.
+        system.state.kill()
+        system.state = system.bus.start_other("state")
+        until(
+            lambda: system.state.pid in [w.pid for w in system.client.status().workers],
+            BOUND_S,
+            "another state worker",
+        )
+    # The modules that were in it are gone, and can be stored again.
+    system.client.upload_controller(COUNTS, "counts")
+    [sequence] = system.stream("counts").wait()
+    assert sequence.tokens == system.reference.tokens
