@@ -16,8 +16,18 @@ from msgspec import UNSET, Struct
 from .errors import Code, RequestError
 from .messages import Token
 
+_NAMES = {
+    "streams": "s",
+    "tokens": "t",
+    "logprobs": "l",
+    "positions": "p",
+    "seqs": "q",
+    "entries": "e",
+}
+"""Of the fields on the wire: the body of one row has 41 bytes, of which the broker keeps each."""
 
-class TokenColumns(Struct, kw_only=True, omit_defaults=True):
+
+class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns: a token of each row's stream, and entries beside them.
 
     The columns are little-endian. A row stands for an entry that has ``token``, ``stream_id``,

@@ -52,6 +52,11 @@ def some_entries(draw: st.DrawFn) -> list[Token]:
     return entries
 
 
+def test_a_body_of_one_row_is_small() -> None:
+    body = encode_body(pack_columns([plain_entry(2**63 - 1, 2**31, -0.1, 2**31, 0)]), "msgpack")
+    assert len(body) <= 48
+
+
 @given(some_entries())
 def test_entries_come_back_in_the_order_of_their_streams(entries: list[Token]) -> None:
     body = decode_as(TokenBody, encode_body(pack_columns(entries), "msgpack"))
