@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ..protocol.errors import TokenbusError
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
 from .connection import Connection
 from .lanes import hand_out
+from .recording import Recorder
 from .request_options import (
     ASK_S,
     DRAIN_S,
@@ -59,17 +62,34 @@ class Client:
             settings.session_timeout_s if patience_s is None else patience_s,
         )
         self._close = weakref.finalize(self, self._connection.close)
+        self._sent_buffers: dict[str, Prompt] = {}
+        """For recordings."""
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        record: str | Path | Recorder | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
         """Begins a stream of tokens that continue ``prompt``: text, or token ids.
 
         The options are those of ``GenerateOptions``: ``model``, ``temperature`` (0, greedy),
         ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised where the stream
         is read: RequestError if the request is not valid, UnavailableError, RequestTimeoutError,
         ControllerError, SlowClientError, ServiceError.
+
+        ``record``: the file that the stream is written to when it ends, for ``tokenbus replay``.
         """
         call = generate_call(prompt, options)
-        return Stream(self, self._connection, call, options.get("on_system"))
+        if record is None:
+            return Stream(self, self._connection, call, options.get("on_system"))
+        recorder = record if isinstance(record, Recorder) else Recorder(record)
+        model = None
+        with suppress(TokenbusError):
+            model = self.model_info(options.get("model", ""))
+        recorder.begin(call, model, self._sent_buffers)
+        return Stream(self, self._connection, call, options.get("on_system"), recorder)
 
     def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]) -> Scores:
         """The log-probability of each token of ``scored``, given all before it."""
@@ -110,6 +130,10 @@ class Client:
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
         """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         self._ask(buffer_call(name, content, timeout_s))
+        if content is None:
+            self._sent_buffers.pop(name, None)
+        else:
+            self._sent_buffers[name] = content
 
     def upload_controller(
         self,

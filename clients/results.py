@@ -133,6 +133,9 @@ class Sequences:
             self._add_rows()
         self._add(entry)
 
+    def ended(self, error: TokenbusError | None, complete: bool) -> None:
+        """The stream was read to its end (``complete``), or was closed."""
+
     def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:
             self._prompt_tokens, self._cached_tokens = entry.prompt_tokens, entry.cached_tokens

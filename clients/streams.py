@@ -23,7 +23,12 @@ class _Reader:
     """What both kinds of stream do with the events of their call, and how both end."""
 
     def __init__(
-        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+        self,
+        client: object,
+        connection: Connection,
+        call: Call,
+        on_system: OnSystem | None,
+        collected: Sequences | None = None,
     ) -> None:
         self._client = client  # Streams keep their client alive.
         self._connection = connection
@@ -32,7 +37,7 @@ class _Reader:
         self._unread = call.unread
         self._to_end = False
         """Whether the reader waits for the end, and is not woken for each token."""
-        self._collected = Sequences()
+        self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
         self.answer: Msg | None = None
@@ -53,12 +58,12 @@ class _Reader:
         if not self._over:
             self._over = self._closed = True
             self._connection.cancel(self._call)
-            self._end_span(None)
+            self._ended(None, complete=False)
 
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
             self._connection.cancel(self._call)
-            self._end_span(None)
+            self._ended(None, complete=False)
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -113,9 +118,10 @@ class _Reader:
             case Ended(error):
                 self._over = True
                 self._error = error
-                self._end_span(error)
+                self._ended(error, complete=True)
 
-    def _end_span(self, error: TokenbusError | None) -> None:
+    def _ended(self, error: TokenbusError | None, complete: bool) -> None:
+        self._collected.ended(error, complete)
         if self._call.span is not None:
             self._call.span.end(self.sequences, error)
 
@@ -141,9 +147,15 @@ class Stream(_Reader):
     """
 
     def __init__(
-        self, client: object, connection: Connection, call: Call, on_system: OnSystem | None
+        self,
+        client: object,
+        connection: Connection,
+        call: Call,
+        on_system: OnSystem | None,
+        collected: Sequences | None = None,
     ) -> None:
-        super().__init__(client, connection, call, on_system)
+        """``collected`` gets what is read."""
+        super().__init__(client, connection, call, on_system, collected)
         unread = call.unread
         wakes = self._wakes = queue.SimpleQueue[None]()
 

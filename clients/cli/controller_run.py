@@ -30,7 +30,7 @@ _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """The tag by which a run holds the module of its file."""
 
 
-def _argument(given: str) -> str:
+def argument(given: str) -> str:
     """The argument itself, or for ``@FILE`` the text of that file."""
     if not given.startswith("@"):
         return given
@@ -52,7 +52,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
     options["controller"] = args.program
     if args.arg is not None:
-        options["controller_arg"] = _argument(args.arg)
+        options["controller_arg"] = argument(args.arg)
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
         if named or broker_answers(settings.front):

@@ -27,6 +27,7 @@ def add_command(commands: Any) -> None:
     add_request(parser)
     add_parameters(parser)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop there; repeatable")
+    parser.add_argument("--record", metavar="FILE", help="write the stream to a file, for replay")
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.set_defaults(run=run)
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     options = parameters(args)
     if args.stop:
         options["stop"] = args.stop
+    if args.record:
+        options["record"] = args.record
     prompt = given_text(args.prompt)
     with client_for(settings) as client, Notices() as notices:
         stream = begin(client, prompt, args.request_model, options, notices)

@@ -13,8 +13,22 @@ from ...protocol.errors import TokenbusError
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from ..system import add_commands as add_system_commands
-from . import api_key, controller, drain, generate, grammar, interactive, lmtp, score, status, top
+from . import (
+    api_key,
+    controller,
+    drain,
+    generate,
+    grammar,
+    interactive,
+    lmtp,
+    record,
+    replay,
+    score,
+    status,
+    top,
+)
 from .exits import INTERRUPTED, WRONG_USAGE, report
+from .module_files import FileFault
 
 Command = Callable[[argparse.Namespace, Settings], int]
 
@@ -45,18 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
-    for module in (
-        status,
-        top,
-        drain,
-        interactive,
-        generate,
-        score,
-        lmtp,
-        controller,
-        grammar,
-        api_key,
-    ):
+    streams = (interactive, generate, score, record, replay, lmtp)
+    for module in (status, top, drain, *streams, controller, grammar, api_key):
         module.add_command(commands)
     return parser
 
@@ -86,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TokenbusError as error:
         return report(error, settings.front)
-    except (AddressError, UnicodeDecodeError) as error:
+    except (AddressError, FileFault, UnicodeDecodeError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return WRONG_USAGE
     except KeyboardInterrupt:

@@ -1,0 +1,60 @@
+"""``tokenbus record``: one prompt, streamed to standard output and written to a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ...protocol.settings import Settings
+from ..recording import Recorder
+from .controller_run import argument
+from .generate import begin
+from .module_files import is_file, read_module
+from .notices import Notices
+from .options import add_parameters, add_request, client_for, given_text, parameters
+from .texts import Texts, exit_code
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``record``."""
+    parser = commands.add_parser(
+        "record",
+        allow_abbrev=False,
+        help="stream a prompt and write the stream to a file",
+        description="Streams the continuation of a prompt, and writes all that the stream depends "
+        "on and what became of it to FILE, finished or failed, for 'tokenbus replay FILE'.",
+    )
+    parser.add_argument("file", metavar="FILE", help="the recording")
+    parser.add_argument("prompt", nargs="*", help="text")
+    add_request(parser)
+    add_parameters(parser)
+    parser.add_argument(
+        "--controller", metavar="NAME|FILE", help="a name, or a .wasm or .c file, which goes along"
+    )
+    parser.add_argument("--arg", metavar="TEXT|@FILE", help="the argument of the controller")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Streams and records; the exit code. Raises FileFault if a file is not usable."""
+    options = parameters(args)
+    wasm = None
+    if args.controller is not None:
+        options["controller"] = args.controller
+        if is_file(args.controller):
+            wasm = read_module(Path(args.controller))
+    if args.arg is not None:
+        options["controller_arg"] = argument(args.arg)
+    prompt = given_text(args.prompt)
+    with client_for(settings) as client, Notices() as notices:
+        if wasm is not None:
+            options["controller"] = client.upload_controller(wasm).module
+        options["record"] = Recorder(args.file, wasm)
+        stream = begin(client, prompt, args.request_model, options, notices)
+        texts = Texts(stream, notices)
+        try:
+            texts.follow()
+        finally:
+            texts.end()
+        return exit_code(stream.sequences, client.front)

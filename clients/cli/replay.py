@@ -1,0 +1,202 @@
+"""``tokenbus replay``: runs a recorded stream again, and names the first difference."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from ...protocol.errors import TokenbusError
+from ...protocol.messages import Token
+from ...protocol.settings import Settings
+from .. import Client
+from ..recording import Recording, again, first_difference, read_recording
+from .exits import FAILED, OK
+from .module_files import FileFault, read_module
+from .options import add_connection, client_for
+from .own_system import broker_answers, own_system
+
+_TEST = '''\
+"""{what}
+
+Written by ``tokenbus replay {file} --test``.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+RECORDING = Path(__file__).with_name({name!r})
+CONTROLLER = ""
+"""A module in place of the recorded one: a .wasm or .c file next to this one."""
+
+
+def test_{function}() -> None:
+    command = [sys.executable, "-m", "tokenbus.clients.cli", "replay", str(RECORDING)]
+    command += ["--own-system", "--expect", {expect!r}]
+    if CONTROLLER:
+        command += ["--controller", str(Path(__file__).with_name(CONTROLLER))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+'''
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``replay``."""
+    parser = commands.add_parser(
+        "replay",
+        allow_abbrev=False,
+        help="run a recorded stream again and compare it",
+        description="Runs a recorded stream again, its controller included, and compares it token "
+        "by token: exit code 0 where it is the same, 1 with the first difference. Without a "
+        "running system it starts one for the run.",
+    )
+    parser.add_argument("file", metavar="FILE", help="the recording")
+    add_connection(parser)
+    parser.add_argument("--own-system", action="store_true", help="start a system in any case")
+    parser.add_argument(
+        "--model", dest="request_model", metavar="M", help="the model's name here, if it differs"
+    )
+    parser.add_argument("--until", type=int, metavar="N", help="stop after N entries")
+    parser.add_argument(
+        "--show",
+        choices=("entries", "masks"),
+        help="print each entry; with masks, what the controller allowed and forbade there",
+    )
+    parser.add_argument(
+        "--controller", metavar="FILE", help="another module (.wasm, .c) in place of the recorded"
+    )
+    parser.add_argument(
+        "--expect",
+        choices=("same", "success"),
+        default="same",
+        help="same: all entries are (default); success: nothing fails, whatever the tokens are",
+    )
+    parser.add_argument(
+        "--test", metavar="PATH", help="write a test to PATH instead, with the recording next to it"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Replays; the exit code. Raises FileFault where a file is not usable."""
+    try:
+        recording = read_recording(args.file)
+    except OSError as error:
+        raise FileFault(f"cannot read {args.file}: {error.strerror}") from None
+    if args.test:
+        return _write_test(args, recording)
+    module = read_module(Path(args.controller)) if args.controller else None
+    with _client(args, settings, recording) as client:
+        return _replay(args, recording, client, module)
+
+
+@contextmanager
+def _client(args: argparse.Namespace, settings: Settings, recording: Recording) -> Iterator[Client]:
+    named = args.front is not None or settings.front != Settings().front
+    if not args.own_system and (named or broker_answers(settings.front)):
+        with client_for(settings) as client:
+            yield client
+        return
+    model = args.request_model or (recording.model.name if recording.model else "embedded")
+    with own_system(settings, model) as client:
+        yield client
+
+
+def _replay(
+    args: argparse.Namespace, recording: Recording, client: Client, module: bytes | None
+) -> int:
+    came: list[Token] = []
+    failed: TokenbusError | None = None
+    try:
+        for entry in again(
+            client,
+            recording,
+            module=module,
+            until=args.until,
+            inspect=args.show == "masks",
+            model=args.request_model,
+        ):
+            came.append(entry)
+            if args.show:
+                print(_line(entry, args.show == "masks"), flush=True)
+    except TokenbusError as error:
+        failed = error
+        if not came and not recording.failure:
+            raise
+    failure = next((e.error for e in came if e.error), failed.message if failed else "")
+    if args.expect == "success":
+        print(f"it fails: {failure}" if failure else "nothing fails")
+        return FAILED if failure else OK
+    prefix = args.until is not None or not recording.complete
+    difference = first_difference(recording.entries, came, prefix)
+    if difference is not None:
+        print(difference)
+        return FAILED
+    if not prefix and failure != recording.failure:
+        was, now = recording.failure or "no error", failure or "no error"
+        print(f"the end differs: recorded {was}, now {now}")
+        return FAILED
+    print(f"the same: {len(came)} entries" + (f", and it fails: {failure}" if failure else ""))
+    return OK
+
+
+def _line(entry: Token, masks: bool) -> str:
+    what = f"{entry.seq}:{entry.pos}"
+    if entry.parent is not None:
+        what += f"  fork of {entry.parent}"
+    if entry.backtrack:
+        what += f"  drops {entry.backtrack}"
+    if entry.token is not None:
+        text = "" if entry.text is UNSET else f" {entry.text!r}"
+        chance = "appended" if entry.logprob is None else f"{entry.logprob:.3f}"
+        what += f"  {entry.token}{text}  {chance}"
+    if masks and entry.logprob is not None:
+        allowed = "every token" if entry.allowed is UNSET else f"{entry.allowed} tokens"
+        what += f"  of {allowed} allowed"
+        if entry.cut:
+            what += f", forbidden {', '.join(map(str, entry.cut))}"
+        if entry.round_us:
+            what += f", {entry.round_us} us"
+    if entry.logs:
+        what += f"  log {entry.logs!r}"
+    if entry.storage:
+        what += f"  writes {entry.storage}"
+    if entry.finish_reason is not None:
+        what += f"  ends: {entry.finish_reason}" + (f": {entry.error}" if entry.error else "")
+    return what
+
+
+def _write_test(args: argparse.Namespace, recording: Recording) -> int:
+    test = Path(args.test)
+    beside = test.with_suffix(".recording.json")
+    failure = recording.failure
+    what = (
+        "A stream that failed once ends without an error."
+        if failure
+        else ("A stream gives the same tokens as when it was recorded.")
+    )
+    name = test.stem.removeprefix("test_")
+    function = "".join(c if c.isalnum() else "_" for c in name) or "stream"
+    text = _TEST.format(
+        what=what,
+        file=Path(args.file).name,
+        name=beside.name,
+        function=function,
+        expect="success" if failure else "same",
+    )
+    try:
+        if test.exists():
+            raise FileFault(f"{test} exists already; name a new file")
+        shutil.copyfile(args.file, beside)
+        test.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileFault(f"cannot write {test}: {error.strerror}") from None
+    print(f"{test} and {beside} were written", file=sys.stderr)
+    return OK

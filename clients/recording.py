@@ -1,0 +1,321 @@
+"""Recordings: a stream in a file, to be run again and compared token by token.
+
+    client.generate("def add(a, b):", record="add.json").wait()
+    recording = read_recording("add.json")
+    difference = first_difference(recording.entries, again(client, recording))
+
+A recording has what the stream depends on (the request with its buffers, its seed, the model's
+fingerprint, the controller's module) and every entry of it, so that another machine can run it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from ..protocol.bodies import unpack_tokens
+from ..protocol.columns import Row, plain_entry
+from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.messages import PROTOCOL_VERSION, Generate, ModelInfo, Token
+from .calls import Call
+from .results import Sequences
+
+if TYPE_CHECKING:
+    from .client import Client
+    from .request_options import Prompt
+
+FORMAT = 1
+_OWN = {"stream_id", "prompt", "buffers", "save", "trace", "request_id"}
+"""Fields of a request that a replay does not repeat."""
+
+
+class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
+    """A buffer of the prompt: its text, or its token ids."""
+
+    name: str
+    text: str | None = None
+    tokens: list[int] | None = None
+
+
+class Recording(Struct, kw_only=True, omit_defaults=True):
+    """A stream: what it depends on, and what became of it."""
+
+    format: int
+    tokenbus: str
+    """The version of Tokenbus that recorded it."""
+    protocol: int
+    machine: str
+    """Processor and system of the client that recorded it."""
+    request: Generate
+    """With its seed; ``prompt`` is the text or the token ids."""
+    buffers: list[RecordedBuffer] = []
+    model: ModelInfo | None = None
+    """The model that served it; None where the request never got to one."""
+    module: bytes | None = None
+    """The Wasm of its controller, if that was given as a file."""
+    complete: bool = False
+    """Whether the stream was read to its end."""
+    error: str = ""
+    code: str = ""
+    """Why it failed, if it did."""
+    entries: list[Token] = []
+
+    @property
+    def failure(self) -> str:
+        """The first error of the stream or of one of its sequences; empty: there is none."""
+        return self.error or next((e.error for e in self.entries if e.error), "")
+
+
+class Recorder(Sequences):
+    """Writes a stream to a file when it ends, finished or failed or closed.
+
+    For ``generate(record=…)``, where the controller is a module that the recording is to carry.
+    """
+
+    def __init__(self, file: str | Path, module: bytes | None = None) -> None:
+        """``module``: the Wasm of the controller."""
+        super().__init__()
+        self._file = Path(file)
+        self._module = module
+        self._came: list[Token | Row] = []
+        self._recording: Recording | None = None
+        rows, came = self.add_row, self._came
+
+        def add_row(row: Row) -> None:
+            came.append(row)
+            rows(row)
+
+        self.add_row = add_row
+
+    def begin(self, call: Call, model: ModelInfo | None, buffers: Mapping[str, Prompt]) -> None:
+        """Before the request is sent; raises RequestError where a buffer of it is not known."""
+        message = call.message
+        assert isinstance(message, Generate)
+        if message.seed is None:
+            message.seed = secrets.randbits(63)
+        prompt = message.prompt
+        if prompt is None and call.attachments:
+            prompt = unpack_tokens(call.attachments[0])
+        self._recording = Recording(
+            format=FORMAT,
+            tokenbus=_version(),
+            protocol=PROTOCOL_VERSION,
+            machine=f"{platform.machine()} {platform.system()}",
+            request=msgspec.structs.replace(message, prompt=prompt),
+            buffers=[_buffer(name, buffers) for name in message.buffers],
+            model=model,
+            module=self._module,
+        )
+
+    def add(self, entry: Token) -> None:
+        """Adds one entry."""
+        self._came.append(entry)
+        super().add(entry)
+
+    def ended(self, error: TokenbusError | None, complete: bool) -> None:
+        """Writes the file."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.complete = complete
+        recording.entries = [
+            entry if isinstance(entry, Token) else plain_entry(*entry) for entry in self._came
+        ]
+        if error is not None:
+            recording.error, recording.code = error.message, str(error.code)
+        _write(self._file, recording)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two streams differ first."""
+
+    seq: int
+    at: int
+    """Which entry of the sequence, from 0."""
+    recorded: Token | None
+    """None: the recorded sequence has no such entry."""
+    replayed: Token | None
+
+    def __str__(self) -> str:
+        return (
+            f"entry {self.at} of sequence {self.seq} differs: recorded {_shown(self.recorded)}, "
+            f"now {_shown(self.replayed)}"
+        )
+
+
+def read_recording(file: str | Path) -> Recording:
+    """The recording in a file; raises RequestError where it is none, OSError where it cannot be
+    read."""
+    try:
+        recording = msgspec.json.decode(Path(file).read_bytes(), type=Recording)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(Code.INVALID_FIELD, f"{file} is no recording: {error}") from None
+    if recording.format != FORMAT:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"{file} has the format {recording.format}, of Tokenbus {recording.tokenbus}; this "
+            f"version reads the format {FORMAT}",
+        )
+    return recording
+
+
+def again(
+    client: Client,
+    recording: Recording,
+    *,
+    module: bytes | None = None,
+    until: int | None = None,
+    inspect: bool = False,
+    model: str | None = None,
+) -> Iterator[Token]:
+    """The entries of the same request, run again; at most ``until`` of them.
+
+    ``module``: another controller in place of the recorded one. ``inspect``: entries say what their
+    masks did. ``model``: the name of the model here. Raises what the stream raises; RequestError
+    where the model here has another tokenizer.
+    """
+    request = recording.request
+    named = request.model if model is None else model
+    if recording.model is not None:
+        here = client.model_info(named)
+        if here.fingerprint != recording.model.fingerprint:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the model {here.name} here has the tokenizer {here.fingerprint[:12]}; the "
+                f"recording is of {recording.model.name} with {recording.model.fingerprint[:12]}",
+                path="$.model",
+            )
+    fields = msgspec.structs.asdict(request)
+    defaults = msgspec.structs.asdict(Generate(stream_id=0))
+    options: dict[str, Any] = {
+        name: value
+        for name, value in fields.items()
+        if name not in _OWN and value != defaults[name] and value is not UNSET
+    }
+    options.update(model=named, text=request.text)
+    if inspect:
+        options["inspect"] = True
+    wasm = module if module is not None else recording.module
+    if wasm is not None:
+        options["controller"] = client.upload_controller(wasm).module
+    names = []
+    try:
+        for number, buffer in enumerate(recording.buffers):
+            name = f"replay-{secrets.token_hex(4)}-{number}"
+            client.buffer(name, buffer.text if buffer.tokens is None else buffer.tokens)
+            names.append(name)
+        prompt = request.prompt if request.prompt is not None else []
+        with client.generate(prompt, buffers=names, **options) as stream:
+            yield from islice(stream, until)
+    finally:
+        for name in names:
+            with suppress(TokenbusError):
+                client.buffer(name, None)
+
+
+def first_difference(
+    recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
+) -> Difference | None:
+    """Where the sequences of two streams differ first, in the order in which they were recorded;
+    None where they are the same. ``prefix``: one may be longer than the other.
+
+    Log-probabilities and times are not compared.
+    """
+    came: dict[int, list[Token]] = {}
+    for entry in replayed:
+        came.setdefault(entry.seq, []).append(entry)
+    counts: dict[int, int] = {}
+    for entry in recorded:
+        at = counts.get(entry.seq, 0)
+        counts[entry.seq] = at + 1
+        others = came.get(entry.seq, [])
+        other = others[at] if at < len(others) else None
+        if other is None and prefix:
+            continue
+        if other is None or _compared(entry) != _compared(other):
+            return Difference(entry.seq, at, entry, other)
+    if not prefix:
+        for seq, others in sorted(came.items()):
+            at = counts.get(seq, 0)
+            if at < len(others):
+                return Difference(seq, at, None, others[at])
+    return None
+
+
+# --- inside ---------------------------------------------------------------------------------------
+
+
+def _compared(entry: Token) -> tuple[object, ...]:
+    return (
+        *(entry.token, entry.pos, entry.parent, entry.backtrack, entry.logs, entry.storage),
+        *(entry.finish_reason, entry.error, entry.code, entry.stop, entry.constraint),
+    )
+
+
+def _shown(entry: Token | None) -> str:
+    if entry is None:
+        return "nothing"
+    parts = []
+    if entry.parent is not None:
+        parts.append(f"a fork of sequence {entry.parent} at {entry.pos}")
+    if entry.backtrack:
+        parts.append(f"{entry.backtrack} tokens dropped")
+    if entry.token is not None:
+        text = "" if entry.text is UNSET else f" {entry.text!r}"
+        chance = "appended" if entry.logprob is None else f"logprob {entry.logprob:.4f}"
+        parts.append(f"token {entry.token}{text} at {entry.pos} ({chance})")
+    if entry.logs:
+        parts.append(f"log {entry.logs[:80]!r}")
+    if entry.storage:
+        parts.append(f"{len(entry.storage)} writes to variables")
+    if entry.finish_reason is not None:
+        why = f": {entry.error}" if entry.error else ""
+        parts.append(f"the end ({entry.finish_reason}{why})")
+    return ", ".join(parts) or "an entry without a token"
+
+
+def _buffer(name: str, buffers: Mapping[str, Prompt]) -> RecordedBuffer:
+    if name not in buffers:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"the buffer {name!r} cannot be recorded, as this client has not sent it; send it with "
+            "buffer() of the same client",
+            path="$.buffers",
+        )
+    content = buffers[name]
+    if isinstance(content, str):
+        return RecordedBuffer(name=name, text=content)
+    return RecordedBuffer(name=name, tokens=list(content))
+
+
+def _write(file: Path, recording: Recording) -> None:
+    """Replaces the file as a whole."""
+    data = msgspec.json.format(msgspec.json.encode(recording), indent=1)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(data + b"\n")
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _version() -> str:
+    try:
+        return version("tokenbus")
+    except PackageNotFoundError:
+        return "of a source tree"

@@ -1,0 +1,187 @@
+"""Streams that are written to a file, run again, and compared; the commands that do so."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenbus.clients import Client, ControllerError, RequestError
+from tokenbus.clients.cli.main import main
+from tokenbus.clients.recording import (
+    Recorder,
+    Recording,
+    again,
+    first_difference,
+    read_recording,
+)
+
+from ..processes import Bus
+from .wasm_guests import FAILS, FORKS, LOGS
+
+pytestmark = pytest.mark.process
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
+        yield client
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "stream.json"
+
+
+def assert_the_same_again(client: Client, recording: Recording) -> None:
+    assert recording.complete
+    assert recording.entries
+    assert first_difference(recording.entries, again(client, recording)) is None
+
+
+def test_a_sampled_stream_is_the_same_again(client: Client, file: Path) -> None:
+    stream = client.generate(PROMPT, temperature=1.0, n=3, max_tokens=12, stop=["zzz"], record=file)
+    sequences = stream.wait()
+    recording = read_recording(file)
+    assert recording.model is not None
+    assert recording.request.seed is not None
+    assert sum(entry.token is not None for entry in recording.entries) == sum(
+        len(sequence.tokens) for sequence in sequences
+    )
+    assert_the_same_again(client, recording)
+
+
+def test_a_stream_that_is_read_entry_by_entry_is_recorded_as_it_was_read(
+    client: Client, file: Path
+) -> None:
+    entries = list(client.generate([5, 6, 7], max_tokens=8, record=str(file)))
+    recording = read_recording(file)
+    assert recording.entries == entries
+    assert recording.request.prompt == [5, 6, 7]
+    assert_the_same_again(client, recording)
+
+
+def test_buffers_of_the_prompt_go_along(client: Client, file: Path) -> None:
+    client.buffer("recorded", "import os\n")
+    client.buffer("ids", [7, 8, 9])
+    given = {"buffers": ["recorded", "ids"], "max_tokens": 6}
+    client.generate(PROMPT, record=file, **given).wait()  # type: ignore[arg-type]
+    client.buffer("recorded", None)
+    recording = read_recording(file)
+    assert [buffer.text for buffer in recording.buffers] == ["import os\n", None]
+    assert_the_same_again(client, recording)
+    with pytest.raises(RequestError, match="'recorded' cannot be recorded"):
+        client.generate(PROMPT, record=file, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wasm", [FORKS, LOGS], ids=["forks", "logs and variables"])
+def test_a_module_goes_along(client: Client, file: Path, wasm: bytes) -> None:
+    module = client.upload_controller(wasm).module
+    client.generate(
+        PROMPT, controller=module, max_tokens=12, temperature=0.7, record=Recorder(file, wasm)
+    ).wait()
+    recording = read_recording(file)
+    assert recording.module == wasm
+    assert_the_same_again(client, recording)
+
+
+def test_a_stream_that_was_closed_is_compared_as_far_as_it_was_read(
+    client: Client, file: Path
+) -> None:
+    with client.generate(PROMPT, max_tokens=50, record=file) as stream:
+        next(stream)
+    recording = read_recording(file)
+    assert not recording.complete
+    came = again(client, recording, until=4)
+    assert first_difference(recording.entries, came, prefix=True) is None
+
+
+def test_the_first_difference_is_named(client: Client, file: Path) -> None:
+    client.generate(PROMPT, max_tokens=6, record=file).wait()
+    recording = read_recording(file)
+    changed = [*recording.entries]
+    changed[3] = msgspec.structs.replace(changed[3], token=1)
+    difference = first_difference(changed, recording.entries)
+    assert difference is not None
+    assert (difference.seq, difference.at) == (0, 3)
+    assert "entry 3 of sequence 0 differs: recorded token 1" in str(difference)
+    difference = first_difference(recording.entries, recording.entries[:-1])
+    assert difference is not None
+    assert str(difference).endswith("now nothing")
+    difference = first_difference(recording.entries[:-1], recording.entries)
+    assert difference is not None
+    assert "recorded nothing" in str(difference)
+
+
+def test_another_tokenizer_is_refused(client: Client, file: Path) -> None:
+    client.generate(PROMPT, max_tokens=2, record=file).wait()
+    recording = read_recording(file)
+    assert recording.model is not None
+    recording.model.fingerprint = "another"
+    with pytest.raises(RequestError, match="here has the tokenizer"):
+        list(again(client, recording))
+
+
+def test_what_is_no_recording_is_refused(file: Path) -> None:
+    file.write_text("{}")
+    with pytest.raises(RequestError, match="is no recording"):
+        read_recording(file)
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def test_the_commands_record_replay_and_show(
+    steered: Bus, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front = ["--front", steered.front]
+    given = ["--max-tokens", "6", "--controller", "regex", "--arg", "[a-z]{3,9}"]
+    assert main(["record", str(file), PROMPT, *front, *given]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(file), *front]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    assert main(["replay", str(file), *front, "--until", "2", "--show", "masks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "tokens allowed" in lines[0]
+    recording = read_recording(file)
+    recording.entries[1].token = 5
+    file.write_bytes(msgspec.json.encode(recording))
+    assert main(["replay", str(file), *front]) == 1
+    assert "entry 1 of sequence 0 differs" in capsys.readouterr().out
+
+
+def test_generate_records_too(steered: Bus, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    front = ["--front", steered.front]
+    assert main(["generate", PROMPT, *front, "--max-tokens", "3", "--record", str(file)]) == 0
+    assert read_recording(file).complete
+
+
+def test_a_failure_becomes_a_test_that_holds_once_it_is_mended(
+    client: Client, steered: Bus, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = client.upload_controller(FAILS).module
+    with pytest.raises(ControllerError):
+        client.generate(
+            PROMPT, controller=module, max_tokens=8, record=Recorder(file, FAILS)
+        ).wait()
+    front = ["--front", steered.front]
+    assert "bad luck" in read_recording(file).failure
+    assert main(["replay", str(file), *front]) == 0, "it fails as it did"
+    assert "bad luck" in capsys.readouterr().out
+    assert main(["replay", str(file), *front, "--expect", "success"]) == 1
+    mended = tmp_path / "mended.wasm"
+    mended.write_bytes(LOGS)
+    given = ["--expect", "success", "--controller", str(mended)]
+    assert main(["replay", str(file), *front, *given]) == 0
+    test = tmp_path / "test_bad_luck.py"
+    assert main(["replay", str(file), "--test", str(test)]) == 0
+    assert read_recording(tmp_path / "test_bad_luck.recording.json").failure
+    tree = ast.parse(test.read_text())
+    assert "test_bad_luck" in [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    assert "'success'" in test.read_text()
+    assert main(["replay", str(file), "--test", str(test)]) != 0, "it is not overwritten"
