@@ -171,7 +171,10 @@ class Adoption:
             self._drop(worker, request.id)
 
     def _journal(self) -> journal.Journal:
-        return journal.Journal(self._settings.max_journal_bytes > 0)
+        made = journal.Journal(self._settings.max_journal_bytes > 0)
+        # What the client takes is not known before its HELLO.
+        made.json = True
+        return made
 
     def _drop(self, worker: Worker, *requests: int) -> None:
         self._out.to_worker(

@@ -63,6 +63,8 @@ class Attaches:
             self._dispatcher.moves.attach(request, message.received if request.loss else 0)
         else:
             request.attaching.append(message.received)
+            if request.session.encoding == "json":
+                request.session.journal.json = True
             flags = request.session.flags
             self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -21,10 +20,8 @@ from ..protocol.messages import Token
 
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
-_MSGPACK = 0x80
+_MSGPACK = b"\x80"
 """The first byte of a body in msgpack is this or more, that of one in JSON is less."""
-_NO_ENTRIES = b"\x90"
-_FIRST = itemgetter(0)
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
 _LINES = msgspec.json.Decoder(list[Token])
 
@@ -67,10 +64,12 @@ class Journal:
     them into chunks from time to time, where a body takes no more than its own bytes.
     """
 
-    __slots__ = ("_begun", "_chunks", "_next", "_sizes", "tail")
+    __slots__ = ("_begun", "_chunks", "_next", "_sizes", "json", "tail")
 
     def __init__(self, enabled: bool = True) -> None:
         self.tail: list[bytes] | deque[bytes] = [] if enabled else deque(maxlen=0)
+        self.json = False
+        """Whether bodies in JSON may be among them: looking at each costs more than keeping it."""
         self._chunks: deque[_Chunk] = deque()
         self._next = 0
         """The number of the first body in ``tail``."""
@@ -127,19 +126,14 @@ class Journal:
             return
         bodies = list(self.tail)
         self.tail.clear()
-        if not all(bodies):
-            # An empty body has no entries; here each has to be one.
-            bodies = [body or _NO_ENTRIES for body in bodies]
-        firsts = bytes(map(_FIRST, bodies))
-        if min(firsts) >= _MSGPACK or max(firsts) < _MSGPACK:
-            self._pack(bodies)
+        if not self.json:
+            self._pack(bodies, "msgpack")
             return
-        for _, run in groupby(bodies, lambda body: body[0] < _MSGPACK):
-            self._pack(list(run))
+        for json, run in groupby(bodies, lambda body: body[:1] < _MSGPACK):
+            self._pack(list(run), "json" if json else "msgpack")
 
-    def _pack(self, bodies: list[bytes]) -> None:
-        """Adds bodies of the same encoding to the last chunk, or to a new one."""
-        encoding: Encoding = "json" if bodies[0][0] < _MSGPACK else "msgpack"
+    def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
+        """Adds bodies to the last chunk, or to a new one."""
         chunk = self._chunks[-1] if self._chunks else None
         if chunk is None or chunk.encoding != encoding or len(chunk.data) >= CHUNK_BYTES:
             chunk = _Chunk(encoding, self._next)

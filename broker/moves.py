@@ -59,6 +59,7 @@ class Moves:
             request.frames = []
             return
         journal = request.session.journal
+        journal.json = journal.json or request.session.encoding == "json"
         sent = loss.sent if loss is not None else before
         journal.begin(request.id, request.stream_id, request.bytes, sent)
 
