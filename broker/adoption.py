@@ -113,6 +113,7 @@ class Adoption:
             arrived=now - body.age_s,
             trace=fields.trace,
             request_id=fields.request_id,
+            adopted_at=now,
             unclaimed=True,
             entries=count,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
+
+_MODULE_ID = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
@@ -114,8 +117,9 @@ class Controllers:
         That is the reserved one, or another one where it was lost or drains. Where there is none
         for now, the START waits for one; where there can be none, the GPU worker is notified.
         """
-        if not request.session.token:
-            # Its client has not come back yet, and the modules that it may use are not known.
+        if not request.session.token or self._may_come_back(request):
+            # Its client has not come back yet, and the modules that it may use are not known; or
+            # its controller worker may not have.
             self._waiting[request.id] = _Waiting(request, body, now)
             return
         if request.steered_by is None:
@@ -137,6 +141,16 @@ class Controllers:
         given = (b"START", sent_by, body, request.session.tenant)
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
+    def _may_come_back(self, request: Request) -> bool:
+        """Whether another worker may have served the controller of a request that was adopted, and
+        may not have registered yet, which takes a heartbeat: it has a name that only a Python
+        controller's own worker registers, or one that any worker for modules knows."""
+        name, at = request.controller, request.adopted_at
+        if at is None or request.served_as or self._now() - at > 2 * self._settings.heartbeat_s:
+            return False
+        workers = [w for w in self._workers.values() if w.role == "controller"]
+        return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
+
     def start_waiting(self) -> None:
         """Starts what waits for a controller worker and has one now."""
         for number, waiting in list(self._waiting.items()):
@@ -145,6 +159,7 @@ class Controllers:
 
     def refuse_waiting(self, now: float) -> None:
         """Refuses what has waited for ``move_wait_s`` for a controller worker."""
+        self.start_waiting()
         for number, waiting in list(self._waiting.items()):
             if now - waiting.since < self._settings.move_wait_s:
                 continue

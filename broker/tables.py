@@ -236,8 +236,10 @@ class Request:
     """Workers in a row that died when it was their only stream without a new token."""
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
+    adopted_at: float | None = None
+    """Of one of an earlier run of the broker: when it was adopted (``adoption.py``)."""
     unclaimed: bool = False
-    """Whether it was adopted (``adoption.py``), and its client has not attached yet."""
+    """Whether it was adopted, and its client has not attached yet."""
     kept: bytes | None = None
     """Of a stream that ended before its client had attached: its entries, as a body of TOKEN. It is
     nowhere but in ``Session.streams`` then."""
