@@ -17,7 +17,7 @@ import msgspec
 
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
-from ...protocol.errors import Code, RequestError, TokenbusError
+from ...protocol.errors import Code, TokenbusError
 from ...protocol.header import Flag, Header, encode_header
 from ...protocol.messages import (
     PROTOCOL_VERSION,
@@ -45,6 +45,7 @@ from ...protocol.worker_messages import (
 )
 from ..bus import Bus, FromBus
 from ..machine import machine_id
+from .first_rounds import FirstRounds, note_time
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
@@ -52,7 +53,6 @@ from .meters import Meters
 from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
-from .replays import Steps, failed_start
 from .round_events import RoundEvents
 from .rounds import ControlledSequence
 from .sequence_group import Round, SequenceGroup
@@ -71,10 +71,6 @@ SWITCH_S = 0.0005
 """How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
 few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
 wait for Python's usual 5 ms each time."""
-SLICE_S = 0.005
-"""For how long the replay of a request runs before other work gets a turn, in seconds."""
-PAUSE_S = 0.0005
-"""Then it waits so long if rounds are queued, as they need Python's lock."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -120,6 +116,7 @@ class ControllerWorker:
             settings.back_endpoint, self._registration, self._load, self._take_answers, self._series
         )
         self._meters = Meters()
+        self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
         self._variable_calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._request_tokenizer)
         self._masks = MaskFiles()
@@ -264,74 +261,9 @@ class ControllerWorker:
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             pending = self._new_result(group.gpu, 1)
-            steps = self._first_rounds(group, start, tenant, vocabulary, error)
-            self._starts.submit([partial(self._begin, pending, group, steps)])
+            self._first_rounds.submit(pending, group, start, tenant, vocabulary, error)
 
         self._vocabularies.want(start.vocabulary, header.address, ready)
-
-    def _first_rounds(
-        self,
-        group: SequenceGroup,
-        start: Start,
-        tenant: str,
-        vocabulary: TokenizerVocabulary | None,
-        error: str,
-    ) -> Steps:
-        """Makes the controller and runs its first round; all that it ran elsewhere, if it did."""
-        try:
-            if vocabulary is None:
-                raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
-            program = self._programs.get(tenant, start.controller)
-            group.meter = self._meters.of(start.controller)
-            if not start.replay:
-                with group.meter.measured():
-                    return group.begin(program, vocabulary, start.prompt, start.n)
-            steps = group.begin_again(program, vocabulary, start.prompt, start.n, start.replay)
-            while True:
-                try:
-                    with group.meter.measured():
-                        next(steps)
-                except StopIteration as ended:
-                    results: list[StepResult] = ended.value
-                    return results
-                yield
-        except TokenbusError as failed:
-            return failed_start(group.request, start.replay, failed.message, failed.code)
-        except GeneratorExit:
-            raise
-        except BaseException as failed:  # Panics of native libraries too.
-            number = logs.about(group.request)
-            log.exception("the controller %s cannot be started", start.controller, extra=number)
-            text = f"the controller worker failed: {failed!r}"
-            return failed_start(group.request, start.replay, text)
-
-    def _begin(
-        self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
-    ) -> None:
-        """Runs the first rounds of a request; where other requests wait, a slice of them."""
-        began = slice_began = time.perf_counter()
-        while True:
-            try:
-                next(steps)
-            except StopIteration as ended:
-                results: list[StepResult] = ended.value
-                break
-            now = time.perf_counter()
-            if now - slice_began < SLICE_S:
-                continue
-            if self._starts.backlog:
-                rest = partial(self._begin, pending, group, steps, spent_s + now - began)
-                self._starts.submit([rest])
-                return
-            if self._pool.backlog:
-                time.sleep(PAUSE_S)
-            slice_began = time.perf_counter()
-        duration_s = spent_s + time.perf_counter() - began
-        if group.inspect:
-            _note_time(results, duration_s)
-        if group.events is not None and results:
-            group.events.add(results, duration_s)
-        pending.add(group, results)
 
     def _step(self, gpu: int, step: Step) -> None:
         """STEP: runs a round of each of its sequences."""
@@ -516,16 +448,10 @@ def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], fl
     duration_s = time.perf_counter() - began
     meter.end(cpu_began, duration_s)
     if group.inspect:
-        _note_time(results, duration_s)
+        note_time(results, duration_s)
     if group.events is not None:
         group.events.add(results, duration_s)
     return results, duration_s
-
-
-def _note_time(results: list[StepResult], seconds: float) -> None:
-    """The time of a round, in the last result of each of its sequences."""
-    for result in {result.seq: result for result in results}.values():
-        result.round_us = round(1e6 * seconds)
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

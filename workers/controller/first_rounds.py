@@ -1,0 +1,119 @@
+"""START: makes a controller and runs its first round, or all rounds that it ran elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from ...protocol.errors import Code, RequestError, TokenbusError
+from ...protocol.logs import about
+from ...protocol.worker_messages import Start, StepResult
+from .meters import Meters
+from .pending_result import PendingResult
+from .pool import Pool
+from .programs import Programs
+from .replays import Steps, failed_start
+from .sequence_group import SequenceGroup
+from .tokens.vocabulary import TokenizerVocabulary
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.005
+"""For how long the replay of a request runs before other work gets a turn, in seconds."""
+PAUSE_S = 0.0005
+"""Then it waits so long if rounds are queued, as they need Python's lock."""
+
+
+class FirstRounds:
+    """Runs the first rounds of requests in the pool ``starts``, beside the ``rounds`` of others."""
+
+    def __init__(self, programs: Programs, meters: Meters, starts: Pool, rounds: Pool) -> None:
+        self._programs = programs
+        self._meters = meters
+        self._starts = starts
+        self._rounds = rounds
+
+    def submit(
+        self,
+        pending: PendingResult,
+        group: SequenceGroup,
+        start: Start,
+        tenant: str,
+        vocabulary: TokenizerVocabulary | None,
+        error: str,
+    ) -> None:
+        """Begins a request, whose results ``pending`` gets; ``error``: why it has no vocabulary."""
+        steps = self._steps(group, start, tenant, vocabulary, error)
+        self._starts.submit([partial(self._run, pending, group, steps)])
+
+    def _steps(
+        self,
+        group: SequenceGroup,
+        start: Start,
+        tenant: str,
+        vocabulary: TokenizerVocabulary | None,
+        error: str,
+    ) -> Steps:
+        """One round, or those of a replay; every failure becomes a result."""
+        try:
+            if vocabulary is None:
+                raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
+            program = self._programs.get(tenant, start.controller)
+            group.meter = self._meters.of(start.controller)
+            if not start.replay:
+                with group.meter.measured():
+                    return group.begin(program, vocabulary, start.prompt, start.n)
+            steps = group.begin_again(program, vocabulary, start.prompt, start.n, start.replay)
+            while True:
+                try:
+                    with group.meter.measured():
+                        next(steps)
+                except StopIteration as ended:
+                    results: list[StepResult] = ended.value
+                    return results
+                yield
+        except TokenbusError as failed:
+            return failed_start(group.request, start.replay, failed.message, failed.code)
+        except GeneratorExit:
+            raise
+        except BaseException as failed:  # Panics of native libraries too.
+            number = about(group.request)
+            log.exception("the controller %s cannot be started", start.controller, extra=number)
+            text = f"the controller worker failed: {failed!r}"
+            return failed_start(group.request, start.replay, text)
+
+    def _run(
+        self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
+    ) -> None:
+        """Runs the first rounds of a request; where other requests wait, a slice of them."""
+        began = slice_began = time.perf_counter()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                results: list[StepResult] = ended.value
+                break
+            now = time.perf_counter()
+            if now - slice_began < SLICE_S:
+                continue
+            if self._starts.backlog:
+                rest = partial(self._run, pending, group, steps, spent_s + now - began)
+                self._starts.submit([rest])
+                return
+            if self._rounds.backlog:
+                time.sleep(PAUSE_S)
+            slice_began = time.perf_counter()
+        duration_s = spent_s + time.perf_counter() - began
+        if group.inspect:
+            note_time(results, duration_s)
+        if group.events is not None and results:
+            group.events.add(results, duration_s)
+        pending.add(group, results)
+
+
+def note_time(results: Sequence[StepResult], seconds: float) -> None:
+    """The time of a round, in the last result of each of its sequences."""
+    for result in {result.seq: result for result in results}.values():
+        result.round_us = round(1e6 * seconds)
