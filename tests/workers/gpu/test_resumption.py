@@ -51,7 +51,7 @@ GENERATE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(25), suppress_health_check=ANY)
+@settings(max_examples=examples(12), suppress_health_check=ANY)
 @given(
     body=GENERATE,
     columns=st.booleans(),
