@@ -33,7 +33,7 @@ PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# What starts no process, in about 100 seconds on two cores.
+# What starts no process, in about 85 seconds on two cores.
 test-quick: install
 	$(PYTEST) -m 'not process' $(ARGS)
 
