@@ -81,14 +81,19 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 class Recorder(Sequences):
     """Writes a stream to a file when it ends, finished or failed or closed.
 
-    For ``generate(record=…)``, where the controller is a module that the recording is to carry.
+    For ``generate(record=…)``, where the controller is a module that the recording is to carry, or
+    where only failures are to be recorded.
     """
 
-    def __init__(self, file: str | Path, module: bytes | None = None) -> None:
-        """``module``: the Wasm of the controller."""
+    def __init__(
+        self, file: str | Path, module: bytes | None = None, *, only_failures: bool = False
+    ) -> None:
+        """``module``: the Wasm of the controller. ``only_failures``: the file is written only if
+        the stream or one of its sequences ends with an error."""
         super().__init__()
         self._file = Path(file)
         self._module = module
+        self._only_failures = only_failures
         self._came: list[Token | Row] = []
         self._recording: Recording | None = None
         rows, came = self.add_row, self._came
@@ -135,6 +140,8 @@ class Recorder(Sequences):
         ]
         if error is not None:
             recording.error, recording.code = error.message, str(error.code)
+        if self._only_failures and not recording.failure:
+            return
         _write(self._file, recording)
 
 

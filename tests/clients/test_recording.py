@@ -126,6 +126,16 @@ def test_another_tokenizer_is_refused(client: Client, file: Path) -> None:
         list(again(client, recording))
 
 
+def test_only_failures_are_recorded_where_that_is_asked_for(client: Client, file: Path) -> None:
+    client.generate(PROMPT, max_tokens=2, record=Recorder(file, only_failures=True)).wait()
+    assert not file.exists()
+    module = client.upload_controller(FAILS).module
+    recorder = Recorder(file, FAILS, only_failures=True)
+    with pytest.raises(ControllerError):
+        client.generate(PROMPT, controller=module, max_tokens=8, record=recorder).wait()
+    assert "bad luck" in read_recording(file).failure
+
+
 def test_what_is_no_recording_is_refused(file: Path) -> None:
     file.write_text("{}")
     with pytest.raises(RequestError, match="is no recording"):
