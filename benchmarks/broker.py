@@ -82,6 +82,7 @@ def broker(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
+    settings["DRAIN_S"] = "0.1"  # The streams here have no end, and wait for another worker.
     process = subprocess.Popen(
         [sys.executable, "-m", "tokenbus.broker"],
         env=environment | {f"TOKENBUS_{k}": v for k, v in settings.items()},
