@@ -314,8 +314,9 @@ class SequenceGroup:
         """An operation's answer; raises ControllerError where the request has written too much."""
         most = self._limits.written_bytes
         with self._lock:
-            self._written_bytes += len(operation.value)
-            written = self._written_bytes
+            written = self._written_bytes + len(operation.value)
+            if written <= most:
+                self._written_bytes = written
         if written > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
