@@ -72,6 +72,7 @@ class BrokerServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._hurry = False
+        self._leaving = False
         self._closed = False
         self._drain_due = False
         self._flush_due = False
@@ -90,11 +91,13 @@ class BrokerServer:
         self._drain()
         self._tick()
         await self._stopping.wait()
-        await self._drain_streams()
+        if not self._leaving:
+            await self._drain_streams()
         self._closed = True
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
-        self._post(self.core.stop())
+        if not self._leaving:
+            self._post(self.core.stop())
         self._front.close()
         self._back.close()
         for endpoint in (self.front_endpoint, self.back_endpoint):
@@ -110,14 +113,22 @@ class BrokerServer:
             self._hurry = self._stopping.is_set()
             self._stopping.set()
 
+    def leave(self) -> None:
+        """Makes ``run`` end at once and end no stream: the next broker at these addresses adopts
+        what the workers report."""
+        self._leaving = True
+        self.stop()
+
     def run_forever(self) -> None:
-        """Serves in this thread, on uvloop, until SIGINT or SIGTERM."""
+        """Serves in this thread, on uvloop, until SIGINT or SIGTERM, or until SIGHUP, with which
+        it leaves."""
         import uvloop
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(signal.SIGHUP, self.leave)
             await self.run()
 
         uvloop.run(main())

@@ -73,7 +73,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     supervisor = Supervisor(own)
     ready = False
     with interrupted():
-        watcher = Watcher(supervisor, own)
+        watcher = Watcher(supervisor.control, own)
         try:
             with _progress(f"no system runs; starting one with the model {model} for this run"):
                 supervisor.start()

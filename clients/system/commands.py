@@ -38,6 +38,11 @@ def add_commands(subparsers: Subparsers) -> None:
     )
     up.add_argument("--model", help="a path, a hub id, 'embedded' (default), or 'auto'")
     up.add_argument("--front", metavar="ADDRESS", help="where clients connect")
+    up.add_argument(
+        "--rolling",
+        action="store_true",
+        help="replace every process of the system that runs here, while it serves",
+    )
     _worker_flags(up)
     up.set_defaults(run=_reporting(_up))
 
@@ -132,9 +137,12 @@ def _reporting(command: Command) -> Command:
 
 
 def _up(args: argparse.Namespace, settings: Settings) -> int:
+    from .rolling import roll
     from .run_dir import RunDir
     from .up import run_system
 
+    if args.rolling:
+        return roll(settings)
     settings = _with_what_is_installed(settings)
 
     def when_ready(client: Client) -> list[str]:

@@ -42,6 +42,8 @@ class ProcessState:
     """As supervisord names it: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED, FATAL."""
     pid: int
     """0 if it does not run."""
+    group: str = ""
+    """The group that it is in."""
 
     @property
     def failed(self) -> bool:
@@ -75,7 +77,11 @@ class Control:
         infos = self._ask(lambda api: list(api.getAllProcessInfo()))
         if infos is None:
             return None
-        return [ProcessState(i["name"], i["statename"], int(i["pid"])) for i in infos]
+        return [ProcessState(i["name"], i["statename"], int(i["pid"]), i["group"]) for i in infos]
+
+    def signal(self, process: ProcessState, name: str) -> None:
+        """Sends a process a signal; supervisord starts it again when it has exited."""
+        self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def shutdown(self) -> None:
         """Tells supervisord to stop everything in the stop order, and to exit."""

@@ -34,7 +34,7 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     supervisor = Supervisor(settings)
     with StopSignals() as signals:
         supervisor.start()
-        watcher = Watcher(supervisor, settings)
+        watcher = Watcher(supervisor.control, settings)
         screen = screen_for(settings.front)
         try:
             for line in first:

@@ -12,7 +12,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status
 from ...protocol.settings import Settings
 from .. import Client
-from .supervisor import ProcessState, Supervisor
+from .supervisor import Control, ProcessState
 
 ASK_S = 1.0
 """How long the broker may take to answer, in seconds."""
@@ -55,9 +55,9 @@ class Picture:
 class Watcher:
     """Takes pictures of a system. Close it at the end."""
 
-    def __init__(self, supervisor: Supervisor, settings: Settings) -> None:
-        self._control = supervisor.control
-        self._run_dir = supervisor.run_dir
+    def __init__(self, control: Control, settings: Settings) -> None:
+        self._control = control
+        self._run_dir = control.run_dir
         self._front = settings.front
         self._http = settings.http
         self._on_demand = settings.model == "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 from tokenbus.clients import Client, GenerateOptions, UnavailableError
 from tokenbus.clients.system.processes import alive
 
-from ..processes import until
-from .foreground import Foreground, tokenbus
+from ..processes import clean_environment, until
+from .foreground import TOKENBUS, Foreground, tokenbus
 
 pytestmark = pytest.mark.process
 
@@ -55,6 +56,43 @@ def test_up_serves_and_ctrl_c_leaves_nothing(start: Start) -> None:
     assert not [pid for pid in pids if alive(pid)]
     assert "nothing is left running" in system.output
     assert not list(system.run_dir.path.glob("*.sock"))
+
+
+@pytest.mark.long
+def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start) -> None:
+    system = start("up", "--gpu-workers", "2", "--controller-workers", "2")
+    system.wait_until_ready()
+    with Client(system.front, patience_s=300) as client:
+        before = {w.pid for w in client.status().workers}
+        options: GenerateOptions = {"max_tokens": 1000, "ignore_eos": True, "retry_s": 0}
+        wanted = client.generate([5, 6], **options).tokens
+        rolling = subprocess.Popen(
+            [
+                TOKENBUS,
+                "up",
+                "--rolling",
+                "--run-dir",
+                system.run_dir.path,
+                "--front",
+                system.front,
+            ],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        rounds = 0
+        while rolling.poll() is None or not rounds:
+            streams = [client.generate([5, 6], **options) for _ in range(4)]
+            assert [stream.tokens for stream in streams] == [wanted] * 4
+            assert client.generate("import ", **STEERED | {"retry_s": 0}).text in ("os", "sys")
+            rounds += 1
+        assert rolling.stdout is not None
+        assert rolling.returncode == 0, rolling.stdout.read()
+        assert rolling.stdout.read().count("replaced") == 6
+        after = {w.pid for w in client.status().workers}
+        assert len(after) == 5
+        assert not before & after
+    assert system.end() == 0
 
 
 def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
