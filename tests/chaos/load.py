@@ -160,7 +160,8 @@ class _Reader:
 async def clients_of(system: System, modules: dict[str, bytes]) -> AsyncIterator[Load]:
     """The clients, with the modules uploaded and a buffer for each."""
     clients = [AsyncClient(system.front, patience_s=600.0) for _ in range(CLIENTS)]
-    limits = httpx.Limits(max_connections=None)
+    # A connection is not used again: a gateway that was stopped would close it as it is.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     try:
         for tag, wasm in modules.items():
             await clients[0].upload_controller(wasm, tag)

@@ -65,8 +65,8 @@ def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
 def outcome_of_events(lines: Iterable[str]) -> Outcome:
     """The outcome of a stream of server-sent events, without its ids and times.
 
-    Text that arrives together comes in one chunk: chunks of a choice that have nothing but text
-    are joined. All others must be the same ones, one by one.
+    Text that arrives together comes in one chunk, so that chunks of a choice without
+    log-probabilities are joined. Those with them must be the same ones, one by one.
     """
     made = Outcome()
     choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -132,21 +132,27 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _join(pieces: list[dict[str, Any]], choice: dict[str, Any]) -> None:
-    """Adds a choice of a chunk to those before it."""
+    """Adds a choice of a chunk to those before it.
+
+    What is the last chunk's own (the finish reason, the receipt) may come with text or after it.
+    """
     text, before = _only_text(choice), _only_text(pieces[-1]) if pieces else None
-    if text is None or before is None or pieces[-1].get("finish_reason") is not None:
+    if text is None or before is None:
         pieces.append(choice)
-    elif "delta" in choice:
-        delta = {**pieces[-1]["delta"], **choice["delta"], "content": before + text}
-        pieces[-1] = {**choice, "delta": delta}
+        return
+    last = pieces[-1]
+    given = {name: value for name, value in choice.items() if value is not None}
+    pieces[-1] = {**last, **given}
+    if "delta" in choice:
+        pieces[-1]["delta"] = {**last["delta"], **choice["delta"], "content": before + text}
     else:
-        pieces[-1] = {**choice, "text": before + text}
+        pieces[-1]["text"] = before + text
 
 
 def _only_text(choice: dict[str, Any]) -> str | None:
-    """The text of a choice of a chunk; None if there is more to it."""
+    """The text of a choice of a chunk; None if it has log-probabilities."""
     text = choice.get("delta", choice).get("content" if "delta" in choice else "text")
-    return text if isinstance(text, str) and not choice.get("logprobs") else None
+    return None if choice.get("logprobs") else text or ""
 
 
 def _close(a: Any, b: Any) -> bool:
