@@ -247,7 +247,9 @@ class Controllers:
         )
         for gpu, requests in by_gpu.items():
             if gpu in self._workers:
-                self._out.to_worker(self._workers[gpu], b"LOST", _lost(requests, error))
+                self._out.to_worker(
+                    self._workers[gpu], b"LOST", _lost(requests, error, worker.name)
+                )
 
     def state_worker(self) -> Worker | None:
         """The worker that keeps the variables."""
@@ -261,11 +263,12 @@ class Controllers:
             request.steered_by = None
 
 
-def _lost(requests: list[int], error: TokenbusError) -> Lost:
+def _lost(requests: list[int], error: TokenbusError, worker: str = "") -> Lost:
     return Lost(
         requests=requests,
         code=error.code,
         message=error.message,
         path=error.path,
         retry_after_s=error.retry_after_s,
+        worker=worker,
     )

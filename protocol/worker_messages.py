@@ -168,15 +168,16 @@ class Replay(Struct, array_like=True):
     answered as they were the first time. Of their results it sends those that may not have been
     applied: all that follow the sequence's last sampled token, or the last fork that is in
     ``forks`` or that made it, where that is later. They are sent as they were the first time, in
-    their order.
+    their order; the first of them has all logs and writes since the sampled token, as the GPU
+    worker knows how many of these the client has.
     """
 
     seq: Id
     tokens: list[TokenId]
     """The tokens that were sampled, in order; one round followed each. What its controller dropped
     or appended is not here, as it follows from them."""
-    forks: list[list[int]] = []
-    """The new sequences of each fork of it, in order. A fork beyond these is made anew."""
+    forks: list[int] = []
+    """The new sequences of its forks, in order. A fork beyond these is made anew."""
     ended: bool = False
     """Whether it has ended. It is run again for the sake of its forks, and sends nothing."""
     last: bool = False
@@ -289,6 +290,8 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
     message: str
     path: str | None = None
     retry_after_s: Pause | None = None
+    worker: str = ""
+    """With ``worker_lost``: the controller worker that ran them."""
 
 
 class End(Struct, kw_only=True, omit_defaults=True):

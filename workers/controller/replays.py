@@ -43,14 +43,14 @@ class _Past:
     tokens: int = 0
     """Sampled tokens whose rounds have been run."""
     forks: int = 0
-    """Recorded forks that it has made."""
+    """Recorded sequences that its forks have made."""
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
     """Results since its resume point, with their place among all results."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
-    """Of results before its last fork that was applied, which no token has carried yet."""
+    """Of results since its last sampled token, before its last fork that was applied."""
     failure: str = ""
     """Why it cannot be replayed."""
 
@@ -64,11 +64,8 @@ class _Past:
     def forked(self) -> None:
         """Its last result was a fork that had been applied: what follows is kept."""
         for _, result in self.kept:
-            if result.ff_tokens:
-                self.logs, self.storage = "", []
-            else:
-                self.logs += result.logs
-                self.storage = [*self.storage, *result.storage]
+            self.logs += result.logs
+            self.storage = [*self.storage, *result.storage]
         self.kept.clear()
 
     def sampled(self) -> None:
@@ -92,7 +89,7 @@ class GroupReplay:
         """Sequences that the last round made."""
         self._places = 0
         self.after = 1 + max(
-            (seq for one in told for seq in (one.seq, *(c for cs in one.forks for c in cs))),
+            (seq for one in told for seq in (one.seq, *one.forks)),
             default=0,
         )
         """The first number for sequences that were never made before."""
@@ -102,16 +99,19 @@ class GroupReplay:
         ControllerError where it was another fork."""
         past = self._pasts.get(parent.seq)
         if past is None:
-            return None
+            if parent.seq not in self._told:
+                return None
+            # It forks in the round that made it.
+            past = self._pasts[parent.seq] = _Past(self._told[parent.seq], parent)
         told = past.told
         if past.forks < len(told.forks):
-            recorded = told.forks[past.forks]
+            recorded = told.forks[past.forks : past.forks + more]
             if len(recorded) != more:
                 raise _differs(
                     f"{_where(past)} it forks into {more} more sequences, the first time into "
                     f"{len(recorded)}"
                 )
-            past.forks += 1
+            past.forks += more
             return recorded
         if past.tokens < len(told.tokens):
             raise _differs(f"{_where(past)} it forks, the first time it did not")
@@ -190,7 +190,8 @@ class GroupReplay:
             for child in result.children:
                 # Where a sequence has ended, forks of it that were not applied never were.
                 new = Replay(child, [], ended=past.told.ended and not applied)
-                self._pasts[child] = _Past(self._told.get(child, new), made[child])
+                if child not in self._pasts:
+                    self._pasts[child] = _Past(self._told.get(child, new), made[child])
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:

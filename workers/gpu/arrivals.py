@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,13 +53,7 @@ class Waiting:
     @property
     def resumption(self) -> Resumption | None:
         """The sequences of a stream that has moved here, where its client was sent anything."""
-        message = self.message
-        if not self.sent or not isinstance(message, Generate | Score):
-            return None
-        if isinstance(message, Score):
-            return resume(self.sent)
-        steered = message.controller is not None
-        return resume(self.sent, 1 if steered else message.n, steered)
+        return _resumption(self.message, self.sent or ())
 
 
 class Arrivals:
@@ -186,7 +181,8 @@ class Arrivals:
         prompt = prompt_tokens(message, waiting.attachments, tokenizer)
         resumption = waiting.resumption
         if resumption is not None and not resumption.live:
-            stream.save, stream.prompt = getattr(message, "save", None), prompt
+            stream.prompt = prompt
+            stream.save = message.save if isinstance(message, Generate) else None
             self._streams.finish(stream)
             return
         common = {"priority": message.priority, "client": stream.session}
@@ -204,30 +200,52 @@ class Arrivals:
                 **common,
             )
         else:
-            sampling = message
-            if message.controller is not None:
-                # Its controller decides what an end-of-sequence token is, and is forked with it.
-                sampling = msgspec.structs.replace(message, ignore_eos=True, n=1)
-            stream.save, stream.prompt, stream.live = message.save, prompt, sampling.n
-            continued = None
-            if resumption is not None:
-                stream.live = len(resumption.live)
-                generated = {one.seq: one.tokens for one in resumption.live}
-                continued = Continued(generated, resumption.next_seq)
-            stream.usage = engine.add(
-                stream.request,
-                prompt,
-                sampling,
-                text=message.text,
-                inspect=message.inspect,
-                speculate=message.controller is None,
-                priority=message.priority,
-                client=stream.session,
-                continued=continued,
-            )
-            if message.controller is not None:
-                self._steering.start(stream.request, engine, _start(message, stream, engine))
+            stream.save, stream.prompt, stream.message = message.save, prompt, message
+            self._generate(stream, message, engine, resumption)
         self._streams.add(stream)
+
+    def _generate(
+        self, stream: Stream, message: Generate, engine: Engine, resumption: Resumption | None
+    ) -> None:
+        """Begins a generation, or goes on with one that began before."""
+        steered = message.controller is not None
+        # Its controller decides what an end-of-sequence token is, and is forked with it.
+        sampling = msgspec.structs.replace(message, ignore_eos=True, n=1) if steered else message
+        stream.live, continued = sampling.n, None
+        if resumption is not None:
+            stream.live = len(resumption.live)
+            generated = {one.seq: one.tokens for one in resumption.live}
+            continued = Continued(generated, resumption.next_seq)
+        stream.usage = engine.add(
+            stream.request,
+            stream.prompt,
+            sampling,
+            text=message.text,
+            inspect=message.inspect,
+            speculate=not steered,
+            priority=message.priority,
+            client=stream.session,
+            continued=continued,
+        )
+        if steered:
+            start = _start(message, stream, engine)
+            given = None
+            if resumption is not None:
+                start.replay, given = resumption.replay, resumption.given
+            self._steering.start(stream.request, engine, start, given)
+
+    def start_again(self, stream: Stream, left: str, why: str) -> None:
+        """Starts the controller of a live stream again, if it has one, which was lost. What was
+        computed and not sent is dropped, and comes again."""
+        message = stream.message
+        if message is None or message.controller is None:
+            return
+        engine = self._models.engines[stream.model]
+        self._steering.forget(stream.request)
+        engine.abort(stream.request)
+        sent = self._streams.sent(stream)
+        stream.move = stream.move or Move(left, why, time.monotonic())
+        self._generate(stream, message, engine, _resumption(message, sent))
 
     # --- models ---------------------------------------------------------------------------------
 
@@ -306,6 +324,15 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         trace=message.trace,
         request_id=message.request_id,
     )
+
+
+def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
+    if not sent or not isinstance(message, Generate | Score):
+        return None
+    if isinstance(message, Score):
+        return resume(sent)
+    steered = message.controller is not None
+    return resume(sent, 1 if steered else message.n, steered)
 
 
 def _take_transcript(waiting: Waiting) -> None:

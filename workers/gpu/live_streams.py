@@ -228,6 +228,10 @@ class LiveStreams:
             return [*messages, token_frames(by_session, finished)]
         return [*messages, columns.recipients.frames(columns, by_session, finished)]
 
+    def sent(self, stream: Stream) -> list[Token]:
+        """All entries of a live stream that were sent, in their order."""
+        return self._history.of(stream)
+
     def attach(self, stream: Stream, received: int, flags: int) -> None:
         """Sends again what a client that attaches has not received. ``flags``: those of its header,
         as another connection may take another form."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...protocol.messages import Token
 from ...protocol.worker_messages import Replay
@@ -29,6 +30,13 @@ class Given:
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.log_chars or self.writes)
+
+    def take(self, logs: str, storage: list[Any]) -> tuple[str, list[Any]]:
+        """What its client does not have yet of the next piece of its log and of the next writes."""
+        chars, writes = min(len(logs), self.log_chars), min(len(storage), self.writes)
+        self.log_chars -= chars
+        self.writes -= writes
+        return logs[chars:], storage[writes:]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +106,11 @@ class Resumption:
         return 1 + max(self.sequences)
 
     @property
+    def given(self) -> dict[int, Given]:
+        """By sequence: what its client has that is given again."""
+        return {one.seq: one.given for one in self.live if one.given}
+
+    @property
     def replay(self) -> list[Replay]:
         """How its controllers are started again."""
         return [one.replay for one in self.sequences.values()]
@@ -109,23 +122,16 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
     ``n``: its sequences from the outset, without a fork. ``steered``: it has a controller.
     """
     sequences = {seq: Resumed(seq) for seq in range(n)}
-    last: tuple[int, int] | None = None
     for entry in entries:
         seq, parent = entry.seq, entry.parent
         if parent is None or parent not in sequences:
             one = sequences.setdefault(seq, Resumed(seq))
             one.take(entry)
-            last = None
             continue
         of = sequences[parent]
         of.reach()
         sequences[seq] = Resumed(seq, list(of.tokens))
-        # The births of one fork follow each other; all of them are in one message.
-        if last == (parent, seq - 1):
-            of.replay.forks[-1].append(seq)
-        else:
-            of.replay.forks.append([seq])
-        last = parent, seq
+        of.replay.forks.append(seq)
     for one in sequences.values():
         if steered:
             one.settle()

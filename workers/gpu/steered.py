@@ -9,6 +9,7 @@ from ...protocol.messages import ConstraintEnd
 from ...protocol.worker_messages import StepResult
 from .engine import Engine
 from .mask_file import MaskFile
+from .resumption import Given
 from .sequence import TokenOutput
 
 
@@ -38,12 +39,31 @@ class Steered:
     """By sequence: how its text ends, under a built-in constraint, for its last output."""
     notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
     """By sequence: logs and writes that go with its next token."""
+    given: dict[int, Given] = field(default_factory=dict)
+    """Of a request whose controller was started again, by sequence: what its client has already."""
 
     def note(self, one: StepResult) -> None:
         """Keeps what a round logged and wrote, for the sequence's next token."""
-        if one.logs or one.storage:
-            logs, storage = self.notes.get(one.seq, ("", []))
-            self.notes[one.seq] = (logs + one.logs, [*storage, *one.storage])
+        logs, storage = one.logs, one.storage
+        given = self.given.get(one.seq)
+        if given is not None:
+            logs, storage = given.take(logs, storage)
+        if logs or storage:
+            before = self.notes.get(one.seq, ("", []))
+            self.notes[one.seq] = (before[0] + logs, [*before[1], *storage])
+
+    def repeats(self, output: TokenOutput) -> bool:
+        """Whether the client has an output already, as a controller that was started again has
+        appended or dropped once more. All that follows a sampled token or an end is new."""
+        given = self.given.get(output.seq)
+        if given is None or output.parent is not None:
+            return False
+        if output.logprob is not None or output.finish_reason is not None:
+            del self.given[output.seq]
+            return False
+        repeated = given.entries > 0
+        given.entries -= repeated
+        return repeated
 
     def noted(self, output: TokenOutput) -> TokenOutput:
         """An output with what was kept for it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from .decisions import decode_decisions, just_samples, mask_of
 from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
+from .resumption import Given
 from .sampler import NOTHING_ALLOWED
 from .sequence import StepOutputs, TokenColumns, TokenOutput
 from .steered import Steered
@@ -40,6 +41,8 @@ PATIENCE_S = (0.0003, 0.005)
 """At least and at most."""
 POLL_S = 0.0005
 """How often it is looked whether the forward is over, in seconds, while a decision is missing."""
+REPLAYED_ROUND_S = 0.25
+"""How long a round may take that is run again, on average, in seconds."""
 CHECK_S = 1.0
 """How often overdue decisions are looked for, in seconds."""
 
@@ -62,7 +65,8 @@ class Steering:
     """Requests with controllers. ``post`` sends frames.
 
     ``timeout_s``: how long a decision may take before its sequence ends with an error, by
-    ``clock``, which counts seconds.
+    ``clock``, which counts seconds; ``again_s``: how much longer where a controller is started
+    again, which may have to wait for a controller worker.
     """
 
     def __init__(
@@ -71,10 +75,12 @@ class Steering:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         metrics: WorkerMetrics | None = None,
+        again_s: float = 0.0,
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
         self._post = post
         self._timeout_s = timeout_s
+        self._again_s = again_s
         self._clock = clock
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
@@ -94,9 +100,13 @@ class Steering:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def start(self, request: int, engine: Engine, start: Start) -> None:
+    def start(
+        self, request: int, engine: Engine, start: Start, given: Mapping[int, Given] | None = None
+    ) -> None:
         """Starts the controller of a request that was just added to its engine.
 
+        With ``start.replay`` it is started again: a decision of each sequence that lives is awaited
+        for longer, and of what it gives again nothing that its client has (``given``) is sent.
         Raises RequestError where the controller's argument cannot be sent on; then nothing is sent.
         """
         try:
@@ -108,8 +118,12 @@ class Steering:
                 path="$.controller_arg",
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
-        self._requests[request] = Steered(engine, eos, inspect=start.inspect)
-        self._await((request, 0))
+        self._requests[request] = steered = Steered(engine, eos, inspect=start.inspect)
+        steered.given.update(given or {})
+        rounds = sum(1 + len(one.tokens) for one in start.replay)
+        for seq in engine.sequences(request):
+            self._await((request, seq))
+            self._awaited[request, seq] += rounds * REPLAYED_ROUND_S + self._again_s * bool(rounds)
         self._post([b"START", encode_header(request), body])
 
     def note_text_ends(self, request: int) -> None:
@@ -134,7 +148,9 @@ class Steering:
     def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """The last outputs of a request that is cancelled, with logs and writes not yet sent."""
         steered = self._requests.get(request)
-        return outputs if steered is None else [steered.noted(o) for o in outputs]
+        if steered is None:
+            return outputs
+        return [steered.noted(o) for o in outputs if not steered.repeats(o)]
 
     def forget(self, request: int) -> None:
         """Frees what is kept of a request that is over."""
@@ -191,6 +207,8 @@ class Steering:
             steered = self._requests.get(output.request)
             if steered is None:
                 for_clients.append(output)
+                continue
+            if steered.given and steered.repeats(output):
                 continue
             output = steered.noted(output)
             if output.error == NOTHING_ALLOWED:
@@ -438,6 +456,8 @@ class Steering:
             request, seq = sequence.request, sequence.seq
             steered = self._requests.get(request)
             if steered is not None:
+                if steered.given:
+                    steered.given.pop(seq, None)
                 self._awaited[request, seq] = due
                 update = StepSequence(request, seq, [token], None)
                 updates.setdefault(steered.worker, []).append(update)

@@ -16,7 +16,7 @@ from ...protocol.bodies import Encoding, encode_body, error_body, pack_tokens
 from ...protocol.columns import pack_columns
 from ...protocol.errors import TokenbusError
 from ...protocol.header import Flag, Header, encode_header, encode_token_header
-from ...protocol.messages import Buffer, Msg, System, Token
+from ...protocol.messages import Buffer, Generate, Msg, System, Token
 from ...protocol.worker_messages import Journal
 from .metrics import ModelMetrics
 from .sequence import PromptUsage
@@ -66,6 +66,8 @@ class Stream:
     """Its request: body and attachments, for a broker that was restarted."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
+    message: Generate | None = None
+    """Of a generation that an engine has: its request."""
     usage: PromptUsage | None = None
     """Of its prompt; None while no engine has it."""
     started: bool = False

@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 from ...protocol.bodies import decode_as, encode_body
-from ...protocol.errors import error_for
+from ...protocol.errors import Code, error_for
 from ...protocol.header import encode_header
 from ...protocol.messages import (
     PROTOCOL_VERSION,
@@ -61,6 +61,7 @@ class GpuWorker:
             partial(self._bus.post, wake=False),
             decision_timeout(settings),
             metrics=self._streams.metrics,
+            again_s=settings.move_wait_s,
         )
         self._arrivals = Arrivals(
             self._models, self._streams, self._steering, self._bus.post, self._bus.changed
@@ -254,6 +255,9 @@ class GpuWorker:
             wanted = self._stream(request) or self._streams.kept(request)
             if wanted is not None and wanted.type in (b"GENERATE", b"SCORE"):
                 self._streams.send_journal(wanted)
+                if self._streams.get(request) is wanted:
+                    # What its controller worker and this one sent each other may be lost.
+                    self._start_again(wanted, "", "the broker was restarted")
 
     def _stream(self, request: int) -> Stream | None:
         """The stream of a request, whether an engine has it or it waits for its model."""
@@ -271,12 +275,24 @@ class GpuWorker:
         self._streams.send([*ends, *self._steering.with_notes(request, aborted)])
 
     def _lost(self, lost: Lost) -> None:
-        """Requests that have no controller any more end, after what they have computed."""
+        """Controllers that are lost are started again, elsewhere; those that no worker can run end
+        their requests, after what these have computed."""
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)
-            if stream is not None:
+            if stream is None:
+                continue
+            if lost.code == Code.WORKER_LOST:
+                self._start_again(stream, lost.worker, lost.message)
+            else:
                 self._streams.fail(stream, error, "running its controller")
+
+    def _start_again(self, stream: Stream, left: str, why: str) -> None:
+        """Starts the controller of a stream again, if it has one."""
+        try:
+            self._arrivals.start_again(stream, left, why)
+        except Exception as failure:
+            self._streams.fail(stream, failure, "starting its controller again")
 
     def _tokenizer(self, message: FromBus) -> None:
         """Sends the tokenizer that a controller worker needs, or why there is none."""

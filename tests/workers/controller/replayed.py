@@ -44,6 +44,10 @@ class Life:
     noted_logs: str = ""
     noted_storage: list[Any] = field(default_factory=list)
     """Of results since then."""
+    carried: tuple[int, int] = (0, 0)
+    """How much of its logs and writes its tokens had carried when the last one was sampled."""
+    given: tuple[int, int] = (0, 0)
+    """How much of them its controller gives again."""
     suspended: bool = False
     resume: Life | None = None
     """What it was at its resume point."""
@@ -100,7 +104,13 @@ class Stream:
     def replays(self) -> list[Replay]:
         """What the transcript says, parents before their forks."""
         return [
-            Replay(seq, list(life.sampled), copy.deepcopy(life.forks), bool(life.end), life.last)
+            Replay(
+                seq,
+                list(life.sampled),
+                [c for cs in life.forks for c in cs],
+                bool(life.end),
+                life.last,
+            )
             for seq, life in sorted(self.lives.items())
         ]
 
@@ -115,6 +125,8 @@ class Stream:
             if not life.end:
                 resumed = life.resume or Life()
                 resumed.resume = copy.deepcopy(resumed)
+                chars, writes = resumed.carried
+                resumed.given = len(resumed.logs) - chars, len(resumed.storage) - writes
                 self.lives[seq] = resumed
         steps = self.group.begin_again(self.program(), self.vocabulary, PROMPT, self.n, told)
         while True:
@@ -190,8 +202,10 @@ class Stream:
     def _apply(self, result: StepResult) -> None:
         life = self.lives[result.seq]
         assert not life.end, "a result for a sequence that has ended"
-        life.noted_logs += result.logs
-        life.noted_storage += result.storage
+        chars, writes = life.given
+        life.noted_logs += result.logs[chars:]
+        life.noted_storage += result.storage[writes:]
+        life.given = max(0, chars - len(result.logs)), max(0, writes - len(result.storage))
         life.suspended = result.then == "suspend"
         del life.tokens[len(life.tokens) - result.backtrack :]
         life.tokens += result.ff_tokens
@@ -238,6 +252,7 @@ class Stream:
         life.tokens.append(token)
         life.sampled.append(token)
         life.carry()
+        life.carried = len(life.logs), len(life.storage)
         life.mark()
         return results
 

@@ -294,7 +294,7 @@ def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
 
 
 def test_a_replay_is_answered_and_its_sequences_go_on(worker: Worker) -> None:
-    worker.begin(1, "suspends", 2, Replay(0, [], [[4]]), Replay(4, [5, 6]))
+    worker.begin(1, "suspends", 2, Replay(0, [], [4]), Replay(4, [5, 6]))
     assert worker.result(1, 4).then == "sample"
     assert worker.step(1, seq=4).then == "sample"
     assert worker.step(1, seq=0).then == "suspend"
@@ -303,9 +303,7 @@ def test_a_replay_is_answered_and_its_sequences_go_on(worker: Worker) -> None:
 def test_a_replay_whose_controller_cannot_be_made_gets_an_error_for_each_live_sequence(
     worker: Worker,
 ) -> None:
-    worker.begin(
-        1, "refuses", 1, Replay(0, [5], [[1, 2]], ended=True), Replay(1, []), Replay(2, [])
-    )
+    worker.begin(1, "refuses", 1, Replay(0, [5], [1, 2], ended=True), Replay(1, []), Replay(2, []))
     frames = worker.first(b"RESULT")
     results = msgpack.decode(frames[2], type=Result).sequences
     assert [(one.seq, one.then) for one in results] == [(1, "error"), (2, "error")]

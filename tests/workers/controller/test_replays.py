@@ -228,6 +228,13 @@ class Even(Controller):
         return go_on()
 
 
+class Thrice(Even):
+    """Forks into three."""
+
+    def pre_process(self) -> Decision:
+        return fork(3) if self.after == 2 else go_on()
+
+
 class Asleep(Controller):
     def pre_process(self) -> Decision:
         return suspend()
@@ -238,14 +245,15 @@ class Asleep(Controller):
     [
         (Even, [Replay(0, [4, 5])], [0], "after 1 of 2 sampled tokens it does not allow token 5"),
         (Even, [Replay(0, [4, 6, 8])], [0], "after 2 of 3 sampled tokens it forks, the first time"),
-        (Even, [Replay(0, [4, 6], [[1, 2]])], [0, 1, 2], "forks into 1 more sequences, the first"),
+        (Even, [Replay(0, [4, 6], [1, 2])], [0, 2], "it samples, the first time it forked"),
+        (Thrice, [Replay(0, [4, 6], [1])], [0, 1], "forks into 2 more sequences, the first"),
         (
             Even,
-            [Replay(0, [4], [[1]])],
+            [Replay(0, [4], [1])],
             [0, 1],
             "after 1 of 1 sampled tokens it samples, the first",
         ),
-        (Even, [Replay(0, [4, 6, 4, 4, 4], [[1]])], [0], "after 4 of 5 sampled tokens it stops"),
+        (Even, [Replay(0, [4, 6, 4, 4, 4], [1])], [0], "after 4 of 5 sampled tokens it stops"),
         (Even, [Replay(0, [4], ended=True), Replay(7, [4])], [7], "no fork makes sequence 7"),
         (Asleep, [Replay(0, [4])], [0], "after 0 of 1 sampled tokens it stays suspended"),
     ],
@@ -266,7 +274,7 @@ def test_a_controller_that_decides_otherwise_than_the_first_time_fails_and_says_
 
 def test_what_has_ended_is_run_for_its_forks_only() -> None:
     group = group_of(Even)
-    told = [Replay(0, [4, 6], [[3]], ended=True), Replay(3, [8])]
+    told = [Replay(0, [4, 6], [3], ended=True), Replay(3, [8])]
     [result] = replayed(group, Even, *told)
     assert (result.seq, result.then) == (3, "sample")
     assert list(group._sequences) == [3]
@@ -286,7 +294,7 @@ def test_a_fork_that_was_not_applied_gets_new_numbers_and_is_sent_with_its_resul
 
 def test_after_a_replay_calls_have_their_usual_limits_and_masks_their_rows() -> None:
     group = group_of(Even)
-    group.record(replayed(group, Even, Replay(0, [4, 6], [[1]]), Replay(1, [])))
+    group.record(replayed(group, Even, Replay(0, [4, 6], [1]), Replay(1, [])))
     assert [s.host.limits for s in group._sequences.values()] == [WIDE, WIDE]
 
 

@@ -146,7 +146,7 @@ def test_a_step_that_fails_fails_the_streams_that_are_left(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_was_computed_is_sent_before_a_lost_controller_ends_its_stream(
+def test_what_was_computed_is_sent_before_a_controller_that_cannot_run_ends_its_stream(
     tmp_path: Path, embedded: LoadedModel, overlap: bool
 ) -> None:
     loop = Loop(tmp_path, embedded, overlap=overlap)
@@ -154,7 +154,7 @@ def test_what_was_computed_is_sent_before_a_lost_controller_ends_its_stream(
     loop.generate(2, controller="c")
     loop.decide(2, "sample")
     loop.turn()
-    loop.give(b"LOST", Lost(requests=[2], code="worker_lost", message="lost"))
+    loop.give(b"LOST", Lost(requests=[2], code="no_worker", message="none"))
     loop.turn()
     assert len(loop.entries(2)) == 1, "what was computed goes before the error"
     assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [2]

@@ -1,0 +1,146 @@
+"""A controller worker without its sockets and threads: the rounds of scripted controllers, whose
+results reach a GPU worker's loop some turns later, in an order that is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from random import Random
+from typing import Any
+
+from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.header import decode_header
+from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.python import PythonProgram
+from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.state.variables import VariableStorage
+
+from ..controller.scripted import Scripted
+from .test_worker_loop import Loop
+
+WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+
+
+class Controllers:
+    """Runs the controllers of one GPU worker's requests. ``storage``: the state worker's, which
+    outlives both."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        storage: VariableStorage,
+        rng: Random,
+        number: int = 7,
+    ) -> None:
+        self.number = number
+        self._loop, self._storage, self._rng = loop, storage, rng
+        self._groups: dict[int, SequenceGroup] = {}
+        self._rounds: deque[tuple[SequenceGroup, Round]] = deque()
+        self._seen = len(loop.worker._bus._outbox)
+
+    def turn(self) -> None:
+        """Takes what was sent to it, and sends some of the results that are due."""
+        outbox = list(self._loop.worker._bus._outbox)
+        for frames in outbox[self._seen :]:
+            if frames[0] == b"START":
+                self._start(decode_header(frames[1]).request, decode_as(Start, frames[2]))
+            elif frames[0] == b"STEP" and decode_header(frames[1]).address == self.number:
+                self._step(decode_as(Step, frames[2]))
+        self._seen = len(outbox)
+        for _ in range(len(self._rounds)):
+            group, run = self._rounds.popleft()
+            if self._rng.random() < 0.6:
+                self._send(group, run())
+            else:
+                self._rounds.append((group, run))
+
+    def _start(self, request: int, start: Start) -> None:
+        arg = b"" if start.arg is None else json.dumps(start.arg).encode()
+        group = SequenceGroup(
+            request, 1, WIDE, arg, start.max_tokens, start.ignore_eos, self._storage.apply
+        )
+        self._groups[request] = group
+        vocabulary = start.vocabulary
+        tokens = [b"%d" % i for i in range(vocabulary.size)]
+        words = TokenizerVocabulary.from_tokens(tokens, vocabulary.eos, "test")
+        program = PythonProgram(Scripted)
+
+        def begin() -> list[StepResult]:
+            if not start.replay:
+                return group.begin(program, words, start.prompt, start.n)
+            steps = group.begin_again(program, words, start.prompt, start.n, start.replay)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as ended:
+                    results: list[StepResult] = ended.value
+                    return results
+
+        self._rounds.append((group, begin))
+
+    def _step(self, step: Step) -> None:
+        for one in step.sequences:
+            group = self._groups.get(one.request)
+            if group is None:
+                continue
+            ended = one.ended is not None
+            stepped = group.step(one.seq, one.tokens, ended, None, one.stop)
+            if stepped is not None:
+                self._rounds.append((group, stepped[1]))
+
+    def _send(self, group: SequenceGroup, results: list[StepResult]) -> None:
+        while results:
+            attachments: list[bytes] = []
+            for result in results:
+                if result.attachment is not None:
+                    mask = group.mask(result.seq)
+                    assert mask is not None
+                    result.attachment = len(attachments)
+                    attachments.append(mask)
+            body = encode_body(Result(sequences=results, host="elsewhere"), "msgpack")
+            woken, results = group.record(results)
+            self._loop.give(b"RESULT", body, 0, self.number, 0, attachments)
+            self._rounds.extend((group, run) for run in woken)
+            group.free()
+
+
+def script(rng: Random, longest: int, n: int = 1) -> dict[str, Any]:
+    """What controllers do, drawn: forks of sequence 0 only, as the numbers of concurrent forks
+    depend on time."""
+
+    def some(length: int, forks: bool) -> list[list[Any]]:
+        done: list[list[Any]] = []
+        for _ in range(length):
+            tokens = [rng.randrange(10, 60) for _ in range(rng.randrange(1, 4))]
+            kind = rng.choice(
+                ["sample", "sample", "allow", "append", "splice", "log", "set", "wait", "fork"]
+            )
+            match kind:
+                case "sample":
+                    done.append(["sample", None])
+                case "allow":
+                    done.append(["sample", [rng.randrange(10, 60) for _ in range(4)]])
+                case "append":
+                    done.append(["append", tokens])
+                case "splice":
+                    done.append(["sample", None])
+                    done.append(["splice", 1, rng.choice([tokens, []])])
+                case "log":
+                    done.append(["log", rng.choice("abc") * rng.randrange(1, 4)])
+                case "set":
+                    done.append(["set", rng.choice("xy"), "1"])
+                case "wait":
+                    done.append(["wait", rng.choice("xy")])
+                case "fork" if forks:
+                    ways = rng.randrange(2, 4)
+                    first = [["splice", 0, tokens]] if rng.random() < 0.5 else []
+                    branches = [first + some(rng.randrange(1, 6), i == 0) for i in range(ways)]
+                    done.append(["fork", branches])
+                    return done
+        done.append(rng.choice([["stop"], ["sample", None], ["log", "end"], ["fail", "so"]]))
+        return done
+
+    todo = [["set", "x", "0"]] if rng.random() < 0.7 else []
+    return {"do": todo + some(longest, n == 1), "tells": rng.random() < 0.3}

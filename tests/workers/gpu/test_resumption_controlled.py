@@ -1,0 +1,202 @@
+"""A controlled stream that goes on elsewhere: every entry is the one that it would have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenbus.protocol.header import Flag
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Lost
+from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.state.variables import VariableStorage
+
+from ...counts import examples
+from .controlled import Controllers, script
+from .moved import REQUEST, TURNS, check_notice, finished, give, same_entries, token_messages
+from .moved import transcript as transcript_of
+from .test_worker_loop import Loop
+
+ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+class Run:
+    """A request on a GPU worker and a controller worker, a turn at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        loaded: LoadedModel,
+        storage: VariableStorage,
+        rng: Random,
+        overlap: bool,
+    ) -> None:
+        self.loop = Loop(folder, loaded, overlap=overlap)
+        self._storage, self._rng = storage, rng
+        self.controllers = Controllers(self.loop, storage, rng)
+
+    def turn(self) -> None:
+        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
+        self.loop.turn()
+        self.controllers.turn()
+
+    def finish(self) -> list[list[Token]]:
+        for _ in range(TURNS):
+            if finished(self.loop):
+                return token_messages(self.loop)
+            self.turn()
+        raise AssertionError("the stream is not over")
+
+    def lose_controllers(self) -> None:
+        """Its controller worker dies, and what it has sent has arrived."""
+        self.controllers = Controllers(
+            self.loop, self._storage, self._rng, self.controllers.number + 1
+        )
+        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
+        self.loop.give(b"LOST", lost)
+
+
+def merged(messages: list[list[Token]]) -> list[list[Token]]:
+    """The same with the logs and writes of each sequence at the end of a run of entries that were
+    not sampled: on which of these they are depends on time."""
+    found = msgspec.msgpack.decode(
+        msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
+    )
+    last: dict[int, Token] = {}
+    for entry in found:
+        before = last.get(entry.seq)
+        if before is not None and entry.parent is None:
+            entry.logs, entry.storage = before.logs + entry.logs, before.storage + entry.storage
+            before.logs, before.storage = "", []
+        if entry.parent is None:
+            last[entry.seq] = entry
+        if entry.token is not None and entry.logprob is not None:
+            del last[entry.seq]
+    return [found]
+
+
+BODY = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 20), "prompt": st.just("def f(a):\n    ")},
+    optional={
+        "temperature": st.just(1.0),
+        "text": st.just(True),
+        "stop": st.sampled_from([["re"], [" a", "\n"], [10]]),
+        "frequency_penalty": st.just(0.8),
+        "ignore_eos": st.just(True),
+        "n": st.integers(2, 3),
+        "save": st.just("kept"),
+    },
+)
+
+
+@settings(max_examples=examples(6), suppress_health_check=ANY)
+@given(body=BODY, rng=st.randoms(use_true_random=False), overlap=st.booleans(), data=st.data())
+def test_a_controlled_stream_moves_after_any_message(
+    tmp_path: Path,
+    embedded: LoadedModel,
+    body: dict[str, Any],
+    rng: Random,
+    overlap: bool,
+    data: st.DataObject,
+) -> None:
+    body = body | {"controller": "c", "controller_arg": script(rng, 8, body.get("n", 1))}
+    storage = VariableStorage()
+    whole = Run(tmp_path, embedded, storage, rng, overlap)
+    give(whole.loop, b"GENERATE", body, 0)
+    wanted = whole.finish()
+    before = wanted[: data.draw(st.integers(0, len(wanted) - 1), "cut")]
+    second = Run(tmp_path, embedded, storage, rng, overlap)
+    give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(before))
+    got = [*before, *second.finish()]
+    same_entries(merged(got), merged(wanted))
+    check_notice(second.loop)
+    assert second.loop.sent(b"BUFFER") == whole.loop.sent(b"BUFFER")
+    check_nothing_is_left(second.loop)
+
+
+@settings(max_examples=examples(6), suppress_health_check=ANY)
+@given(body=BODY, rng=st.randoms(use_true_random=False), overlap=st.booleans())
+def test_lost_controllers_are_started_again_at_any_moment(
+    tmp_path: Path, embedded: LoadedModel, body: dict[str, Any], rng: Random, overlap: bool
+) -> None:
+    body = body | {"controller": "c", "controller_arg": script(rng, 8, body.get("n", 1))}
+    whole = Run(tmp_path, embedded, VariableStorage(), rng, overlap)
+    give(whole.loop, b"GENERATE", body, 0)
+    wanted = whole.finish()
+    second = Run(tmp_path, embedded, VariableStorage(), rng, overlap)
+    give(second.loop, b"GENERATE", body, 0)
+    second.turn()
+    lost = 0
+    for _ in range(TURNS):
+        if finished(second.loop):
+            break
+        if lost < 5 and rng.random() < 0.1:
+            second.lose_controllers()
+            lost += 1
+        second.turn()
+    same_entries(merged(token_messages(second.loop)), merged(wanted))
+    assert second.loop.sent(b"BUFFER") == whole.loop.sent(b"BUFFER")
+    assert not second.loop.sent(b"ERROR")
+    check_nothing_is_left(second.loop)
+
+
+def check_nothing_is_left(loop: Loop) -> None:
+    worker = loop.worker
+    assert not len(worker._streams)
+    assert not worker._steering.active
+    assert not worker._steering._awaited
+    assert not worker._steering._forks
+    assert not worker._steering._behind
+    engine = worker._models.engines["m"]
+    loop.turn()
+    assert not engine.has_requests
+    assert engine.stats()["kv_pages_used"] == 0
+
+
+OTHER = [["sample", None], ["set", "y", "1"]]
+WAITS = [["splice", 0, [40]], ["wait", "y"]]
+TWICE = [
+    [["log", "aa"], ["append", [33, 34]], ["fork", [[*WAITS, ["log", "zzzz"]], OTHER]]],
+    [
+        ["sample", None],
+        ["log", "a"],
+        ["splice", 1, [35]],
+        ["fork", [[*WAITS, ["log", "z"]], OTHER]],
+    ],
+    [["log", "aa"], ["fork", [[*WAITS, ["log", "b"], ["fork", [[["log", "z"]], []]]], OTHER]]],
+    [["fork", [[["splice", 0, [40]], ["fork", [[*WAITS, ["log", "z"]], []]]], OTHER]]],
+]
+"""Logs before a fork, after which the sequence is suspended; forks with nothing between them."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("todo", TWICE)
+def test_logs_and_forks_of_suspended_sequences_are_not_mixed_up(
+    tmp_path: Path, embedded: LoadedModel, todo: list[Any], n: int
+) -> None:
+    body = {"prompt": "def f(a):\n    ", "max_tokens": 8, "controller": "c", "n": n}
+    body |= {"controller_arg": {"do": todo}}
+    storage = VariableStorage()
+    whole = Run(tmp_path, embedded, storage, Random(0), False)
+    give(whole.loop, b"GENERATE", body, 0)
+    wanted = whole.finish()
+    for cut in range(len(wanted)):
+        second = Run(tmp_path, embedded, storage, Random(0), False)
+        give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(wanted[:cut]))
+        same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted))
