@@ -77,12 +77,14 @@ def _cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def broker(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
-    """Tokenbus's broker: its two addresses, and what tells its CPU time in seconds."""
+def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], float]]]:
+    """Tokenbus's broker, with ``more`` settings: its two addresses, and what tells its CPU time in
+    seconds."""
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
     settings["DRAIN_S"] = "0.1"  # The streams here have no end, and wait for another worker.
+    settings |= more
     process = subprocess.Popen(
         [sys.executable, "-m", "tokenbus.broker"],
         env=environment | {f"TOKENBUS_{k}": v for k, v in settings.items()},
@@ -251,9 +253,11 @@ def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
     return Rate(count / seconds, 1e6 * used / count)
 
 
-def token_rate(folder: Path, steps: int, columns: bool) -> Rate:
-    """Tokens of steps of 64, for 8 clients that decode them; the CPU time is that of the broker and
-    of the clients."""
+def token_rate(
+    folder: Path, steps: int, columns: bool, decoded: bool = True, **settings: str
+) -> Rate:
+    """Tokens of steps of 64, for 8 clients that decode them where they are to be ``decoded``; the
+    CPU time is that of the broker and of the clients, or of the broker alone."""
     each = STEP_TOKENS // CLIENTS
     entries = [
         Token(
@@ -268,9 +272,11 @@ def token_rate(folder: Path, steps: int, columns: bool) -> Rate:
     ]
     body = encode_body(pack_columns(entries) if columns else entries, "msgpack")
     capabilities = ["columns", "bodies"] if columns else []
-    with broker(folder) as (front, back, cpu_s):
+    with broker(folder, **settings) as (front, back, cpu_s):
         worker = _register(back)
-        decode = _Columns() if columns else _entries
+        decode: Decode = None
+        if decoded:
+            decode = _Columns() if columns else _entries
         process, pipe = _start_receiver(front, 0, CLIENTS, steps, decode)
         pipe.send(capabilities)
         head = encode_token_header(_sessions(worker, CLIENTS))
@@ -279,7 +285,7 @@ def token_rate(folder: Path, steps: int, columns: bool) -> Rate:
         for _ in range(steps):
             _SEND(worker, message)
         seconds, clients_s = pipe.recv()
-        used = cpu_s() - began + clients_s
+        used = cpu_s() - began + (clients_s if decoded else 0.0)
         process.join()
         worker.close()
     tokens = steps * STEP_TOKENS

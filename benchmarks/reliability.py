@@ -1,0 +1,347 @@
+"""What it costs that nothing is lost: the journal, moves, overload, and memory over many streams.
+
+- The journal: tokens/s through the broker, which runs at its limit, with it and without it in
+  turns; and the bytes that it keeps for each token of a plain stream.
+- A move: a worker is killed (SIGKILL) in the middle of a stream with a long prompt. The pause that
+  its client sees, from the signal to the next token, over the prefill of as many tokens.
+- Overload: tokens of completed streams per second, where ten times as much arrives as can be
+  served, over those where as much arrives as can be. The GPU is a stand-in with a forward of a
+  given time; half of the requests have a time-out that many of them would spend in the queue.
+- Memory: how much broker and worker grow over 200,000 short streams, the stand-in again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import zmq
+from _report import arguments, report
+from _served import GPU, HERE, START_S, end, environment
+from tokenbus.broker.core import Broker
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.clients import AsyncClient, Client, TokenbusError
+from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.columns import pack_columns
+from tokenbus.protocol.header import encode_header, encode_token_header
+from tokenbus.protocol.messages import Generate, Hello, Token
+from tokenbus.protocol.worker_messages import Register
+
+from broker import token_rate
+
+NOTES = {
+    "journal_overhead": "tokens/s through the broker with the journal over without; at least 0.95",
+    "journal_overhead_cpu": "CPU time of the broker for each token, without over with",
+    "tokens_per_s_without_journal": "",
+    "journal_bytes_per_token": "of a plain stream, its request included; at most 64",
+    "move_vs_prefill": "pause of a move after SIGKILL over the prefill that it needs; at most 3",
+    "move_pause_s": "",
+    "prefill_s": "of prompt and output together, at the other worker",
+    "overload_goodput": "completed tokens/s at 10 times capacity over at capacity; at least 0.9",
+    "goodput_at_capacity": "tokens/s",
+    "goodput_at_10_times": "tokens/s",
+    "refused_at_10_times": "the part of the requests that was refused at once",
+    "overload_rss_mb": "growth of the broker while 10 times as much arrives",
+    "rss_growth_mb": "of broker and worker, over 200,000 short streams; at most 30",
+    "streams_per_s": "short ones",
+}
+MIB = 2**20
+Socket = zmq.Socket[bytes]
+
+
+# --- the journal ----------------------------------------------------------------------------------
+
+
+def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
+    """The broker with its journal and without, in turns; the order alternates."""
+    rates, cpu, without = [], [], []
+    for number in range(rounds):
+        found = {}
+        for kept in (True, False) if number % 2 else (False, True):
+            settings = {} if kept else {"MAX_JOURNAL_BYTES": "0"}
+            found[kept] = token_rate(folder, steps, columns=True, decoded=False, **settings)
+        rates.append(found[True].per_s / found[False].per_s)
+        cpu.append(found[False].cpu_us / found[True].cpu_us)
+        without.append(found[False].per_s)
+    return {
+        "journal_overhead": statistics.median(rates),
+        "journal_overhead_cpu": statistics.median(cpu),
+        "tokens_per_s_without_journal": statistics.median(without),
+    }
+
+
+def journal_bytes(tokens: int) -> dict[str, float]:
+    """The journal of a stream that gets a token in each step, as the broker's core keeps it."""
+    broker = Broker(BrokerSettings(), boot=1, now=0.0)
+    register = Register(
+        name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
+    )
+    body = encode_body(register, "msgpack")
+    broker.on_worker(b"\0w", [b"REGISTER", encode_header(), body], 0.0)
+    hello = Hello(encodings=("msgpack",), capabilities=["columns", "bodies"])
+    broker.on_client(b"\0c", [b"HELLO", encode_body(hello, "msgpack")], 0.0)
+    request = Generate(stream_id=1, model="m", prompt=list(range(16)), max_tokens=tokens)
+    broker.on_client(b"\0c", [b"GENERATE", encode_body(request, "msgpack")], 0.0)
+    [session] = broker.session_table
+    head = encode_token_header([session.id])
+    draw = random.Random(1)
+    for pos in range(tokens):
+        entry = Token(
+            token=(token := draw.randrange(128_000)),
+            stream_id=1,
+            logprob=(logprob := -draw.random()),
+            finish_reason=None,
+            top_logprobs={token: logprob},
+            pos=pos,
+        )
+        columns = encode_body(pack_columns([entry]), "msgpack")
+        broker.on_worker(b"\0w", [b"TOKEN", head, columns], 0.0)
+    broker.tick(1.0)
+    return {"journal_bytes_per_token": session.journal.size / tokens}
+
+
+# --- systems --------------------------------------------------------------------------------------
+
+
+class System:
+    """A broker and GPU workers with the embedded model."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        folder.mkdir(parents=True)
+        self.front = f"ipc://{folder}/front.sock"
+        self._settings = environment(
+            front=self.front, run_dir=str(folder), log_level="warning", **settings
+        )
+        self._log = (folder / "log").open("w")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.broker = self.start("-m", "tokenbus.broker")
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Starts one more process of it."""
+        process = subprocess.Popen(
+            [sys.executable, *command], env=self._settings, stdout=self._log, stderr=self._log
+        )
+        self._processes.append(process)
+        return process
+
+    def wait_for_workers(self, client: Client, count: int) -> None:
+        """Waits until so many workers serve their model."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TokenbusError):
+                if sum(bool(w.models) for w in client.status(timeout_s=5.0).workers) == count:
+                    return
+            time.sleep(0.1)
+        raise SystemExit(f"no {count} workers within {START_S:g} s; see {self._log.name}")
+
+    def __enter__(self) -> System:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                end(process)
+        self._log.close()
+
+
+@contextlib.contextmanager
+def standin(folder: Path, forward_s: float, **settings: str) -> Iterator[tuple[System, int]]:
+    """A system whose one worker has a GPU with a forward of so long, and that worker's id."""
+    with System(folder, **settings) as system:
+        worker = system.start(str(HERE / "_standin_gpu.py"), str(forward_s), str(folder / "waits"))
+        with Client(system.front, patience_s=START_S) as client:
+            system.wait_for_workers(client, 1)
+        yield system, worker.pid
+
+
+def resident_mb(*pids: int) -> float:
+    """The memory of processes, in MiB."""
+    return float(sum(psutil.Process(pid).memory_info().rss for pid in pids) / MIB)
+
+
+# --- moves ----------------------------------------------------------------------------------------
+
+
+def moves(folder: Path, rounds: int, prompt_tokens: int) -> dict[str, float]:
+    """Kills the worker of a stream, in each round; medians."""
+    draw = random.Random(2)
+
+    def prompt(length: int) -> list[int]:
+        """One that no cache has."""
+        return [draw.randrange(256, 1024) for _ in range(length)]
+
+    ratios, pauses, prefills = [], [], []
+    with System(folder) as system, Client(system.front, patience_s=START_S) as client:
+        workers = {(started := system.start(*GPU)).pid: started for _ in range(2)}
+        system.wait_for_workers(client, 2)
+        for _ in range(rounds):
+            stream = client.generate(
+                prompt(prompt_tokens), max_tokens=200, ignore_eos=True, text=False
+            )
+            entries = iter(stream)
+            for _ in range(20):
+                next(entries)
+            [live] = client.status(streams=True).live
+            [running] = [w for w in client.status().workers if w.name == live.worker]
+            workers[running.pid].send_signal(signal.SIGKILL)
+            killed, received = time.monotonic(), len(stream.sequences[0].tokens)
+            pause = 0.0
+            # What was under way when the worker died still arrives.
+            for _ in entries:
+                pause = max(pause, time.monotonic() - killed)
+                killed = time.monotonic()
+            del workers[running.pid]
+            again = time.monotonic()
+            next(iter(client.generate(prompt(prompt_tokens + received), max_tokens=1, text=False)))
+            prefill = time.monotonic() - again
+            ratios.append(pause / prefill)
+            pauses.append(pause)
+            prefills.append(prefill)
+            workers[(started := system.start(*GPU)).pid] = started
+            system.wait_for_workers(client, 2)
+    return {
+        "move_vs_prefill": statistics.median(ratios),
+        "move_pause_s": statistics.median(pauses),
+        "prefill_s": statistics.median(prefills),
+    }
+
+
+# --- overload -------------------------------------------------------------------------------------
+
+FORWARD_S = 0.025
+SLOTS = 16
+OUTPUT = 32
+CAPACITY_PER_S = SLOTS / (OUTPUT * FORWARD_S)
+"""Requests that could be served in a second if a step took no more than its forward."""
+
+
+async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, float]:
+    """Requests of eight clients at a rate; the tokens per second of those that are completed in the
+    second half of the time, and the part that is refused."""
+    clients = [AsyncClient(front, wait_for_room=False) for _ in range(8)]
+    began = time.monotonic()
+    completed, refused, sent = 0, 0, 0
+
+    async def one(client: AsyncClient, timed: bool) -> None:
+        nonlocal completed, refused
+        options = {"timeout_s": 5.0} if timed else {}
+        try:
+            [sequence] = await client.generate(
+                [5] * 8, max_tokens=OUTPUT, ignore_eos=True, text=False, retry_s=0.0, **options
+            ).wait()
+        except TokenbusError as error:
+            refused += error.code in ("queue_full", "client_limit")
+            return
+        if sequence.finish_reason == "length" and time.monotonic() - began > seconds / 2:
+            completed += len(sequence.tokens)
+
+    tasks = set()
+    while (now := time.monotonic() - began) < seconds:
+        while sent < per_s * now:
+            task = asyncio.create_task(one(clients[sent % 8], timed=sent % 2 == 0))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            sent += 1
+        await asyncio.sleep(0.005)
+    figures = completed / (seconds / 2), refused / sent
+    for client in clients:
+        await client.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return figures
+
+
+def overload(folder: Path, rounds: int, seconds: float) -> dict[str, float]:
+    """As much as can be served, and ten times as much, in turns."""
+    once, tenfold, refusals, growth = [], [], [], []
+    settings = {"capacity": str(SLOTS), "max_queued": "400"}
+    with standin(folder, FORWARD_S, **settings) as (system, _):
+        asyncio.run(arrivals(system.front, 10 * CAPACITY_PER_S, seconds / 2))
+        for _ in range(rounds):
+            once.append(asyncio.run(arrivals(system.front, CAPACITY_PER_S, seconds))[0])
+            before = resident_mb(system.broker.pid)
+            tokens, refused = asyncio.run(arrivals(system.front, 10 * CAPACITY_PER_S, seconds))
+            growth.append(resident_mb(system.broker.pid) - before)
+            tenfold.append(tokens)
+            refusals.append(refused)
+    return {
+        "overload_goodput": statistics.median(a / b for a, b in zip(tenfold, once, strict=True)),
+        "goodput_at_capacity": statistics.median(once),
+        "goodput_at_10_times": statistics.median(tenfold),
+        "refused_at_10_times": statistics.median(refusals),
+        "overload_rss_mb": max(growth),
+    }
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WINDOW = 128
+"""Short streams that are open at a time."""
+
+
+def short_streams(front: str, count: int) -> None:
+    """Runs so many streams of one token, from one client."""
+    socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set_hwm(0)
+    socket.linger = 0
+    socket.connect(front)
+
+    def begin(number: int) -> None:
+        body = Generate(stream_id=number, prompt=[5, 6, 7], max_tokens=1, ignore_eos=True)
+        socket.send_multipart([b"GENERATE", encode_body(body, "msgpack")])
+
+    for number in range(1, WINDOW + 1):
+        begin(number)
+    begun, ended = WINDOW, 0
+    while ended < count:
+        kind, *bodies = socket.recv_multipart()
+        if kind == b"ERROR":
+            raise SystemExit(f"a short stream failed: {bodies[0]!r}")
+        if kind != b"TOKEN":
+            continue
+        for body in bodies:
+            for entry in decode_as(list[Token], body, "msgpack"):
+                if entry.finish_reason is not None:
+                    ended += 1
+                    if begun < count:
+                        begun += 1
+                        begin(begun)
+    socket.close()
+
+
+def memory(folder: Path, count: int) -> dict[str, float]:
+    """The growth of broker and worker over so many streams, after a tenth as many."""
+    with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
+        short_streams(system.front, count // 10)
+        before, began = resident_mb(system.broker.pid, worker), time.monotonic()
+        short_streams(system.front, count)
+        took = time.monotonic() - began
+        after = resident_mb(system.broker.pid, worker)
+    return {"rss_growth_mb": after - before, "streams_per_s": count / took}
+
+
+def main() -> None:
+    """Runs all of it."""
+    args = arguments(__doc__)
+    quick = args.quick
+    with tempfile.TemporaryDirectory(prefix="tb-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        results = journal_overhead(folder, 3 if quick else 11, 3_000 if quick else 20_000)
+        results |= journal_bytes(2_000)
+        results |= moves(folder / "moves", 1 if quick else 5, 800)
+        results |= overload(folder / "overload", 1 if quick else 3, 10.0 if quick else 20.0)
+        results |= memory(folder / "memory", 10_000 if quick else 200_000)
+    report(results, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
