@@ -44,11 +44,11 @@ class History:
         if columns is not None:
             self._steps.append((self._messages, columns))
             if len(self._steps) >= SORTED_AFTER:
-                self._sort()
+                self.sort()
 
     def of(self, stream: Stream) -> list[Token]:
         """All entries of a stream, in the order in which they were sent."""
-        self._sort()
+        self.sort()
         found = [(message, entry) for message, entries in stream.entries for entry in entries]
         for rows in stream.rows:
             for message, token, pos, logprob, seq in rows.tolist():
@@ -56,8 +56,11 @@ class History:
         found.sort(key=itemgetter(0))
         return [entry for _, entry in found]
 
-    def _sort(self) -> None:
-        """Gives the rows of the last steps to their streams; those of others are dropped."""
+    def sort(self) -> None:
+        """Gives the rows of the last steps to their streams; those of others are dropped.
+
+        After a stream was dropped, none of its rows then goes to a stream of the same request that
+        comes back to this worker."""
         steps, self._steps = self._steps, []
         if not steps:
             return

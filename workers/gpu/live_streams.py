@@ -273,6 +273,7 @@ class LiveStreams:
         stream = self._streams.get(request)
         if stream is not None:
             self._end(stream, "cancelled", None)
+        self._history.sort()
 
     def _end(self, stream: Stream, reason: str, error: str | None) -> None:
         """A stream is over: counts it, and frees what is kept of it."""

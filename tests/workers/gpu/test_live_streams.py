@@ -263,6 +263,22 @@ def test_rows_of_a_stream_that_is_over_reach_nobody() -> None:
     assert sent.frames == []
 
 
+def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> None:
+    """It moves to the worker that had it before."""
+    sent = Sent(1, form="columns")
+    batch = Batch()
+    # The first rows are of a batch that is new, and kept as entries.
+    for _ in range(4):
+        sent.streams.send(StepOutputs([], batch.rows((1, 0))))
+    sent.streams.drop(1)
+    again = Stream(1, 101, 1, "msgpack", "m", 1)
+    sent.streams.add(again)
+    sent.frames.clear()
+    sent.streams.attach(again, 0, Flag.MSGPACK)
+    [answer] = sent.frames
+    assert answer[0] == b"MSG"
+
+
 def test_an_entry_that_cannot_be_encoded_leaves_the_rows_beside_it() -> None:
     sent = Sent(1, 2, form="columns")
     batch = Batch()
