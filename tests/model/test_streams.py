@@ -163,9 +163,47 @@ class WorkersFail(Streams):
                 assert "no gpu worker is running" in notice.message, notice.message
 
 
-TestWorkersFail = WorkersFail.TestCase
-TestWorkersFail.settings = settings(
+class EverythingFails(WorkersFail):
+    """The broker is restarted, and clients lose connections too. Requests may be sent again from
+    their beginning, which their readers do not notice."""
+
+    @rule(which=INDEX, lost=LOST)
+    def client_reconnects(self, which: int, lost: int) -> None:
+        self._client(which).reconnect(lost)
+
+    @rule(which=INDEX, lost=LOST)
+    def client_connection_breaks(self, which: int, lost: int) -> None:
+        self._client(which).pipe.break_off(lost)
+
+    @rule(which=INDEX)
+    def stop_or_continue_a_client(self, which: int) -> None:
+        client = self._client(which)
+        client.stopped = not client.stopped
+
+    @rule(which=INDEX)
+    def cut_or_restore_a_client(self, which: int) -> None:
+        pipe = self._client(which).pipe
+        pipe.cut = not pipe.cut
+
+    @rule(ticks=st.sampled_from([0, 1, 8]))
+    def the_broker_dies(self, ticks: int) -> None:
+        network = self.world.network
+        if network.broker is not None:
+            network.kill_broker()
+        for _ in range(ticks):
+            self.world.tick()
+        network.start_broker()
+
+    def check(self, reader: Reader) -> None:
+        Streams.check(self, reader)
+
+
+LIMITS = settings(
     max_examples=examples(50),
     stateful_step_count=STEPS,
     suppress_health_check=list(HealthCheck),
 )
+TestWorkersFail = WorkersFail.TestCase
+TestWorkersFail.settings = LIMITS
+TestEverythingFails = EverythingFails.TestCase
+TestEverythingFails.settings = LIMITS
