@@ -203,11 +203,14 @@ class BrokerServer:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         to_front, to_back = self._to_front, self._to_back
+        failed: list[tuple[Sent, Outgoing]] = []
         for message in messages:
             outbox = to_front if message.side is _FRONT else to_back
             sent = outbox.post(message)
-            if sent is _OK:
-                continue
+            if sent is not _OK:
+                failed.append((sent, message))
+        # Behind all of them: what the core sends now must not overtake what it sent before.
+        for sent, message in failed:
             if sent is Sent.GONE:
                 self._gone(message.side, message.peer)
             else:

@@ -106,11 +106,12 @@ class MemoryBroker:
         self._post(on_frames(link.peer, copied, now))
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
-        for message in messages:
-            sent = self._outboxes[message.side].post(message)
-            if sent is Sent.GONE:
+        sent = [(self._outboxes[message.side].post(message), message) for message in messages]
+        # Behind all of them: what the core sends now must not overtake what it sent before.
+        for result, message in sent:
+            if result is Sent.GONE:
                 self._gone(message.side, message.peer)
-            elif sent is Sent.FULL:
+            elif result is Sent.FULL:
                 self._post(self._core.on_full(message))
 
     def _gone(self, side: Side, peer: bytes) -> None:
