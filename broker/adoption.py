@@ -144,7 +144,10 @@ class Adoption:
             return None
         session = self._sessions.by_id.get(header.address)
         if session is not None:
-            return session if stream_id not in session.streams else None
+            # A session that began here has all of its streams: what a worker that was cut off has
+            # of them has moved, or was delivered.
+            begun_before = session.recovering or not session.token
+            return session if begun_before and stream_id not in session.streams else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
         session = Session(
