@@ -78,6 +78,7 @@ class Network:
     def start_broker(self) -> None:
         """A broker starts, and sockets find it."""
         self.broker = Broker(self.settings, boot=next(self._boots), now=self.now)
+        self.recovered_at = self.now + self.settings.recover_s
         for pipe in self.pipes:
             self.connect(pipe)
 
@@ -126,11 +127,14 @@ class Network:
     def _route(self, messages: Sequence[Outgoing]) -> None:
         broker = self.broker
         assert broker is not None
+        gone = []
         for message in messages:
             pipe = self._connected.get(message.peer)
             if pipe is not None:
                 assert pipe.side is message.side
                 pipe.down.append(list(message.frames))
             else:
-                self._route(broker.on_gone(message.side, message.peer, self.now))
+                gone.append(message)
+        for message in gone:
+            self._route(broker.on_gone(message.side, message.peer, self.now))
         check(broker)

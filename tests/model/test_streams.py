@@ -16,7 +16,7 @@ from .workers import Worker
 from .world import World
 
 STEPS = 40
-SETTINGS = {"session_grace_s": 30.0, "move_wait_s": 1e6}
+SETTINGS = {"session_grace_s": 30.0, "move_wait_s": 1e6, "recover_s": 8.0}
 LOST = st.integers(0, 3)
 """How many of the last messages on their way are lost with a connection."""
 INDEX = st.integers(0, 7)

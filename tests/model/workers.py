@@ -23,7 +23,7 @@ from tokenbus.protocol.messages import (
     Token,
 )
 from tokenbus.protocol.transcript import decode_transcript
-from tokenbus.protocol.worker_messages import LiveRequest, Register, Registered
+from tokenbus.protocol.worker_messages import Journal, LiveRequest, Register, Registered
 from tokenbus.transport.dealer import Peer
 from tokenbus.workers.bus import Bus, FromBus
 
@@ -31,6 +31,8 @@ from .network import Network, Pipe
 from .streams import entry_at
 
 CAPACITY = 3
+KEEP_S = 60.0
+"""For how long a worker keeps streams that have ended, in seconds."""
 MODEL = ModelInfo(
     name="m", vocab_size=1000, context_length=99, eos_token_ids=[0], fingerprint="f", dtype="exact"
 )
@@ -97,6 +99,7 @@ class Stream:
     next: dict[int, int] = field(default_factory=dict)
     """The position of the next token of each sequence that is live."""
     moved: System | None = None
+    ended_at: float = 0.0
 
     @property
     def form(self) -> int:
@@ -114,6 +117,7 @@ class Worker:
         self.name = name
         self.stopped = False
         self.draining = False
+        self.handed_over = False
         self.gone = False
         self.bus = Bus("sim://back", self._registration, lambda: (0, {}))
         carrier = self.bus._carrier
@@ -144,7 +148,7 @@ class Worker:
         for message in messages:
             self.on_message(message)
         worked = self.work()
-        if self.draining and self.idle:
+        if self.draining and (self.idle or self.handed_over):
             self.gone = True
             self.bus.close("drained")
         return bool(messages) or worked
@@ -178,6 +182,8 @@ class GpuWorker(Worker):
 
     def __init__(self, network: Network, name: str) -> None:
         self.streams: dict[int, Stream] = {}
+        self._ended: dict[int, Stream] = {}
+        """Streams that have ended a moment ago."""
         self._steps = 0
         super().__init__(network, name)
 
@@ -197,7 +203,7 @@ class GpuWorker(Worker):
             default="m",
             live=[
                 LiveRequest(request=number, session=s.header.address, stream_id=s.request.stream_id)
-                for number, s in self.streams.items()
+                for number, s in self._reported().items()
             ],
         )
 
@@ -211,14 +217,34 @@ class GpuWorker(Worker):
             case b"ATTACH":
                 self._attach(header, decode_as(Attach, message.body, "msgpack"))
             case b"REGISTERED":
-                answer: Registered = decode_as(Registered, message.body, "msgpack")
-                kept = self.bus.kept(answer)
-                if kept is not None:
-                    for number in self.streams.keys() - kept:
-                        del self.streams[number]
-                self.bus.registered(answer)
+                self._registered(decode_as(Registered, message.body, "msgpack"))
+            case b"HANDOVER":
+                self.handed_over = True
             case other:
                 raise AssertionError(f"a GPU worker got {other!r}")
+
+    def _registered(self, answer: Registered) -> None:
+        kept = self.bus.kept(answer)
+        for number in self._reported():
+            if number in answer.unknown or (kept is not None and number not in kept):
+                self.streams.pop(number, None)
+                self._ended.pop(number, None)
+        self.bus.registered(answer)
+        for number in answer.wanted:
+            if number in self._reported():
+                self._send_journal(self._reported()[number])
+
+    def _reported(self) -> dict[int, Stream]:
+        """The streams that a broker which was restarted is notified of."""
+        now = self.network.now
+        ended = {number: s for number, s in self._ended.items() if now - s.ended_at <= KEEP_S}
+        return {**ended, **self.streams}
+
+    def _send_journal(self, stream: Stream) -> None:
+        header = encode_header(stream.header.request, stream.header.address, stream.form)
+        body = Journal(type="GENERATE", ended=not stream.next)
+        sent = encode_body(pack_columns(stream.sent), "msgpack")
+        self.bus.post([b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames])
 
     def _begin(self, message: FromBus) -> None:
         header, attachments = message.header, list(message.attachments)
@@ -301,6 +327,8 @@ class GpuWorker(Worker):
             if not stream.next:
                 ended.append(number)
                 del self.streams[number]
+                stream.ended_at = self.network.now
+                self._ended[number] = stream
         if new:
             self._send(new, ended)
         return bool(new)

@@ -103,7 +103,7 @@ class World:
             self.start_gpu()
         for _ in range(MOST_TICKS):
             self.tick()
-            if self._over():
+            if self._over() and self.network.now > self.network.recovered_at + 1:
                 break
         for reader in self.readers():
             assert reader.over or reader.cancelled, "a stream has not ended"
