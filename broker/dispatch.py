@@ -171,6 +171,9 @@ class Dispatcher:
         self.expire(now)
         self.refuse_unserved(now)
         self.moves.tick(self.requests)
+        self.moves.quarantine.tick(now)
+        if self.moves.waiting:
+            self._continue_moved()
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
@@ -353,6 +356,8 @@ class Dispatcher:
         """Sends requests that have lost their worker to others, as far as these have room."""
         waiting = sorted(self.moves.waiting.values(), key=lambda r: (-r.priority, r.arrived))
         for request in waiting:
+            if not self.moves.quarantine.may_start(request):
+                continue
             serving = self._may_continue_at(request)
             free = [w for w in serving if self._accepts(w)]
             if not any(w.state is WorkerState.READY for w in serving):
@@ -433,6 +438,7 @@ class Dispatcher:
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames, *transcript]
         self.moves.sent(request)
+        self.moves.quarantine.on_start(request, self.now)
         request.worker = worker
         request.dispatched = self.now
         worker.requests[request.id] = request

@@ -16,6 +16,7 @@ from ..protocol.messages import ModelInfo, Msg, System, Token
 from ..protocol.transcript import transcript_of
 from .journal import Journal
 from .outgoing import Outgoings
+from .quarantine import Quarantine
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Loss, Request, Session, SessionTable, Worker
 
@@ -25,9 +26,6 @@ STREAMS = frozenset((b"GENERATE", b"SCORE"))
 """Requests that are answered by TOKENs: they continue where they were."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
 """Requests that are sent again from their beginning: to be done twice changes nothing."""
-MOST_DEATHS = 2
-"""A request that is the only one without a new token where so many workers in a row have died is
-taken for the cause."""
 
 
 class Moves:
@@ -42,6 +40,7 @@ class Moves:
         self.moved = 0
         """Requests that have left a worker since the broker started."""
         self.quarantined = 0
+        self.quarantine = Quarantine()
 
     # --- the journal ----------------------------------------------------------------------------
 
@@ -66,6 +65,7 @@ class Moves:
     def forget(self, request: Request) -> None:
         """A request has ended, for its client at least."""
         self.waiting.pop(request.id, None)
+        self.quarantine.forget(request)
         request.session.journal.end(request.id)
 
     def tick(self, requests: dict[int, Request]) -> None:
@@ -134,9 +134,10 @@ class Moves:
                 continue
             taken += [(request, sent[request.id]) for request in of_it]
         idle = [r for r, entries in taken if r.type in STREAMS and len(entries) <= r.entries]
+        others = [r for r, entries in taken if len(entries) > r.entries]
+        guilty = self.quarantine.on_loss(idle, others, died)
         for request, entries in taken:
-            self._note_death(request, died, request in idle, len(idle) == 1)
-            if request.lone_deaths >= MOST_DEATHS:
+            if request in guilty:
                 self.quarantined += 1
                 ended.append((request, self._quarantine(request, worker, why)))
             else:
@@ -144,17 +145,10 @@ class Moves:
         return ended
 
     @staticmethod
-    def _note_death(request: Request, died: bool, idle: bool, alone: bool) -> None:
-        if not idle:
-            request.lone_deaths = 0
-        elif died:
-            request.lone_deaths = request.lone_deaths + 1 if alone else 0
-
-    @staticmethod
     def _quarantine(request: Request, worker: Worker, why: str) -> TokenbusError:
         return RequestError(
             Code.QUARANTINED,
-            f"{request.lone_deaths} workers in a row were lost while they ran this request and had "
+            f"{request.deaths} workers in a row were lost while they ran this request and had "
             f"no token of it yet, the last of them {worker.name} ({why}); it is not tried again: "
             "change the request",
         )

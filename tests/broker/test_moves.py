@@ -372,6 +372,45 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_two_deaths(bench:
     assert header.request == good.request
 
 
+def test_of_several_suspects_only_the_one_that_kills_is_quarantined() -> None:
+    bench = Bench(expiry_s=1000.0)
+    bench.worker("w0", capacity=20)
+    killer = 5
+    for stream in range(8):
+        begun(bench, "w0", stream)
+    errors: dict[int, str] = {}
+    done: set[int] = set()
+    for number in range(12):
+        bench.worker(f"w{number + 1}", capacity=20)
+        gone(bench, f"w{number}")
+        worker = f"w{number + 1}"
+        while True:
+            here = [h for h, _ in got(bench, worker)]
+            streams = {r.id: r.stream_id for r in bench.broker.dispatcher.requests.values()}
+            for kind, body in bench.to_client("c"):
+                if kind == "ERROR":
+                    errors[body["stream_id"]] = body["code"]
+            if not here or any(streams[h.request] == killer for h in here):
+                break
+            for header in here:
+                stream = streams[header.request]
+                done.add(stream)
+                bench.tokens(worker, header, entry(4, 0, stream))
+            bench.pass_time(0.5)
+        if errors:
+            break
+    assert errors == {killer: "quarantined"}
+    assert number <= 5
+    # The others go on, one by one or together.
+    for _ in range(20):
+        for header, _ in got(bench, worker):
+            stream = bench.broker.dispatcher.requests[header.request].stream_id
+            done.add(stream)
+            bench.tokens(worker, header, entry(4, 0, stream))
+        bench.pass_time(0.5)
+    assert done == set(range(8)) - {killer}
+
+
 def test_workers_that_leave_at_their_own_wish_count_against_no_request(bench: Bench) -> None:
     bench.worker("a")
     header = begun(bench, "a")
