@@ -57,7 +57,11 @@ def status_of(
         streams=len(dispatcher.requests),
         queued=dispatcher.queued,
         workers=workers,
-        counters=counters.totals(),
+        counters=counters.totals()
+        | {
+            "requests_moved": dispatcher.moves.moved,
+            "requests_quarantined": dispatcher.moves.quarantined,
+        },
     )
 
 

@@ -106,6 +106,8 @@ FAMILIES = {
     "token_bodies": Family("counter", "Bodies of TOKEN messages that the broker has passed on."),
     "slow_clients": Family("counter", "Clients whose streams ended as they did not read."),
     "workers_lost": Family("counter", "Workers that were lost with requests on them."),
+    "requests_moved": Family("counter", "Requests that left a worker for another."),
+    "requests_quarantined": Family("counter", "Requests that ended as they killed workers."),
     "bad_worker_messages": Family("counter", "Messages of workers that were malformed."),
     "internal_errors": Family("counter", "Defects of the broker; its log has them."),
     "uptime_seconds": Family("gauge", "Since the broker started."),
