@@ -88,10 +88,14 @@ class UserShares:
 
     def take_bytes(self, size: int) -> None:
         """A part of a request's body has arrived; raises UnavailableError."""
+        if not size:
+            # The end of a body may be an empty part.
+            return
         name = current_user.get()
         user = self._users.get(name) or _User()
         if fits_share(user.body_bytes, self._body_bytes, self._most_bytes, size):
-            return self._take(name, user, 0, size)
+            self._take(name, user, 0, size)
+            return
         kind = UserLimitError if user.body_bytes else UnavailableError
         raise kind(
             Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,

@@ -46,6 +46,15 @@ def read(answer: HTTPResponse) -> Any:
     return json.loads(answer.read())
 
 
+def test_a_body_may_end_with_an_empty_part() -> None:
+    shares = UserShares(MOST)
+    with shares.request():
+        shares.take_bytes(10)
+        shares.take_bytes(0)
+    with shares.request():
+        shares.take_bytes(10)
+
+
 def test_one_user_cannot_take_the_streams_of_the_others(
     worker_and_gateway: tuple[SteppedWorker, Gateway],
 ) -> None:
