@@ -121,8 +121,12 @@ class Journal:
             place.again.append((self._next + len(self.tail), received))
 
     def pack(self) -> None:
-        """Moves the bodies in ``tail`` into chunks."""
+        """Moves the bodies in ``tail`` into chunks; drops them where no request needs them."""
         if not self.tail:
+            return
+        if not self._begun:
+            self._next += len(self.tail)
+            self.tail.clear()
             return
         bodies = list(self.tail)
         self.tail.clear()

@@ -73,7 +73,8 @@ class Moves:
         began first cannot move any more."""
         settings = self._settings
         total = 0
-        journals = [session.journal for session in self._sessions if session.streams]
+        every = [session.journal for session in self._sessions]
+        journals = [journal for journal in every if journal.tail or journal.oldest is not None]
         for journal in journals:
             journal.pack()
             while journal.size > settings.max_journal_bytes and journal.oldest is not None:
@@ -133,7 +134,15 @@ class Moves:
                 ended += [(request, error) for request in of_it]
                 continue
             taken += [(request, sent[request.id]) for request in of_it]
-        idle = [r for r, entries in taken if r.type in STREAMS and len(entries) <= r.entries]
+        silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
+        idle = [
+            request
+            for request, entries in taken
+            # What came when its worker was silent already is not why.
+            if (request.dispatched or 0.0) <= silent_since
+            and request.type in STREAMS
+            and len(entries) <= request.entries
+        ]
         others = [r for r, entries in taken if len(entries) > r.entries]
         guilty = self.quarantine.on_loss(idle, others, died)
         for request, entries in taken:

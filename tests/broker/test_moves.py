@@ -437,3 +437,43 @@ def test_a_broker_that_was_stopped_expires_no_lease_for_the_time_that_it_missed(
     # After that, time counts as ever.
     bench.pass_time(5.0)
     assert len(bench.broker.dispatcher.workers) == 0
+
+
+def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None:
+    """As behind a network that is cut: all leases expire, one after the other."""
+    bench = Bench()
+    bench.worker("a")
+    begun(bench, "a", 1)
+    bench.worker("b")
+    bench.pass_time(20.0)
+    assert not bench.broker.dispatcher.workers
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
+    bench.worker("d")
+    assert [kind for kind, _ in bench.to_worker("d")] == ["GENERATE"]
+
+
+def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> None:
+    bench = Bench(max_journal_bytes=300)
+    bench.worker("a")
+    header = begun(bench, "a", 1)
+    [session] = bench.broker.session_table
+    for pos in range(200):
+        bench.tokens("a", header, entry(5, pos))
+        bench.pass_time(0.25)
+        bench.send("a", "HEARTBEAT", Heartbeat())
+    assert "not_movable" in [
+        body.get("event") for kind, body in bench.to_client("c") if kind == "SYSTEM"
+    ]
+    assert session.journal.size == 0
+    assert not session.journal.tail
+    assert bench.broker.counters.internal_errors == 0
+
+
+def test_what_comes_for_a_session_without_streams_is_not_kept(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a", 1)
+    [session] = bench.broker.session_table
+    bench.tokens("a", header, entry(5, 0), final=True)
+    bench.tokens("a", header, entry(5, 1))
+    bench.pass_time(0.25)
+    assert not session.journal.tail
