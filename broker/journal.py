@@ -20,6 +20,10 @@ from ..protocol.messages import Token
 
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
+PART_BYTES = 4096
+"""A part of a chunk that has reached this size gets none either."""
+LARGE_BYTES = 512
+"""Larger bodies are not joined."""
 _MSGPACK = b"\x80"
 """The first byte of a body in msgpack is this or more, that of one in JSON is less."""
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
@@ -34,14 +38,33 @@ class _Chunk:
     first: int
     """The number of its first body."""
     count: int = 0
-    data: bytearray = field(default_factory=bytearray)
+    size: int = 0
+    """Bytes of all of them."""
+    parts: list[bytes] = field(default_factory=list)
+
+    def add(self, bodies: list[bytes]) -> None:
+        """Adds bodies: small ones joined, as a Python object has 41 bytes of its own; large ones as
+        they are, as to copy them takes longer than all else that the broker does with them."""
+        size = sum(map(len, bodies))
+        if self.encoding == "json":
+            self.parts.append(b"\n".join([*bodies, b""]))
+            size += len(bodies)
+        elif size > LARGE_BYTES * len(bodies):
+            self.parts += bodies
+        elif self.parts and len(self.parts[-1]) < PART_BYTES:
+            self.parts[-1] = b"".join([self.parts[-1], *bodies])
+        else:
+            self.parts.append(b"".join(bodies))
+        self.count += len(bodies)
+        self.size += size
 
     def bodies(self) -> Iterable[TokenBody]:
         if self.encoding == "json":
-            lines: list[Any] = _LINES.decode_lines(bytes(self.data))
+            lines: list[Any] = _LINES.decode_lines(b"".join(self.parts))
             return lines
         # An array of so many objects is its header and then the objects.
-        return _BODIES.decode(b"\xdd" + self.count.to_bytes(4, "big") + self.data)
+        header = b"\xdd" + self.count.to_bytes(4, "big")
+        return _BODIES.decode(b"".join([header, *self.parts]))
 
 
 @dataclass(slots=True)
@@ -81,7 +104,7 @@ class Journal:
     @property
     def size(self) -> int:
         """Bytes that it keeps, the frames of its requests included; without those in ``tail``."""
-        return self._sizes + sum(len(chunk.data) for chunk in self._chunks)
+        return self._sizes + sum(chunk.size for chunk in self._chunks)
 
     @property
     def oldest(self) -> int | None:
@@ -139,11 +162,10 @@ class Journal:
     def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
         """Adds bodies to the last chunk, or to a new one."""
         chunk = self._chunks[-1] if self._chunks else None
-        if chunk is None or chunk.encoding != encoding or len(chunk.data) >= CHUNK_BYTES:
+        if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
             chunk = _Chunk(encoding, self._next)
             self._chunks.append(chunk)
-        chunk.data += b"\n".join([*bodies, b""]) if encoding == "json" else b"".join(bodies)
-        chunk.count += len(bodies)
+        chunk.add(bodies)
         self._next += len(bodies)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
