@@ -151,6 +151,7 @@ class Intake:
                 seq=seq,
                 tokens=[*first.tokens, *tokens],
                 block_table=BlockTable(),
+                continued=len(generated) > 1,
                 pending_forks=0,
             )
             if first.text is not None:

@@ -221,6 +221,9 @@ class Scheduler:
                 self._admit(sequence)
             elif len(self.running) + len(self.deferred) >= MAX_HELD * self._max_num_seqs:
                 break
+            elif sequence.continued and self._prefills(sequence.request):
+                # It waits for the blocks of the text that they have in common.
+                break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
             elif self.running or not self._evict_for(sequence):
@@ -252,6 +255,12 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
+
+    def _prefills(self, request: int) -> bool:
+        """Whether a running sequence of a request has more than its last token to compute."""
+        return any(
+            s.request == request and s.target - s.num_computed_tokens > 1 for s in self.running
+        )
 
     def _spare(self, drafted: int, room: int) -> bool:
         """Whether a draft takes neither tokens of the step nor blocks from other sequences."""

@@ -124,6 +124,8 @@ class Sequence:
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
+    continued: bool = False
+    """It began elsewhere, with others of its request that have much of its text."""
     pending_forks: int = 0
     """Sequences that will be forked from it when its prompt is computed."""
     overtaken: int = 0

@@ -10,13 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.header import Flag, decode_manifest
 from tokenbus.protocol.messages import Cancel, Token
+from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.engine import Continued, Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
 from tokenbus.workers.gpu.models import Models
 from tokenbus.workers.gpu.resumption import resume
 
 from ...counts import examples
 from .moved import REQUEST, Moving, finish, give, token_messages, transcript
+from .steered import CountingEngine
+from .test_steering import ClientView, run
 from .test_worker_loop import Loop
 
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -142,6 +146,31 @@ def test_a_stream_that_is_too_long_for_the_next_worker_is_refused(
     [error] = loop.sent(b"ERROR")
     assert b"was to be continued after" in error[2]
     assert not loop.worker._models.engines["m"].has_requests
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_sequences_that_go_on_share_their_text_and_have_drafts_again(
+    embedded: LoadedModel, speculation: bool
+) -> None:
+    prompt = [300 + i % 40 for i in range(200)]
+    sampling = Sampling(max_tokens=40, ignore_eos=True, temperature=0.3, n=4, seed=3)
+    config = EngineConfig(kv_cache_bytes=2**22, speculation=speculation)
+    whole = Engine(embedded, config)
+    whole.add(1, prompt, sampling)
+    wanted = run(whole).tokens
+    engine = CountingEngine(embedded, config)
+    begun = {seq: tokens[: 10 + seq] for seq, tokens in wanted.items()}
+    engine.add(1, prompt, sampling, continued=Continued(begun, 4))
+    client = ClientView()
+    client.tokens = {seq: list(tokens) for seq, tokens in begun.items()}
+    client.texts = {seq: [""] * len(tokens) for seq, tokens in begun.items()}
+    client.take(engine.step())
+    assert engine.forwarded == 210
+    while len(client.tokens[3]) == 13:
+        client.take(engine.step())
+    assert engine.forwarded < 330
+    assert run(engine, client).tokens == wanted
+    assert engine.stats()["kv_pages_used"] == 0
 
 
 # --- the sequences that entries make --------------------------------------------------------------
