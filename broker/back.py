@@ -267,7 +267,7 @@ class Back:
             self._out.to_worker(known, b"REGISTERED", registered(known, self._settings))
             return
         for other in list(self._by_peer.values()):
-            if other.name == message.name:
+            if other.name == message.name or other.peer == peer:
                 died = other.pid != message.pid
                 self._lose(other, "it registered again on a new connection", died)
         worker = Worker(

@@ -12,6 +12,8 @@ from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Error
 from tokenbus.protocol.worker_messages import Registered
 
+from ..broker.bench import Bench
+
 
 @pytest.mark.parametrize("ping_s", [0.0, -1.0, 1e-300, float("nan"), float("inf")])
 def test_a_broker_cannot_make_a_client_send_pings_without_a_pause(ping_s: float) -> None:
@@ -41,3 +43,12 @@ def test_a_broker_cannot_make_a_client_wait_for_ever_before_it_tries_again(pause
 def test_a_key_that_is_not_base64_is_no_internal_error(password: bytes) -> None:
     headers = Headers(raw=[(b"authorization", b"Basic " + password)])
     assert not any(keys_of({"type": "http"}, headers))
+
+
+def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
+    """Else the first one's lease never ended, and its streams waited for ever."""
+    bench = Bench()
+    bench.worker("a")
+    register = {"role": "gpu", "version": 1, "pid": 1, "host": "h", "capacity": 2}
+    bench.send("a", "REGISTER", {"name": "another", **register})
+    assert [worker.name for worker in bench.broker.dispatcher.workers.values()] == ["another"]
