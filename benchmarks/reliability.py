@@ -257,11 +257,12 @@ async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, flo
 
     async def one(client: AsyncClient, timed: bool) -> None:
         nonlocal completed, refused
-        options: GenerateOptions = {"timeout_s": 5.0} if timed else {}
+        options: GenerateOptions = {"max_tokens": OUTPUT, "ignore_eos": True, "text": False}
+        options["retry_s"] = 0.0
+        if timed:
+            options["timeout_s"] = 5.0
         try:
-            [sequence] = await client.generate(
-                [5] * 8, max_tokens=OUTPUT, ignore_eos=True, text=False, retry_s=0.0, **options
-            ).wait()
+            [sequence] = await client.generate([5] * 8, **options).wait()
         except TokenbusError as error:
             refused += error.code in ("queue_full", "client_limit")
             return

@@ -270,7 +270,7 @@ def test_workers_without_descriptors_go_on(system: System, monkeypatch: pytest.M
 
 
 def test_a_broker_that_stands_still_loses_nothing(system: System) -> None:
-    with system.undisturbed(None, None):
+    with system.undisturbed():
         system.bus.broker.send(signal.SIGSTOP)
         try:
             # Longer than any lease.
