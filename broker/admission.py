@@ -122,7 +122,7 @@ class Admission:
 
     def close(self, error: TokenbusError) -> None:
         """Refuses new requests from now on; those that wait for a worker end with ``error``."""
-        self._closed = error
+        self._closed = self._dispatcher.closing = error
         for session in self._sessions:
             for request in list(session.streams.values()):
                 if request.worker is None:

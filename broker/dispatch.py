@@ -58,6 +58,8 @@ class Dispatcher:
         self.deadlines = Deadlines()
         self._pace = Pace()
         """At which requests leave the queues for a worker."""
+        self.closing: TokenbusError | None = None
+        """Why the broker takes no more requests, once it is about to stop."""
         self.now = 0.0
         """The time of the event that is handled, in seconds."""
 
@@ -248,8 +250,11 @@ class Dispatcher:
             else:
                 self._unserved.pop((role, model), None)
         for request in list(self.moves.waiting.values()):
-            if self.moves.overdue(request, now) and not self._may_continue_at(request):
-                self._refuse([request], self.moves.unserved(request))
+            if not self._may_continue_at(request):
+                if self.closing is not None:
+                    self._refuse([request], self.closing)
+                elif self.moves.overdue(request, now):
+                    self._refuse([request], self.moves.unserved(request))
         self.controllers.refuse_waiting(now)
 
     def _refuse(self, requests: list[Request], error: TokenbusError) -> None:

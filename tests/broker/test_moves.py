@@ -202,6 +202,24 @@ def test_a_stream_that_waits_ends_when_it_is_cancelled_or_its_time_is_up(bench: 
     assert bench.broker.dispatcher.requests == {}
 
 
+def test_a_broker_that_stops_waits_for_no_worker(bench: Bench) -> None:
+    for name in ("a", "b"):
+        bench.worker(name, capacity=8)
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST)
+    bench.to_client("c")
+    bench.sent += bench.broker.drain()
+    gone(bench, "a")
+    bench.pass_time(0.5)
+    continued(bench, "b")
+    assert bench.to_client("c") == []
+    gone(bench, "b")
+    bench.pass_time(0.5)
+    [(_, error)] = bench.to_client("c")
+    assert error["code"] == "shutting_down"
+    assert bench.broker.drained
+
+
 def test_a_stream_that_was_cancelled_ends_with_its_worker(bench: Bench) -> None:
     bench.worker("a")
     bench.worker("b")
