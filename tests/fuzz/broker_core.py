@@ -58,7 +58,8 @@ class Play:
         for _ in range(400):
             self.now += 0.5
             self._out(self.broker.tick(self.now))
-            if not self.broker.dispatcher.requests:
+            sessions = any(session.streams for session in self.broker.session_table)
+            if not self.broker.dispatcher.requests and not sessions:
                 break
         check(self.broker)
         check_empty(self.broker)
