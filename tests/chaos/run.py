@@ -23,7 +23,7 @@ BETWEEN_S = 2.0
 OF_THE_BROKER = re.compile("the connection( to the broker)? was lost")
 """In the notice of a request that is sent again as its broker has died. That may be: what has
 brought nothing yet is rather sent again than looked for, and so is what ended meanwhile."""
-RECOVER_S = 60.0
+RECOVER_S = 30.0
 """Only bounds how long the next blow waits for streams to go on."""
 
 
@@ -74,7 +74,7 @@ class Report:
         found: dict[str, list[Move]] = {}
         for move in self.notes.moves:
             seen = "at once" if "connection" in move.why else "later"
-            kind = move.left.rpartition("-")[0] or move.left
+            kind = "broker" if move.left == "?" else move.left.rpartition("-")[0] or move.left
             found.setdefault(f"from {kind}, whose loss was seen {seen}", []).append(move)
         return dict(sorted(found.items()))
 
@@ -113,7 +113,11 @@ async def run(
         ]
         for _ in range(1, undisturbed):
             _compare(report, requests, wanted, await one_round(load, requests))
-        print(f"undisturbed: {load.notes.ended} streams, {load.notes.tokens} tokens", flush=True)
+        print(
+            f"undisturbed: {load.notes.ended} streams, {load.notes.tokens} tokens, notices "
+            f"{dict(load.notes.notices)}",
+            flush=True,
+        )
         if report.failures or count == 0:
             return report
         load.notes = report.notes
@@ -177,6 +181,8 @@ async def _all_went_on(load: Load, since: float) -> None:
         if all(load.progress.get(name, since) >= since for name in streams):
             return
         await asyncio.sleep(0.05)
+    still = [name for name in streams if load.progress.get(name, since) < since]
+    print(f"nothing has come for {RECOVER_S:.0f} s for {', '.join(still)}", flush=True)
 
 
 def _compare(

@@ -215,11 +215,14 @@ class System:
 
 @contextmanager
 def running(**settings: object) -> Iterator[System]:
-    """A system that is complete, and ended afterwards."""
+    """A system that is complete, and ended afterwards. The logs of one that fails stay."""
     system = System(**settings)  # type: ignore[arg-type]
     try:
         system.wait_until_complete()
         yield system
-    finally:
+    except BaseException:
+        print(f"logs: {system.folder}")
         system.close()
-        system.remove()
+        raise
+    system.close()
+    system.remove()
