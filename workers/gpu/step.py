@@ -159,10 +159,10 @@ class Stepper:
         if sequences != self._batch.sequences:
             self._batch = SampledBatch(sequences)
         batch, which = self._batch, None
-        # As many sequences need not be the same ones: one whose row was kept may have taken the
-        # place of one that was deferred.
+        # As many sequences need not be the same ones: a fork, or one whose row was kept, may have
+        # taken the place of one that was deferred.
         decodes = step.decodes if not step.kept else None
-        if decodes is not None and len(sequences) == len(decodes[0]):
+        if decodes is not None and sequences == decodes[0]:
             rows = batch.rows(decodes[1])
         else:
             rows, which = batch.rows(None), list(step.rows.values())

@@ -115,6 +115,29 @@ def test_a_decision_that_takes_the_place_of_another_in_a_step(
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
 
 
+def test_a_fork_that_takes_the_place_of_a_deferred_sequence_in_a_step(
+    small: Small, embedded: LoadedModel
+) -> None:
+    """As many are sampled as the forward has rows, but not the same ones."""
+    engine = small(blocks=100)
+    prompts = [PROMPT, PROMPT[:9], PROMPT[:21]]
+    for request, prompt in enumerate(prompts):
+        engine.add(request, prompt, SEEDED)
+    outputs = [*step(engine), *step(engine)]
+    pending = engine.begin()
+    assert pending.decodes is not None, "this forward is the next one of the same sequences"
+    first, *_, last = (sequence.request for sequence in pending.decodes[0])
+    engine.defer(first, 0)
+    engine.fork(last, 0, 1)
+    outputs += engine.finish(pending).as_outputs()
+    engine.reschedule(first, 0)
+    while engine.has_work:
+        outputs += step(engine)
+    for request, prompt in enumerate(prompts):
+        own = [output for output in outputs if output.seq == 0]
+        assert tokens(own, request) == alone(embedded, prompt, SEEDED)
+
+
 def test_without_a_slot_the_rescheduled_and_the_earlier_go_first(small: Small) -> None:
     engine = small(blocks=100, running=2)
     for request in (1, 2, 3, 4):
