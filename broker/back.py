@@ -321,7 +321,7 @@ class Back:
         request = self._dispatcher.requests.get(decode_header(head).request)
         if request is None or request.worker is not worker or not request.open:
             return
-        if request.controller_started:
+        if request.controller_started or not request.controller:
             return
         self._dispatcher.controllers.start(request, frames[2], self._dispatcher.now)
 

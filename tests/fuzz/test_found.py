@@ -9,10 +9,11 @@ from tokenbus.clients.gateway.security import keys_of
 from tokenbus.clients.session import ClientSession
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import Error
 from tokenbus.protocol.worker_messages import Registered
 
-from ..broker.bench import Bench
+from ..broker.bench import Bench, generate
 
 
 @pytest.mark.parametrize("ping_s", [0.0, -1.0, 1e-300, float("nan"), float("inf")])
@@ -52,3 +53,16 @@ def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
     register = {"role": "gpu", "version": 1, "pid": 1, "host": "h", "capacity": 2}
     bench.send("a", "REGISTER", {"name": "another", **register})
     assert [worker.name for worker in bench.broker.dispatcher.workers.values()] == ["another"]
+
+
+def test_a_worker_starts_no_controller_of_a_request_that_names_none() -> None:
+    """Else the START waited for a controller worker, and held a place there for ever."""
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.send("a", "START", {}, Header(header.request))
+    bench.client("c", "BYE")
+    bench.tokens("a", header, final=True)
+    bench.worker("steers", role="controller", patterns=["*"])
+    assert not any(worker.steers for worker in bench.broker.dispatcher.workers.values())
