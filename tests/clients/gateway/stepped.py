@@ -21,7 +21,7 @@ from tokenbus.protocol.messages import (
     Token,
     TokenizerFiles,
 )
-from tokenbus.protocol.worker_messages import Register
+from tokenbus.protocol.worker_messages import Register, Registered
 from tokenbus.workers.bus import Bus, FromBus
 from tokenbus.workers.gpu import embedded
 
@@ -132,6 +132,9 @@ class SteppedWorker:
         """On the bus thread: answers requests for the tokenizer."""
         others = []
         for message in messages:
+            if message.type == b"REGISTERED":
+                self._bus.registered(decode_as(Registered, message.body, "msgpack"))
+                continue
             if message.type != b"TOKENIZER":
                 others.append(message)
                 continue
