@@ -30,9 +30,10 @@ class Move:
     """A stream went on with another worker."""
 
     workload: str
+    at: float
+    """When it went on."""
     left: str
-    """The slot of the worker that it left."""
-    why: str
+    """The slot of the worker that it left; empty: it went on as it was, behind another broker."""
     pause_s: float
     """For how long nothing new arrived at the client: from the last entry before the notice to the
     first one after it."""
@@ -128,9 +129,9 @@ class Load:
 
     def moved(self, workload: Workload, notice: Notice, pause_s: float) -> None:
         """A move, once something has arrived after it."""
-        left = self._system.name_of(notice.left) if notice.left else "?"
-        noticed_s = notice.pause_s or 0.0
-        self.notes.moves.append(Move(workload.name, left, notice.message, pause_s, noticed_s))
+        left = self._system.name_of(notice.left) if notice.left else ""
+        now, noticed_s = time.monotonic(), notice.pause_s or 0.0
+        self.notes.moves.append(Move(workload.name, now, left, pause_s, noticed_s))
 
 
 class _Reader:

@@ -36,7 +36,7 @@ class Report:
     streams: int = 0
     """Those that ran undisturbed, and were compared with."""
     dealt: list[tuple[float, Blow, str | None]] = field(default_factory=list)
-    """When, since the first one, and to which slot."""
+    """When, and to which slot."""
     notes: Notes = field(default_factory=Notes)
     failures: list[str] = field(default_factory=list)
     """What was lost, came twice, hung, failed, or was sent again from its beginning."""
@@ -50,12 +50,12 @@ class Report:
             f"notices: {dict(self.notes.notices)}",
             f"sent again, as the broker had died: {self._of_the_broker()}",
         ]
-        for what, moves in self._by_detection().items():
+        for what, moves in self._by_blow().items():
             pauses = [move.pause_s for move in moves]
             after = [move.noticed_s for move in moves]
             lines.append(
-                f"moved {what}: {len(moves)} streams; pause {_spread(pauses)}; of it, after the "
-                f"loss was seen: {_spread(after)}"
+                f"{what}: {len(moves)} streams moved; pause {_spread(pauses)}; without the "
+                f"detection: {_spread(after)}"
             )
         lines += [f"FAILED {failure}" for failure in self.failures] or ["every stream was the same"]
         return "\n".join(lines)
@@ -65,18 +65,27 @@ class Report:
 
     def _counts(self) -> Counter[str]:
         return Counter(
-            f"{blow.kind} {'killed' if blow.stop_s is None else 'stopped'}"
+            f"{blow.kind} {_what_was_done(blow)}"
             for _, blow, slot in self.dealt
             if slot is not None
         )
 
-    def _by_detection(self) -> dict[str, list[Move]]:
+    def _by_blow(self) -> dict[str, list[Move]]:
+        """The moves by the last blow to the process that they left, or to the broker."""
         found: dict[str, list[Move]] = {}
         for move in self.notes.moves:
-            seen = "at once" if "connection" in move.why else "later"
-            kind = "broker" if move.left == "?" else move.left.rpartition("-")[0] or move.left
-            found.setdefault(f"from {kind}, whose loss was seen {seen}", []).append(move)
+            blows = [blow for at, blow, slot in self.dealt if at < move.at and slot == move.left]
+            before = [b for at, b, slot in self.dealt if at < move.at and slot == "broker"]
+            last = max(blows + before, key=lambda blow: blow.number, default=None)
+            what = "unasked" if last is None else f"{last.kind} {_what_was_done(last)}"
+            found.setdefault(what, []).append(move)
+            done = "all killed" if last is not None and last.stop_s is None else "all others"
+            found.setdefault(done, []).append(move)
         return dict(sorted(found.items()))
+
+
+def _what_was_done(blow: Blow) -> str:
+    return "killed" if blow.stop_s is None else "stopped"
 
 
 def _spread(pauses: list[float]) -> str:
@@ -141,10 +150,8 @@ async def _under_blows(
     patient: bool,
 ) -> None:
     over = asyncio.Event()
-    ended: set[str] = set()
 
     def compare(number: int, outcome: Outcome) -> None:
-        ended.add(requests[number].name)
         _compare(report, [requests[number]], [wanted[number]], [outcome])
 
     running = asyncio.create_task(again_and_again(load, requests, over, compare))
@@ -158,8 +165,8 @@ async def _under_blows(
             if seconds is not None and time.monotonic() - began > seconds:
                 break
             slot = system.suffer(blow)
-            report.dealt.append((time.monotonic() - began, blow, slot))
-            _tell(report, load, len(ended))
+            report.dealt.append((time.monotonic(), blow, slot))
+            _tell(report, load, began)
         if patient:
             await asyncio.sleep(BETWEEN_S)
     finally:
@@ -198,11 +205,11 @@ def _compare(
             print(f"FAILED {report.failures[-1]}", flush=True)
 
 
-def _tell(report: Report, load: Load, kinds_ended: int) -> None:
+def _tell(report: Report, load: Load, began: float) -> None:
     at, blow, slot = report.dealt[-1]
     what = "killed" if blow.stop_s is None else f"stopped for {blow.stop_s} s"
     print(
-        f"{at:6.1f} s  {blow.number:4} {blow.kind} {slot or '(gone)'} {what}; "
+        f"{at - began:6.1f} s  {blow.number:4} {slot or f'{blow.kind} (gone)'} {what}; "
         f"{load.notes.ended} ended, {len(load.notes.moves)} moved, {len(report.failures)} failed",
         file=sys.stderr,
         flush=True,
