@@ -37,8 +37,9 @@ from _models import VOCAB, llama_folder
 from _report import arguments, report
 from _round_trip import round_trip_us
 from tokenbus.clients import Client, TokenbusError
+from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.messages import PROTOCOL_VERSION
-from tokenbus.protocol.worker_messages import Register
+from tokenbus.protocol.worker_messages import Register, Registered
 from tokenbus.workers.bus import Bus, FromBus
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Controller
@@ -353,6 +354,8 @@ def variable_us(sandbox: Sandbox, model: Path) -> float:
             for message in messages:
                 if message.type == b"VARIABLE_ANSWER":
                     calls.on_answer(message.body)
+                elif message.type == b"REGISTERED":
+                    bus.registered(decode_as(Registered, message.body, "msgpack"))
             return []
 
         bus = Bus(running.back, registration, lambda: (0, {}), first)
