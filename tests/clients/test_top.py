@@ -46,9 +46,22 @@ def drawn(pictures: Pictures, at: float, shown: Status) -> str:
 
 
 def test_one_picture_has_workers_and_running_streams(bus: Bus) -> None:
-    with bus.client() as client, client.generate(PROMPT, max_tokens=400, ignore_eos=True) as stream:
-        next(stream)
-        done = tokenbus(bus, "top", "--once")
+    def picture() -> subprocess.CompletedProcess[str]:
+        """While a stream runs, or just after it has ended where this process was slow to start."""
+        with bus.client() as client:
+            options = {"n": 16, "max_tokens": 400, "ignore_eos": True}
+            with client.generate(PROMPT, **options) as stream:
+                next(stream)
+                return tokenbus(bus, "top", "--once")
+
+    pictures: list[subprocess.CompletedProcess[str]] = []
+
+    def shows_a_stream() -> bool:
+        pictures.append(picture())
+        return "GENERATE" in pictures[-1].stdout
+
+    until(shows_a_stream, 120.0, "a running stream in a picture")
+    done = pictures[-1]
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"gpu-\S+ +gpu +ready +embedded", done.stdout)
     assert "tokens/s" in done.stdout
