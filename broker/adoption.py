@@ -95,7 +95,7 @@ class Adoption:
             )
         fields: RoutingFields = decode_as(RoutingFields, frames[4])
         count = _num_entries(frames[3])
-        session = self._session(header, fields.stream_id, count, now)
+        session = self._session(header, fields.stream_id, (body.moves, count), now)
         if session is None:
             self._drop(worker, header.request)
             return
@@ -116,6 +116,7 @@ class Adoption:
             adopted_at=now,
             unclaimed=True,
             entries=count,
+            moves=body.moves,
         )
         if body.ended:
             self._attaches.keep(request, frames[3])
@@ -129,16 +130,18 @@ class Adoption:
         request = self._unclaimed.get(number)
         return request is not None and request.unclaimed
 
-    def _session(self, header: Header, stream_id: int, entries: int, now: float) -> Session | None:
+    def _session(
+        self, header: Header, stream_id: int, reached: tuple[int, int], now: float
+    ) -> Session | None:
         """The session of a request that is adopted; None where it is not.
 
-        Where two workers have it, as one was cut off before it moved to the other, the one with
-        more ``entries`` is right.
+        Where two workers have it, as one was cut off before it moved to the other, the one to which
+        it moved last is right, or the one with more entries: those are ``reached``.
         """
         if not self.open(now) or (header.address, stream_id) in self._cancelled:
             return None
         other = self._unclaimed.get(header.request)
-        if other is not None and other.unclaimed and other.entries < entries:
+        if other is not None and other.unclaimed and (other.moves, other.entries) < reached:
             self._withdraw(other)
         elif header.request in self._dispatcher.requests:
             return None
@@ -218,9 +221,11 @@ class Adoption:
     def on_attach(self, session: Session, message: Attach, now: float) -> None:
         """A client's ATTACH; raises RequestError where there is no such stream."""
         request = session.streams.get(message.stream_id)
-        if request is not None and request.unclaimed and request.entries < message.received:
-            # Its worker was cut off, and the request went on elsewhere.
-            self._withdraw(request)
+        if request is not None and request.unclaimed:
+            reached = request.moves, request.entries
+            if reached < (message.moves, message.received):
+                # Its worker was cut off, and the request went on elsewhere.
+                self._withdraw(request)
         self._attaches.on_attach(session, message, hold=self.waits_for(session, now))
 
     def waits_for(self, session: Session, now: float) -> bool:

@@ -52,6 +52,8 @@ class Moves:
         """
         loss, request.loss = request.loss, None
         self.waiting.pop(request.id, None)
+        if loss is not None:
+            request.moves += 1
         if not self._settings.max_journal_bytes:
             request.movable = False
         if not request.movable:
@@ -193,7 +195,8 @@ class Moves:
         loss = request.loss
         if loss is None or request.type not in STREAMS:
             return []
-        return [transcript_of(loss.sent, loss.left, loss.why, round(now - loss.at, 3))]
+        pause_s = round(now - loss.at, 3)
+        return [transcript_of(loss.sent, loss.left, loss.why, pause_s, request.moves + 1)]
 
     def attach(self, request: Request, received: int) -> None:
         """A client attaches to a stream that waits: it gets what it has not received."""
@@ -205,7 +208,7 @@ class Moves:
         the first ``received`` entries."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
-        answer = Msg(stream_id=request.stream_id, attached=received)
+        answer = Msg(stream_id=request.stream_id, attached=received, moves=request.moves)
         self._out.to_session(request.session, b"MSG", answer)
         if entries[received:]:
             self._out.to_session(request.session, b"TOKEN", entries[received:])

@@ -232,6 +232,8 @@ class Request:
     """Of one that has moved: the model that it was with first, where that was loaded."""
     entries: int = 0
     """How many were routed for it before it went to its worker."""
+    moves: int = 0
+    """How often it has gone on at another worker, also under earlier runs of the broker."""
     deaths: int = 0
     """Workers in a row that died when it had no new token there."""
     lone_deaths: int = 0

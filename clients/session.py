@@ -265,6 +265,7 @@ class ClientSession:
                 call = self._calls.get(notice.stream_id) if notice.stream_id else None
                 if call is not None:
                     call.heard = now
+                    call.moves = max(call.moves, notice.moves)
                     self.ready.append((call, [notice]))
 
     def _columns(self, body: TokenColumns, now: float) -> None:
@@ -324,7 +325,8 @@ class ClientSession:
             if call.number in live or (welcome.recovering and call.may_be_live):
                 call.attaching = True
                 self._lanes = None
-                self._send(b"ATTACH", Attach(stream_id=call.number, received=call.received))
+                attach = Attach(stream_id=call.number, received=call.received, moves=call.moves)
+                self._send(b"ATTACH", attach)
             else:
                 self._failed(call, lost, now, tell_broker=True)
         for number in ended:
@@ -380,6 +382,7 @@ class ClientSession:
         call.heard = now
         if msg.attached is not UNSET:
             call.attaching = False
+            call.moves = msg.moves
         else:
             self._end(call, None, msg)
 

@@ -139,6 +139,8 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
+    moves: Count = 0
+    """How often the stream has moved, by the last ``moves`` that the client was sent of it."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
@@ -464,6 +466,9 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
+    """The ``received`` of the ``ATTACH`` that this answers."""
+    moves: int = 0
+    """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
     result: Any = UNSET
 
@@ -491,6 +496,8 @@ class System(Struct, kw_only=True, omit_defaults=True):
     """``moved``: the worker that it is with now."""
     pause_s: float | None = None
     """``moved``: from the loss of the worker to the first new token, in seconds."""
+    moves: int = 0
+    """``moved``: how often the stream has moved to another worker, for ``ATTACH``."""
 
 
 class Error(Struct, kw_only=True, omit_defaults=True):

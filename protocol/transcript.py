@@ -25,6 +25,8 @@ class Transcript(Struct, kw_only=True, omit_defaults=True):
     """Why it moves."""
     pause_s: float = 0.0
     """Since it was with no worker, in seconds."""
+    moves: int = 1
+    """How often it has moved, with this time (``Journal.moves``)."""
 
     @property
     def entries(self) -> list[Token]:
@@ -33,10 +35,11 @@ class Transcript(Struct, kw_only=True, omit_defaults=True):
 
 
 def encode_transcript(
-    entries: Iterable[Token], left: str = "", why: str = "", pause_s: float = 0.0
+    entries: Iterable[Token], left: str = "", why: str = "", pause_s: float = 0.0, moves: int = 1
 ) -> bytes:
     """The attachment for a stream with these entries."""
-    transcript = Transcript(sent=pack_columns(entries), left=left, why=why, pause_s=pause_s)
+    sent = pack_columns(entries)
+    transcript = Transcript(sent=sent, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(transcript, "msgpack")
 
 
@@ -47,12 +50,14 @@ class _Encoded(Struct, kw_only=True, omit_defaults=True):
     left: str = ""
     why: str = ""
     pause_s: float = 0.0
+    moves: int = 1
 
 
-def transcript_of(sent: bytes, left: str, why: str, pause_s: float) -> bytes:
+def transcript_of(sent: bytes, left: str, why: str, pause_s: float, moves: int) -> bytes:
     """The attachment for a stream whose entries are a body of TOKEN in msgpack; empty: none."""
     entries = Raw(sent or b"\x90")
-    return encode_body(_Encoded(sent=entries, left=left, why=why, pause_s=pause_s), "msgpack")
+    encoded = _Encoded(sent=entries, left=left, why=why, pause_s=pause_s, moves=moves)
+    return encode_body(encoded, "msgpack")
 
 
 def decode_transcript(attachment: bytes) -> Transcript:

@@ -103,6 +103,9 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     """How long ago it arrived at the broker of then, in seconds."""
     ended: bool = False
     """Whether those entries include the stream's end."""
+    moves: int = 0
+    """How often the stream had moved when it came to this worker. One that was cut off may still
+    have a stream that went on elsewhere, where its sequences' entries came in another order."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):

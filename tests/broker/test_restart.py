@@ -22,7 +22,7 @@ from tokenbus.protocol.header import (
     encode_header,
     encode_token_header,
 )
-from tokenbus.protocol.messages import Attach, Generate, ModelInfo, Msg, Token
+from tokenbus.protocol.messages import Attach, Generate, ModelInfo, Msg, System, Token
 from tokenbus.protocol.transcript import decode_transcript
 from tokenbus.protocol.worker_messages import (
     Heartbeat,
@@ -47,6 +47,7 @@ class Running:
     frames: list[bytes]
     length: int
     sent: list[Token] = field(default_factory=list)
+    moves: int = 0
 
     @property
     def ended(self) -> bool:
@@ -116,7 +117,7 @@ class GpuWorker(Peer):
             case b"ATTACH":
                 one = self.running[header.request]
                 received = decode_as(Attach, frames[2]).received
-                answer = Msg(stream_id=one.stream_id, attached=received)
+                answer = Msg(stream_id=one.stream_id, attached=received, moves=one.moves)
                 self._say(b"MSG", one, encode_body(answer, "msgpack"))
                 self._tokens(one, one.sent[received:])
             case b"CANCEL":
@@ -131,15 +132,21 @@ class GpuWorker(Peer):
 
     def _begin(self, header: Header, frames: list[bytes]) -> None:
         sent: list[Token] = []
+        moves = 0
         if header.flags & Flag.MOVED:
             *frames, last = frames
-            sent = decode_transcript(last).entries
+            transcript = decode_transcript(last)
+            sent, moves = transcript.entries, transcript.moves
         body = decode_as(Generate, frames[0])
-        one = Running(header, body.stream_id, frames, body.max_tokens, sent)
+        one = Running(header, body.stream_id, frames, body.max_tokens, sent, moves)
         self.running[header.request] = one
+        if moves:
+            number = body.stream_id
+            notice = System(event="moved", message="lost", stream_id=number, moves=moves)
+            self._say(b"SYSTEM", one, encode_body(notice, "msgpack"))
 
     def _journal(self, one: Running) -> None:
-        body = Journal(type="GENERATE", ended=one.ended)
+        body = Journal(type="GENERATE", ended=one.ended, moves=one.moves)
         sent = encode_body(one.sent, "msgpack")
         self._say(b"JOURNAL", one, encode_body(body, "msgpack"), sent, *one.frames)
 
@@ -495,6 +502,38 @@ def test_an_attach_to_more_than_was_reported_waits_for_the_worker_that_has_it() 
     steps(world, gpu, 5)
     assert client.tokens[call] == expected()
     assert client.ends == {call: None}
+
+
+def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more() -> None:
+    """There the entries of several sequences came in another order, so that what the client has
+    received cannot be counted in it."""
+    for first in ("gpu", "stale"):
+        world, stale, client = begun(sent=2)
+        [call] = client.tokens
+        gpu = GpuWorker(world, "gpu2")
+        world.run()
+        world.remove(stale)
+        world.run()
+        steps(world, gpu, 1)
+        assert client.tokens[call] == expected(3)
+        world.kill()
+        # It comes back with what it computed while it was silent.
+        world.peers.append(stale)
+        stale.out = stale.lease.connected(world.now)
+        [running] = stale.running.values()
+        running.sent += [
+            Token(token=99, stream_id=running.stream_id, logprob=-1.0, finish_reason=None, pos=p)
+            for p in range(2, 6)
+        ]
+        world.start()
+        order = (gpu, stale) if first == "gpu" else (stale, gpu)
+        for peer in order:
+            world.run(peer, client)
+        world.pass_time(4.0)
+        assert stale.running == {}
+        steps(world, gpu, 5)
+        assert client.tokens[call] == expected()
+        assert client.ends == {call: None}
 
 
 def test_an_adopted_stream_moves_with_all_that_was_sent_of_it() -> None:

@@ -99,6 +99,7 @@ class Stream:
     next: dict[int, int] = field(default_factory=dict)
     """The position of the next token of each sequence that is live."""
     moved: System | None = None
+    moves: int = 0
     ended_at: float = 0.0
 
     @property
@@ -242,7 +243,7 @@ class GpuWorker(Worker):
 
     def _send_journal(self, stream: Stream) -> None:
         header = encode_header(stream.header.request, stream.header.address, stream.form)
-        body = Journal(type="GENERATE", ended=not stream.next)
+        body = Journal(type="GENERATE", ended=not stream.next, moves=stream.moves)
         sent = encode_body(pack_columns(stream.sent), "msgpack")
         self.bus.post([b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames])
 
@@ -255,7 +256,7 @@ class GpuWorker(Worker):
         if header.flags & Flag.MOVED:
             transcript = decode_transcript(attachments.pop())
             stream.frames.pop()
-            stream.sent = transcript.entries
+            stream.sent, stream.moves = transcript.entries, transcript.moves
             for entry in stream.sent:
                 stream.next[entry.seq] = entry.pos + 1
                 if entry.finish_reason is not None:
@@ -267,6 +268,7 @@ class GpuWorker(Worker):
                 left=transcript.left,
                 worker=self.name,
                 pause_s=transcript.pause_s,
+                moves=transcript.moves,
             )
         assert len(attachments) == 1, "the prompt is the only attachment"
         if not stream.next:
@@ -298,7 +300,7 @@ class GpuWorker(Worker):
             return
         flags = header.flags & (Flag.MSGPACK | Flag.COLUMNS)
         stream.header = stream.header._replace(flags=flags)
-        answer = Msg(stream_id=attach.stream_id, attached=attach.received)
+        answer = Msg(stream_id=attach.stream_id, attached=attach.received, moves=stream.moves)
         encoding = _encoding(flags)
         head = encode_header(header.request, stream.header.address)
         self.bus.post([b"MSG", head, encode_body(answer, encoding)])

@@ -347,7 +347,8 @@ def _take_transcript(waiting: Waiting) -> None:
     transcript = decode_transcript(last)
     stream, waiting.sent = waiting.stream, transcript.entries
     since = stream.received - transcript.pause_s
-    stream.restore(waiting.sent, Move(transcript.left, transcript.why, since))
+    move = Move(transcript.left, transcript.why, since)
+    stream.restore(waiting.sent, move, transcript.moves)
 
 
 def _stream_id(body: bytes) -> int:

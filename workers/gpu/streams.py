@@ -45,6 +45,7 @@ class Move(NamedTuple):
             left=self.left,
             worker=worker,
             pause_s=round(time.monotonic() - self.since, 6),
+            moves=stream.moves,
         )
 
 
@@ -93,6 +94,8 @@ class Stream:
     """Those of its model, while an engine has it."""
     move: Move | None = None
     """Of one that has moved, until its client is notified."""
+    moves: int = 0
+    """How often it had moved when it came here."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1) -> Stream:
@@ -107,8 +110,10 @@ class Stream:
         """The form of its tokens."""
         return "columns" if self.columns else self.encoding
 
-    def restore(self, sent: list[Token], move: Move) -> None:
-        """It began at another worker, which has sent these entries."""
+    def restore(self, sent: list[Token], move: Move, moves: int) -> None:
+        """It began at another worker, which has sent these entries. ``moves``: how often it has
+        moved."""
+        self.moves = moves
         self.entries = [(0, sent)]
         self.started = bool(sent)
         self.num_tokens = sum(entry.token is not None for entry in sent)
@@ -143,7 +148,7 @@ def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
 
 def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
     """What a client gets that picks a stream up again: the answer, then what it missed."""
-    answer = Msg(stream_id=stream.stream_id, attached=received)
+    answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
     head = encode_header(stream.request, stream.session)
     messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]
     if missed:
@@ -175,6 +180,7 @@ def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,
         ended=stream.live == 0,
+        moves=stream.moves,
     )
     head = encode_header(stream.request, stream.session, flags)
     sent = encode_body(pack_columns(entries), "msgpack")

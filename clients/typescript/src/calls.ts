@@ -69,6 +69,8 @@ export class Call {
   resendAt: number | null = null;
   /** TOKEN entries of this attempt. */
   received = 0;
+  /** How often the stream of this attempt has moved, as far as is known. */
+  moves = 0;
   /** Entries delivered, by sequence, over all attempts. */
   readonly #seen = new Map<number, number>();
   /** Entries of this attempt, by sequence; the first `#seen` of each are duplicates. */
@@ -99,6 +101,7 @@ export class Call {
     this.attaching = false;
     this.resendAt = null;
     this.received = 0;
+    this.moves = 0;
     this.#came.clear();
   }
 

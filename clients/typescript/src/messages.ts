@@ -284,6 +284,11 @@ export interface Attach {
   readonly stream_id: number;
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
+  /**
+   * How often the stream has moved, by the last `moves` that the client was sent of it. At least 0.
+   * Default: 0.
+   */
+  readonly moves?: number | undefined;
 }
 
 /**
@@ -748,12 +753,17 @@ export interface Msg {
   readonly stream_id: number;
   readonly model_info?: ModelInfo;
   readonly status?: Status;
+  /** The `received` of the `ATTACH` that this answers. */
   readonly attached?: number;
+  /** With `attached`: how often the stream has moved (`Attach.moves`). */
+  readonly moves: number;
   readonly tokenizer?: TokenizerFiles;
   readonly result?: Json;
 }
 
-const MSG_DEFAULTS = {} satisfies Partial<Msg>;
+const MSG_DEFAULTS = {
+  moves: 0,
+} satisfies Partial<Msg>;
 
 /** `Msg` as it was sent, with the defaults of the fields that are absent. */
 export function readMsg(sent: Sent<Msg, typeof MSG_DEFAULTS>): Msg {
@@ -782,6 +792,8 @@ export interface System {
   readonly worker: string;
   /** `moved`: from the loss of the worker to the first new token, in seconds. */
   readonly pause_s: number | null;
+  /** `moved`: how often the stream has moved to another worker, for `ATTACH`. */
+  readonly moves: number;
 }
 
 const SYSTEM_DEFAULTS = {
@@ -792,6 +804,7 @@ const SYSTEM_DEFAULTS = {
   left: "",
   worker: "",
   pause_s: null,
+  moves: 0,
 } satisfies Partial<System>;
 
 /** `System` as it was sent, with the defaults of the fields that are absent. */

@@ -233,6 +233,7 @@ export class Session {
         const call = this.#calls.get(message.body.stream_id ?? -1);
         if (call === undefined) break;
         call.heard = now;
+        call.moves = Math.max(call.moves, message.body.moves);
         this.ready.push([call, [{ kind: "notice", notice: message.body }]]);
       }
     }
@@ -277,7 +278,8 @@ export class Session {
     for (const call of sent) {
       if (live.has(call.number) || (welcome.recovering && call.mayBeLive)) {
         call.attaching = true;
-        const body = { stream_id: call.number, received: call.received };
+        const { received, moves } = call;
+        const body = { stream_id: call.number, received, moves };
         this.outgoing.push({ type: "ATTACH", body });
       } else {
         this.#failed(call, lost, now, true);
@@ -333,6 +335,7 @@ export class Session {
     call.heard = now;
     if (msg.attached !== undefined) {
       call.attaching = false;
+      call.moves = msg.moves;
     } else {
       this.#end(call, null, { kind: "answer", answer: msg });
     }
@@ -384,5 +387,5 @@ function endedOffline(): ConnectionLostError {
 
 function retrying(message: string) {
   const nothing = { model: "", place: null, progress: null, left: "", worker: "", pause_s: null };
-  return { event: "retrying" as const, message, stream_id: null, ...nothing };
+  return { event: "retrying" as const, message, stream_id: null, ...nothing, moves: 0 };
 }

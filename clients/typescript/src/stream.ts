@@ -110,7 +110,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   /** @internal The answer to a request that is not a stream. */
   async answer(): Promise<Msg> {
     await this.wait();
-    return this.#answer ?? { stream_id: 0 };
+    return this.#answer ?? { stream_id: 0, moves: 0 };
   }
 
   readonly #onAbort = (): void => {

@@ -136,7 +136,7 @@ test("a resumed session attaches its streams where they were", () => {
   assert.deepEqual(
     bench.sent().map(({ type, body }) => [type, body]),
     [
-      ["ATTACH", { stream_id: call.number, received: 1 }],
+      ["ATTACH", { stream_id: call.number, received: 1, moves: 0 }],
       ["CANCEL", { stream_id: left.number }],
     ],
   );
@@ -158,7 +158,7 @@ test("a broker that was restarted is asked for the streams that have begun", () 
   assert.ok(hello.body.capabilities?.includes("recover"));
   bench.hear("WELCOME", { version: 1, encoding: "json", session: "T", recovering: true });
   const answer = bench.sent().map(({ type, body }) => [type, body]);
-  assert.deepEqual(answer[0], ["ATTACH", { stream_id: call.number, received: 1 }]);
+  assert.deepEqual(answer[0], ["ATTACH", { stream_id: call.number, received: 1, moves: 0 }]);
   assert.equal(answer.length, 2);
   assert.equal(answer[1]?.[0], "CANCEL");
   bench.pass(1);
