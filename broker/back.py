@@ -160,8 +160,18 @@ class Back:
             self._last_beat = now
             long_ago = now - self._settings.expiry_s
             self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
-            for worker in self._by_peer.values():
-                self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+            self.beat()
+
+    def beat(self) -> None:
+        """Sends the broker's heartbeat to every worker."""
+        for worker in self._by_peer.values():
+            self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+
+    @property
+    def expires_at(self) -> float:
+        """When the first lease ends, if no message renews it."""
+        seen = min((w.last_seen for w in self._by_peer.values()), default=float("inf"))
+        return seen + self._settings.expiry_s
 
     def _ask(self, peer: bytes, reason: str, now: float) -> None:
         """Asks a connection without a worker to register."""

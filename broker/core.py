@@ -134,6 +134,12 @@ class Broker:
             self._guarded(self._back.on_gone, peer)
         return self._taken()
 
+    def probe(self, now: float) -> list[Outgoing]:
+        """Some connection of a worker has closed: what is sent to all shows which."""
+        self.dispatcher.now = now
+        self._guarded(self._back.beat)
+        return self._taken()
+
     def on_full(self, message: Outgoing) -> list[Outgoing]:
         """A message was dropped: those that wait for its peer have reached their bound."""
         if message.side is Side.FRONT:
@@ -155,6 +161,11 @@ class Broker:
             self._places_at = now
             self._guarded(self.dispatcher.report_places)
         return self._taken()
+
+    def wait_s(self, now: float) -> float:
+        """In how many seconds ``tick`` is to be called again: in ``tick_s``, or when the first
+        lease ends."""
+        return max(0.001, min(self._settings.tick_s, self._back.expires_at - now))
 
     def drain(self) -> list[Outgoing]:
         """The broker is about to stop: it refuses new requests and finishes what runs."""

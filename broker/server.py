@@ -17,6 +17,7 @@ from pathlib import Path
 import zmq
 
 from ..protocol.ids import new_boot
+from .closings import Closings
 from .core import Broker, Message
 from .outbox import Outbox, Sent
 from .outgoing import Outgoing, Side
@@ -87,6 +88,7 @@ class BrokerServer:
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
             loop.add_reader(sock.fileno(), self._drain)
+        closings = Closings(self._back, self._probe, loop)
         log.info("clients on %s, workers on %s", self.front_endpoint, self.back_endpoint)
         self._drain()
         self._tick()
@@ -94,6 +96,7 @@ class BrokerServer:
         if not self._leaving:
             await self._drain_streams()
         self._closed = True
+        closings.close()
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         if not self._leaving:
@@ -223,12 +226,21 @@ class BrokerServer:
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
         self._post(self.core.on_gone(side, peer, time.monotonic()))
 
+    def _probe(self) -> None:
+        """A worker's connection has closed. What it sent before is taken first."""
+        self._drain()
+        try:
+            self._post(self.core.probe(time.monotonic()))
+        except Exception:
+            self._on_defect("looking for the connection that has closed")
+        self._drain_soon()
+
     # --- timers ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         if self._stopped or self._loop is None:
             return
-        self._loop.call_later(self.settings.tick_s, self._tick)
+        self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
         self._check_files()
         try:
             self._post(self.core.tick(time.monotonic()))
