@@ -3,8 +3,8 @@
 The model is the Llama shape of 21 million parameters. Its layers are random; its output layer is
 fitted, so that it continues each prompt by the text that is wanted: source code with names
 replaced, records in JSON, prose. So tokens and computations are those of a model that writes these
-texts. All in one process, greedy, in turn without and with drafts; each stream's tokens,
-log-probabilities and ends are compared.
+texts. Each run is a session of its own, but for ``same_session``. All in one process, greedy, in
+turn without and with drafts; each stream's tokens, log-probabilities and ends are compared.
 """
 
 from __future__ import annotations
@@ -90,11 +90,15 @@ class Side:
         self.engine = Engine(loaded, config)
         self._next = 0
 
-    def run(self, wanted: Sequence[Text]) -> tuple[float, dict[int, list[TokenOutput]]]:
-        """Seconds, and the outputs of each."""
+    def run(
+        self, wanted: Sequence[Text], session: int | None
+    ) -> tuple[float, dict[int, list[TokenOutput]]]:
+        """Seconds, and the outputs of each. ``session``: None for a new one."""
         first = self._next
+        client = 1 + first if session is None else session
         for prompt, text in wanted:
-            self.engine.add(self._next, prompt, Sampling(max_tokens=len(text), ignore_eos=True))
+            sampling = Sampling(max_tokens=len(text), ignore_eos=True)
+            self.engine.add(self._next, prompt, sampling, client=client)
             self._next += 1
         found: dict[int, list[TokenOutput]] = {i: [] for i in range(len(wanted))}
         started = time.perf_counter()
@@ -129,13 +133,15 @@ def main() -> None:
     sides = [Side(loaded, False), Side(loaded, True)]
     mixed = [(prompt, text[: new // 3]) for prompt, text in wanted.values()]
     loads = {name: [text] for name, text in wanted.items()}
+    loads["same_session"] = [wanted["code"]]
     loads["batch32"] = [mixed[i % len(mixed)] for i in range(BATCH)]
     loads["batch32_repetitive"] = [mixed[i % 2] for i in range(BATCH)]
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in loads}
     away = 0.0
     for number in range(rounds + 1):
         for name, load in loads.items():
-            runs = [side.run(load) for side in sides]
+            session = 0 if name == "same_session" else None
+            runs = [side.run(load, session) for side in sides]
             away = max(away, check(runs[0][1], runs[1][1]))
             if len(load) == 1:
                 assert [o.token for o in runs[0][1][0]] == load[0][1]
@@ -156,6 +162,7 @@ def main() -> None:
         "repetitive_speedup": speedup("code", "json"),
         "code_speedup": speedup("code"),
         "json_speedup": speedup("json"),
+        "same_session_speedup": speedup("same_session"),
         "unrepetitive_speedup": speedup("prose"),
         "batch32_speedup": speedup("batch32"),
         "batch32_repetitive_speedup": speedup("batch32_repetitive"),
@@ -164,6 +171,7 @@ def main() -> None:
     }
     notes = {
         "repetitive_speedup": "code edit and JSON, one stream: at least 2",
+        "same_session_speedup": "the code edit again, in the session that made it before",
         "unrepetitive_speedup": "prose, one stream: at least 0.97",
         "batch32_speedup": "all three at once, 32 streams: at least 1",
         "logprob_difference": "at most 1e-4",

@@ -97,12 +97,17 @@ class Engine:
         )
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
-        self._live = LiveSequences(
-            self._intake, self._scheduler, self._blocks, self._runner, config.max_forks
-        )
-        self._overlaps = overlap
         costs = CUDA if loaded.device.type == "cuda" else CPU
         self._speculation = Speculation(costs if config.speculation else None)
+        self._live = LiveSequences(
+            self._intake,
+            self._scheduler,
+            self._blocks,
+            self._runner,
+            config.max_forks,
+            self._speculation.ended,
+        )
+        self._overlaps = overlap
         self._stepper = Stepper(
             self._live, self._scheduler, self._blocks, self._runner, overlap, self._speculation
         )
@@ -133,12 +138,12 @@ class Engine:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
         ``client`` identifies the client: requests of clients with the fewest running sequences go
-        first. ``text``: outputs carry text. ``inspect``: they say what the masks did.
-        ``speculate``: it may have drafts, where the engine makes any; without use where each of its
-        tokens is decided upon. ``continued``: it began at another worker; these are its sequences,
-        and their text goes on. Raises RequestError where the request cannot be run, and then
-        nothing has changed. Returns the usage of its prompt, which is complete with the first
-        output.
+        first, and drafts come from the client's own texts. ``text``: outputs carry text.
+        ``inspect``: they say what the masks did. ``speculate``: it may have drafts, where the
+        engine makes any; without use where each of its tokens is decided upon. ``continued``: it
+        began at another worker; these are its sequences, and their text goes on. Raises
+        RequestError where the request cannot be run, and then nothing has changed. Returns the
+        usage of its prompt, which is complete with the first output.
         """
         sequence = self._intake.generation(
             request,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from ...protocol.errors import Code, RequestError
@@ -32,7 +33,10 @@ class LiveSequences:
         blocks: BlockManager,
         runner: Runner,
         max_forks: int,
+        ended: Callable[[Sequence], None],
     ) -> None:
+        """``ended`` is called with each sequence that leaves the table."""
+        self._ended = ended
         self._intake = intake
         self._scheduler = scheduler
         self._blocks = blocks
@@ -97,6 +101,7 @@ class LiveSequences:
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         self._scheduler.remove(sequence)
+        self._ended(sequence)
         left = self.requests[sequence.request]
         del left[sequence.seq]
         if not left:

@@ -6,6 +6,8 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenbus.workers.gpu.speculation import earlier
+from tokenbus.workers.gpu.speculation.earlier import EarlierTexts, SessionTexts
 from tokenbus.workers.gpu.speculation.lengths import (
     CPU,
     CUDA,
@@ -16,7 +18,8 @@ from tokenbus.workers.gpu.speculation.lengths import (
     kind_of,
     lengths,
 )
-from tokenbus.workers.gpu.speculation.ngrams import LONGEST, PLACES, SIZE, Match, PromptLookup
+from tokenbus.workers.gpu.speculation.ngrams import PromptLookup
+from tokenbus.workers.gpu.speculation.places import LONGEST, PLACES, SIZE, Match
 
 texts = st.lists(st.integers(0, 2), max_size=60)
 
@@ -184,3 +187,59 @@ def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
     assert lengths([0.6] * 8, 8, CPU) == [0] * 8
     alone, among = lengths([0.8], 1, CPU)[0], lengths([0.8] * 2, 2, CPU)[0]
     assert among < alone
+
+
+def lookup_of(tokens: list[int], texts: EarlierTexts) -> Match | None:
+    """The match of a new request, once all of the texts are in the index."""
+    lookup = PromptLookup(tokens, texts)
+    for _ in range(2 + texts.num_tokens // earlier.ADVANCE + len(texts._waiting)):
+        found = lookup.match()
+    return found
+
+
+@given(st.lists(texts, max_size=6), texts)
+def test_what_earlier_requests_of_the_session_wrote_is_found(
+    before: list[list[int]], tokens: list[int]
+) -> None:
+    kept = EarlierTexts()
+    for text in before:
+        kept.add(list(text))
+    found = lookup_of(tokens, kept)
+    if found is None:
+        run = tokens[-SIZE:]
+        known = [text for text in [*before, tokens] if len(text) > SIZE]
+        places = [text[e - SIZE : e] for text in known for e in range(SIZE, len(text))]
+        assert len(run) < SIZE or len(tokens) <= SIZE or run not in places
+    else:
+        assert SIZE <= found.length <= agreement(found.text, found.end, tokens)
+
+
+def test_a_conversation_is_kept_once() -> None:
+    kept = EarlierTexts()
+    for turn in range(1, 9):
+        kept.add(list(range(500 * turn)))
+    assert kept.num_tokens < 4000 + 8 * LONGEST
+    found = lookup_of([7, *range(3990, 3999)], kept)
+    assert found is not None
+    assert found.text[found.end] == 3999
+
+
+def test_the_texts_of_a_session_are_bounded_and_the_latest_are_found() -> None:
+    kept = EarlierTexts()
+    for number in range(200):
+        kept.add([1000 * number + i for i in range(1000)])
+        lookup_of([1000 * number + i for i in range(4, 8)], kept)
+    assert kept.num_tokens <= 3 * earlier.HALF
+    assert len(kept._older) + len(kept._newer) <= 2 * earlier.HALF + earlier.ADVANCE
+    assert lookup_of([199_003, 199_004, 199_005, 199_006], kept) is not None
+    assert lookup_of([3, 4, 5, 6], kept) is None
+
+
+def test_sessions_that_are_longest_ago_are_dropped() -> None:
+    sessions = SessionTexts()
+    for session in range(100):
+        sessions.add(session, list(range(10_000)))
+        sessions.of(0)
+    assert len(sessions) == earlier.MOST_TOKENS // 10_001
+    assert sessions.of(0).num_tokens == sessions.of(99).num_tokens == 10_000
+    assert sessions.of(50).num_tokens == 0

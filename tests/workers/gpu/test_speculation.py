@@ -175,6 +175,25 @@ def test_a_text_that_repeats_takes_fewer_steps(embedded: LoadedModel) -> None:
     assert accepted(engine) >= 60 - steps - 1
 
 
+def test_a_session_drafts_from_its_earlier_requests_and_no_others(embedded: LoadedModel) -> None:
+    prompt = prompts(embedded)[0]
+    plain = engine_of(embedded, False)
+    sampling = sampling_of(embedded, temperature=0.9, seed=11)
+    found, drafted = [], []
+    engine = engine_of(embedded, True)
+    for request, client in enumerate((1, 1, 2)):
+        plain.add(request, prompt, sampling, client=client)
+        engine.add(request, prompt, sampling, client=client)
+        before = accepted(engine)
+        found.append((drained(plain), drained(engine)))
+        drafted.append(accepted(engine) - before)
+    for expected, outputs in found:
+        check_same(expected, outputs)
+    # The same request again: all but its beginning is known, to its own session.
+    assert drafted[1] > NEW - 8
+    assert drafted[2] == drafted[0] < drafted[1]
+
+
 def test_an_end_within_a_draft_is_where_it_was(embedded: LoadedModel) -> None:
     prompt = prompts(embedded)[0]
     whole = engine_of(embedded, False)

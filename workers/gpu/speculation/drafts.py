@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from .earlier import SessionTexts
 from .lengths import Acceptance, Costs, kind_of, lengths
-from .ngrams import Match, PromptLookup
+from .ngrams import PromptLookup
+from .places import LONGEST, Match
 
 if TYPE_CHECKING:
     from ..sequence import Sequence
@@ -63,6 +65,7 @@ class Speculation:
 
     def __init__(self, costs: Costs | None) -> None:
         self._costs = costs
+        self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
         self.drafts = 0
         self.draft_tokens = 0
@@ -71,7 +74,16 @@ class Speculation:
     def begin(self, sequence: Sequence) -> None:
         """Lets a new sequence have drafts."""
         if self._costs is not None:
-            sequence.drafting = Drafting(PromptLookup(sequence.tokens))
+            earlier = self._earlier.of(sequence.client)
+            sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier))
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keeps the text of a sequence for the drafts of its session's next requests."""
+        if self._costs is None or sequence.scored or not sequence.num_generated:
+            return
+        # Its request's first sequence has the prompt of all.
+        start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
+        self._earlier.add(sequence.client, sequence.tokens[start:])
 
     @property
     def any_drafts(self) -> bool:
