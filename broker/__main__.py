@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from ..protocol import logs, tracing
+from ..protocol.health_file import HealthFile
 from ..protocol.settings import SettingError, load
 from .server import BrokerServer
 from .settings import BrokerSettings
@@ -17,7 +18,12 @@ def main() -> int:
         settings = load()
         logs.set_up(settings, "broker")
         tracing.start("broker")
-        server = BrokerServer(settings.front, settings.back_endpoint, BrokerSettings.of(settings))
+        server = BrokerServer(
+            settings.front,
+            settings.back_endpoint,
+            BrokerSettings.of(settings),
+            health=HealthFile(settings),
+        )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
         # With exit code 2, supervisord does not start it again; an address may become free.

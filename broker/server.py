@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from ..protocol.health_file import READY, HealthFile
 from ..protocol.ids import new_boot
 from .closings import Closings
 from .core import Broker, Message
@@ -54,8 +55,10 @@ class BrokerServer:
         back: str,
         settings: BrokerSettings | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        health: HealthFile | None = None,
     ) -> None:
         """Binds both sockets; raises BindError where that fails or is not allowed."""
+        self._health = health
         self.settings = settings or BrokerSettings()
         self._context = context or zmq.Context.instance()
         self._front = bind_router(self._context, front, pipe_messages=PIPE_MESSAGES)
@@ -242,6 +245,8 @@ class BrokerServer:
             return
         self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
         self._check_files()
+        if self._health is not None:
+            self._health.touch(READY, time.monotonic())
         try:
             self._post(self.core.tick(time.monotonic()))
         except Exception:

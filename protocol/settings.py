@@ -41,6 +41,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     """Lines for people, or one JSON object a line."""
+    health_file: str = ""
+    """A file that this process touches while it works, for probes; empty: none."""
     session_timeout_s: Positive = 30.0
     """How long a client waits for a broker that does not answer."""
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..protocol.errors import TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
+from ..protocol.health_file import HealthFile
 from ..protocol.metrics import Series
 from ..protocol.worker_messages import Heartbeat, Register, Registered
 from ..transport.carrier import carrier
@@ -58,7 +59,8 @@ class Bus:
     of requests and the gauges for the heartbeat, ``metrics`` its counters. ``first`` gets new
     messages at once, on the bus thread, and returns those that are for ``take``: for answers that
     must not wait for another thread. Where it raises, it gets the same messages again one by one,
-    so that only the one at fault is dropped. Raises AddressError.
+    so that only the one at fault is dropped. ``health`` is kept up to date with each heartbeat.
+    Raises AddressError.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Bus:
         load: Callable[[], tuple[int, dict[str, float]]],
         first: Callable[[list[FromBus]], list[FromBus]] | None = None,
         metrics: Callable[[], list[Series]] = list,
+        health: HealthFile | None = None,
     ) -> None:
         self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
         """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
@@ -83,6 +86,9 @@ class Bus:
         self._step_started: float | None = None
         self._load = load
         self._metrics = metrics
+        self._health = health
+        self._serves = False
+        """Whether it can be given requests: a GPU worker has a model, or loads any on demand."""
         lease = Lease(self._current_registration, self._beat, time.monotonic())
         self._lease = lease
         put = self._inbox.put
@@ -197,6 +203,9 @@ class Bus:
     def _current_registration(self) -> Register:
         registration = self._registration()
         registration.step_age_s = self._step_age_s(time.monotonic())
+        self._serves = bool(
+            registration.role != "gpu" or registration.models or registration.patterns
+        )
         return registration
 
     def _step_age_s(self, now: float) -> float | None:
@@ -205,9 +214,14 @@ class Bus:
 
     def _beat(self, now: float) -> Heartbeat:
         requests, load = self._load()
+        step_age_s = self._step_age_s(now)
+        if self._health is not None:
+            lease = self._lease
+            ready = lease.registered and self._serves and not lease.draining
+            self._health.beat(ready, step_age_s, now)
         return Heartbeat(
             requests=requests,
-            step_age_s=self._step_age_s(now),
+            step_age_s=step_age_s,
             load=load,
             metrics=self._metrics(),
         )

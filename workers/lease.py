@@ -37,7 +37,7 @@ class Lease:
         self._expiry_s = DEFAULT_EXPIRY_S
         self._heard = now
         self._next_beat = now
-        self._draining: Drain | None = None
+        self._drain: Drain | None = None
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
 
@@ -71,7 +71,7 @@ class Lease:
                 self.registered = True
                 self.worker = answer.worker
                 self._heartbeat_s, self._expiry_s = answer.heartbeat_s, answer.expiry_s
-                drain = [self._frames(b"DRAIN", self._draining)] if self._draining else []
+                drain = [self._frames(b"DRAIN", self._drain)] if self._drain else []
                 return False, drain
             case b"ERROR":
                 refused: Error = decode_as(Error, frames[2], "msgpack")
@@ -102,8 +102,13 @@ class Lease:
 
     def drain(self, reason: str) -> list[Frames]:
         """The messages that stop further requests; repeated after each new registration."""
-        self._draining = Drain(reason=reason)
-        return [self._frames(b"DRAIN", self._draining)]
+        self._drain = Drain(reason=reason)
+        return [self._frames(b"DRAIN", self._drain)]
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no further requests."""
+        return self._drain is not None
 
     def leave(self, reason: str) -> list[Frames]:
         """The last message."""

@@ -19,6 +19,7 @@ from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, TokenbusError
 from ...protocol.header import Flag, Header, encode_header
+from ...protocol.health_file import HealthFile
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Delete,
@@ -113,7 +114,12 @@ class ControllerWorker:
         compiled, and no round waits behind it."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._bus = Bus(
-            settings.back_endpoint, self._registration, self._load, self._take_answers, self._series
+            settings.back_endpoint,
+            self._registration,
+            self._load,
+            self._take_answers,
+            self._series,
+            HealthFile(settings),
         )
         self._meters = Meters()
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)

@@ -11,6 +11,7 @@ from functools import partial
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, error_for
 from ...protocol.header import encode_header
+from ...protocol.health_file import HealthFile
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -52,7 +53,11 @@ class GpuWorker:
         self._settings = settings
         self._name = name or f"gpu-{socket.gethostname()}-{os.getpid()}"
         self._bus = Bus(
-            settings.back_endpoint, self._registration, self._load, metrics=self._series
+            settings.back_endpoint,
+            self._registration,
+            self._load,
+            metrics=self._series,
+            health=HealthFile(settings),
         )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)

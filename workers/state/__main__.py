@@ -10,8 +10,10 @@ import logging
 import signal
 import sys
 import threading
+import time
 
 from ...protocol import logs
+from ...protocol.health_file import STANDBY, HealthFile
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from .folder import FolderError, FolderInUseError
@@ -56,6 +58,7 @@ def _when_free(settings: Settings) -> StateWorker | None:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
+    health = HealthFile(settings)
     waits = False
     while not ended.is_set():
         try:
@@ -64,6 +67,7 @@ def _when_free(settings: Settings) -> StateWorker | None:
             if not waits:
                 log.info("standing by: %s", error)
             waits = True
+            health.touch(STANDBY, time.monotonic())
             ended.wait(STANDBY_S)
     return None
 

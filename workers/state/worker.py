@@ -15,6 +15,7 @@ from msgspec import DecodeError, Struct, msgpack
 from ...protocol.bodies import decode_as
 from ...protocol.errors import TokenbusError
 from ...protocol.header import encode_header
+from ...protocol.health_file import HealthFile
 from ...protocol.messages import PROTOCOL_VERSION
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
@@ -54,7 +55,13 @@ class StateWorker:
         """Replays the log; raises FolderError if its folder or a file in it cannot be used."""
         self._name = name or f"state-{socket.gethostname()}-{os.getpid()}"
         self._variables = DurableVariables(settings.run_folder / "state")
-        self._bus = Bus(settings.back_endpoint, self._registration, self._load, self._on_messages)
+        self._bus = Bus(
+            settings.back_endpoint,
+            self._registration,
+            self._load,
+            self._on_messages,
+            health=HealthFile(settings),
+        )
         self._ops = 0
         self._stop_reason = ""
 
