@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....protocol.errors import Code, ControllerError
+from ..backends.llguidance.trial import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
 from . import script_constraints
 from .arguments import parsed
@@ -235,10 +236,13 @@ class Context:
             case {"json_schema": str(schema)}:
                 try:
                     grammar = script_constraints.json_schema(schema)
-                except ValueError as error:
+                except (ValueError, RefusedGrammar) as error:
                     raise _wrong(f"gen(json_schema=…): {error}") from None
             case {"lark": str(text)}:
-                grammar = script_constraints.lark(text)
+                try:
+                    grammar = script_constraints.lark(text)
+                except RefusedGrammar as error:
+                    raise _wrong(f"gen(lark=…): {error}") from None
             case {"allow": TokenSet() as tokens}:
                 if not tokens or tokens.size != self._host.vocabulary.size:
                     size = self._host.vocabulary.size

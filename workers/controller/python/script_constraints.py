@@ -15,6 +15,7 @@ from typing import Protocol
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ....protocol.errors import Code, ControllerError
+from ..backends.llguidance.spacing import spaced_lark, spaced_schema
 from ..host import Vocabulary
 from .token_set import TokenSet
 
@@ -120,17 +121,16 @@ def choice(options: Sequence[str]) -> str:
 def json_schema(schema: str) -> str:
     """The grammar of the JSON values that match a schema, with the spacing of ``json.dumps``.
 
-    A schema can override the spacing with ``x-guidance``. Raises ValueError if it is not a JSON
-    object.
+    A schema can override the spacing with ``x-guidance``, within bounds. Raises ValueError if it is
+    not a JSON object, and RefusedGrammar if its spacing has no bound.
     """
-    return LLMatcher.grammar_from_json_schema(
-        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    )
+    return LLMatcher.grammar_from_json_schema(*spaced_schema(schema))
 
 
 def lark(grammar: str) -> str:
-    """The grammar given in llguidance's dialect of Lark."""
-    return LLMatcher.grammar_from_lark(grammar)
+    """The grammar given in llguidance's dialect of Lark; raises RefusedGrammar if the spacing of a
+    schema in it has no bound."""
+    return LLMatcher.grammar_from_lark(spaced_lark(grammar))
 
 
 def _failure(reason: str) -> ControllerError:

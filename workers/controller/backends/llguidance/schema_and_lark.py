@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -12,21 +11,11 @@ from .....protocol.errors import Code, RequestError
 from ...host import Host
 from .matcher_controller import MatcherController
 from .matchers import Matchers
+from .spacing import spaced_lark, spaced_schema
 from .trial import RefusedGrammar
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 1024 * 1024
 """Most bytes of a schema or a grammar. The cost of compiling it is bounded by ``trial``."""
-
-_SPACING: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-"""The spacing of Python's ``json.dumps``: a model cannot write endless white space, and most text
-between values is forced. A schema can override it with ``x-guidance``."""
 
 _LEXEME = re.compile(
     r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -42,7 +31,8 @@ comments, and the names of special tokens; the same as in llguidance's lexer."""
 class JsonSchemaProgram:
     """The built-in ``json_schema``: the text is a JSON value that matches the schema given.
 
-    White space is as in ``json.dumps``; properties come in the schema's order.
+    White space is as in ``json.dumps``, or as ``x-guidance`` says, within bounds (``spacing``);
+    properties come in the schema's order.
     """
 
     def __init__(self, matchers: Matchers) -> None:
@@ -53,7 +43,10 @@ class JsonSchemaProgram:
         supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
-            grammar = LLMatcher.grammar_from_json_schema(_object_of(schema), _SPACING)
+            text, spacing = spaced_schema(_object_of(schema))
+            grammar = LLMatcher.grammar_from_json_schema(text, spacing)
+        except RefusedGrammar as error:
+            raise _refusal(f"json_schema: {error}") from None
         except ValueError as error:
             raise _refusal(f"json_schema: the argument is not a JSON schema: {error}") from None
         return _start(self._matchers, host, "json_schema", grammar)
@@ -75,6 +68,10 @@ class LarkProgram:
                     f"lark: line {line} names the special token {lexeme['special'][:80]}, "
                     "which has no text to constrain; literal text must be in quotes"
                 )
+        try:
+            text = spaced_lark(text)
+        except RefusedGrammar as error:
+            raise _refusal(f"lark: {error}") from None
         grammar = json.dumps({"grammars": [{"lark_grammar": text}]})
         return _start(self._matchers, host, "lark", grammar)
 

@@ -1,0 +1,144 @@
+"""The white space of JSON under a schema: bounded, so that no model fills its tokens with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from .....grammars.regex import Dfa, RegexError, compile_regex
+from .trial import RefusedGrammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+OPTIONS = "x-guidance"
+"""The key of a schema with llguidance's options for it, and with ``indent``."""
+FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
+"""White space between lexemes where a schema allows it without a pattern of its own: one space, or
+a line end and an indentation. llguidance never allows it twice in a row."""
+MOST_INDENT = 16
+"""Most spaces of one level of ``indent``."""
+
+_DUMPED: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""As Python's ``json.dumps``: most of the text between values is forced."""
+_FLEXIBLE: JsonCompileOptions = {
+    "whitespace_flexible": True,
+    "item_separator": ",",
+    "key_separator": ":",
+}
+"""llguidance's default, which holds for a schema inside of a Lark grammar."""
+
+_LEXEME = re.compile(
+    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    r"|/(?!/)[^/\\]*(?:\\.[^/\\]*)*/"
+    r"|(?:\#|//)[^\n]*"
+    r"|(?P<json>%json\s*(?=\{))",
+    re.DOTALL,
+)
+"""What may contain ``%json`` in a Lark grammar, and ``%json`` itself."""
+_DECODER = json.JSONDecoder()
+
+
+def spaced_schema(schema: str) -> tuple[str, JsonCompileOptions]:
+    """A schema without its ``x-guidance``, and the options to compile it with.
+
+    Raises RefusedGrammar where these allow white space without a bound, and ValueError where the
+    text is not JSON.
+    """
+    if f'"{OPTIONS}"' not in schema:
+        return schema, _DUMPED
+    read = json.loads(schema)
+    if not isinstance(read, dict) or OPTIONS not in read:
+        return schema, _DUMPED
+    options = _bounded(read.pop(OPTIONS), _DUMPED)
+    return json.dumps(read), options
+
+
+def spaced_lark(text: str) -> str:
+    """A Lark grammar in which the white space of each embedded schema (``%json``) is bounded.
+
+    Raises RefusedGrammar where an ``x-guidance`` of one allows it without a bound.
+    """
+    if "%json" not in text:
+        return text
+    parts, at = [], 0
+    while (lexeme := _LEXEME.search(text, at)) is not None:
+        parts.append(text[at : lexeme.end()])
+        at = lexeme.end()
+        if lexeme["json"] is None:
+            continue
+        try:
+            schema, end = _DECODER.raw_decode(text, at)
+        except ValueError:
+            continue  # llguidance reports it, with its place.
+        options = _bounded(schema.pop(OPTIONS, {}), _FLEXIBLE)
+        lines = "\n" * text.count("\n", at, end)
+        parts.append(json.dumps({**schema, OPTIONS: options}) + lines)
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _bounded(given: Any, defaults: JsonCompileOptions) -> JsonCompileOptions:
+    if not isinstance(given, dict):
+        raise RefusedGrammar(f"{OPTIONS} is {_shown(given)}; it must be an object")
+    asked = dict(given)
+    indent = asked.pop("indent", None)
+    if asked.get("whitespace_flexible") and not defaults["whitespace_flexible"]:
+        defaults = _FLEXIBLE
+    options: dict[str, Any] = {**defaults, **asked}
+    if indent is not None:
+        if type(indent) is not int or not 1 <= indent <= MOST_INDENT:
+            raise RefusedGrammar(
+                f"indent of {OPTIONS} is {_shown(indent)}; it must be from 1 to {MOST_INDENT}"
+            )
+        options |= {"whitespace_flexible": True, "item_separator": ",", "key_separator": ": "}
+        options["whitespace_pattern"] = rf"\n(?: {{{indent}}}){{0,{64 // indent}}}"
+    elif options.get("whitespace_flexible") and options.get("whitespace_pattern") is None:
+        options["whitespace_pattern"] = FLEXIBLE
+    for name in ("whitespace_pattern", "item_separator", "key_separator"):
+        if isinstance(pattern := options.get(name), str):
+            _check(name, pattern)
+    return options  # type: ignore[return-value]
+
+
+def _check(name: str, pattern: str) -> None:
+    try:
+        bounded = _is_finite(compile_regex(pattern))
+    except RegexError as error:
+        raise RefusedGrammar(f"{name} of {OPTIONS}: {error}") from None
+    if not bounded:
+        raise RefusedGrammar(
+            f"{name} of {OPTIONS} is {_shown(pattern)}, which matches texts of any length; "
+            f"it needs a bound, as {_shown(FLEXIBLE)} has"
+        )
+
+
+def _is_finite(automaton: Dfa) -> bool:
+    """Whether no state can be reached from itself: all states of the automaton are live."""
+    following = [
+        {automaton.step(state, byte) for byte in range(256)} - {0}
+        for state in range(automaton.num_states)
+    ]
+    left = [0] * automaton.num_states
+    for targets in following:
+        for target in targets:
+            left[target] += 1
+    # Kahn's order: a state in a cycle never has all of the transitions into it removed.
+    removed, free = 0, [state for state in range(automaton.num_states) if not left[state]]
+    while free:
+        removed += 1
+        for target in following[free.pop()]:
+            left[target] -= 1
+            if not left[target]:
+                free.append(target)
+    return removed == automaton.num_states
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:80] + "…"
