@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..protocol.bodies import decode_as, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
@@ -65,6 +65,11 @@ class Back:
         self._asked: dict[bytes, float] = {}
         """When a connection without a worker was asked to register: once for all that it sends
         until it does, as each registration is a new lease."""
+        self._closed: dict[str, tuple[int, float]] = {}
+        """Workers whose connection closed: their process, and when that was."""
+        self._stopped_until = float("-inf")
+        """This process was stopped: the connections that close up to then say nothing of what their
+        workers run."""
         self._last_beat = float("-inf")
 
     # --- events ---------------------------------------------------------------------------------
@@ -140,14 +145,21 @@ class Back:
         else:
             self._lose_unread(worker, error)
 
-    def on_gone(self, peer: bytes) -> None:
-        """A worker's connection closed: its lease ends."""
+    def on_gone(self, peer: bytes, now: float, unsent: Sequence[bytes] = ()) -> None:
+        """A worker's connection closed: its lease ends. ``unsent``: the message that shows it."""
         worker = self._by_peer.get(peer)
-        if worker is not None:
-            self._lose(worker, "its connection closed", died=True)
+        if worker is None:
+            return
+        if unsent:
+            request = worker.requests.get(decode_header(unsent[1]).request)
+            if request is not None and request.type == unsent[0]:
+                request.dispatched = None
+        self._closed[worker.name] = worker.pid, now
+        self._lose(worker, "its connection closed", died=now > self._stopped_until)
 
     def renew(self, now: float) -> None:
         """Renews all leases: what the workers sent meanwhile has not been looked at yet."""
+        self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self._by_peer.values():
             worker.last_seen = now
 
@@ -160,6 +172,7 @@ class Back:
             self._last_beat = now
             long_ago = now - self._settings.expiry_s
             self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
+            self._closed = {name: one for name, one in self._closed.items() if one[1] > long_ago}
             self.beat()
 
     def beat(self) -> None:
@@ -295,6 +308,9 @@ class Back:
             step_age_s=message.step_age_s,
         )
         self._by_peer[peer] = worker
+        pid, _ = self._closed.pop(worker.name, (0, 0.0))
+        if pid == worker.pid:
+            self._dispatcher.moves.quarantine.lives(worker.name)
         self._asked.pop(peer, None)
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
         unknown, wanted = self._adoption.reported(worker, message, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..protocol.errors import Code, RequestError, UnavailableError
@@ -29,8 +29,8 @@ Message = tuple[bytes, list[bytes]]
 """A connection (on a socket its routing id), and the frames of a message that came on it."""
 
 LATE_TICKS = 8
-"""A tick that comes so many of their intervals after the one before is late: leases that seem to
-have expired by then are renewed first."""
+"""An event so many of their intervals after the last tick is late: leases that seem to have expired
+by then are renewed first."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
@@ -87,13 +87,13 @@ class Broker:
         self, peer: bytes, frames: list[bytes], now: float, key: str = ""
     ) -> list[Outgoing]:
         """A message of the client connection ``peer``, whose CURVE key is ``key``."""
-        self.dispatcher.now = now
+        self._at(now)
         self._front.on_frames(peer, frames, key, now)
         return self._taken()
 
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
         """A message of the worker connection ``peer``."""
-        self.dispatcher.now = now
+        self._at(now)
         if frames and frames[0] == b"TOKEN":
             self._back.on_tokens(peer, frames, now)
         else:
@@ -102,14 +102,14 @@ class Broker:
 
     def on_clients(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
         """Several messages of clients: the connections and their frames."""
-        self.dispatcher.now = now
+        self._at(now)
         for peer, frames in messages:
             self._guarded(self._front.on_frames, peer, frames, "", now)
         return self._taken()
 
     def on_workers(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
         """Several messages of workers, each packed as it is on a socket."""
-        self.dispatcher.now = now
+        self._at(now)
         back = self._back
         for peer, received in messages:
             try:
@@ -124,19 +124,21 @@ class Broker:
                 self._failed("a worker's message")
         return self._taken()
 
-    def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
-        """A connection has closed."""
-        self.dispatcher.now = now
+    def on_gone(
+        self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
+    ) -> list[Outgoing]:
+        """A connection has closed. ``unsent``: the frames of the message that could not be sent."""
+        self._at(now)
         if side is Side.FRONT:
             self.session_table.unread.on_gone(peer)
             self._guarded(self._sessions.on_gone, peer, now)
         else:
-            self._guarded(self._back.on_gone, peer)
+            self._guarded(self._back.on_gone, peer, now, unsent)
         return self._taken()
 
     def probe(self, now: float) -> list[Outgoing]:
         """Some connection of a worker has closed: what is sent to all shows which."""
-        self.dispatcher.now = now
+        self._at(now)
         self._guarded(self._back.beat)
         return self._taken()
 
@@ -148,11 +150,7 @@ class Broker:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: checks leases and deadlines, sends notices."""
-        self.dispatcher.now = now
-        if now - self._ticked_at > LATE_TICKS * self._settings.tick_s:
-            # This process was stopped, and so was the time of those that it would find silent.
-            self._guarded(self._back.renew, now)
-            self._guarded(self._sessions.renew, now)
+        self._at(now)
         self._ticked_at = now
         parts = (self._back.tick, self._adoption.tick, self._sessions.tick, self.dispatcher.tick)
         for part in parts:
@@ -181,6 +179,15 @@ class Broker:
         """The broker stops: every live stream ends with an error."""
         self._guarded(self._front.end_all, self._stopping())
         return self._taken()
+
+    def _at(self, now: float) -> None:
+        """An event comes. If the last tick was long ago, this process was stopped, and so was the
+        time of those that it would find silent."""
+        self.dispatcher.now = now
+        if now - self._ticked_at > LATE_TICKS * self._settings.tick_s:
+            self._ticked_at = now
+            self._guarded(self._back.renew, now)
+            self._guarded(self._sessions.renew, now)
 
     @staticmethod
     def _stopping() -> UnavailableError:

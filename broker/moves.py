@@ -141,12 +141,13 @@ class Moves:
             request
             for request, entries in taken
             # What came when its worker was silent already is not why.
-            if (request.dispatched or 0.0) <= silent_since
+            if request.dispatched is not None
+            and request.dispatched <= silent_since
             and request.type in STREAMS
             and len(entries) <= request.entries
         ]
         others = [r for r, entries in taken if len(entries) > r.entries]
-        guilty = self.quarantine.on_loss(idle, others, died)
+        guilty = self.quarantine.on_loss(worker.name, idle, others, died, now)
         for request, entries in taken:
             if request in guilty:
                 self.quarantined += 1

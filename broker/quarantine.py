@@ -23,9 +23,13 @@ class Quarantine:
     def __init__(self) -> None:
         self._tried: dict[int, tuple[Request, float]] = {}
         """Suspects that are at a worker, and since when."""
+        self._counted: dict[str, tuple[list[Request], float]] = {}
+        """By worker: the requests that its loss was counted against, and when that was."""
         self._most = 1
 
-    def on_loss(self, idle: list[Request], others: Iterable[Request], died: bool) -> list[Request]:
+    def on_loss(
+        self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
+    ) -> list[Request]:
         """A worker is lost. ``idle``: its streams without a new token since they went there.
         Returns those that are guilty."""
         for request in others:
@@ -36,6 +40,8 @@ class Quarantine:
         for request in idle:
             request.deaths += 1
             request.lone_deaths = request.lone_deaths + 1 if len(idle) == 1 else 0
+        if idle:
+            self._counted[worker] = idle, now
         guilty = [request for request in idle if request.lone_deaths >= MOST_DEATHS]
         if len(tried) == 1 and self._most == 1:
             guilty = tried
@@ -43,6 +49,14 @@ class Quarantine:
         if suspects:
             self._most = max(1, suspects // 2)
         return guilty
+
+    def lives(self, worker: str) -> None:
+        """A worker that was lost, as its connection closed, is there again: its process has not
+        died."""
+        requests, _ = self._counted.pop(worker, ([], 0.0))
+        for request in requests:
+            request.deaths = max(0, request.deaths - 1)
+            request.lone_deaths = max(0, request.lone_deaths - 1)
 
     def may_start(self, request: Request) -> bool:
         """Whether a request that has lost its worker may go to another now."""
@@ -62,6 +76,9 @@ class Quarantine:
         for request, since in list(self._tried.values()):
             if now - since > TRIAL_S or _has_new(request):
                 self._clear(request)
+        for worker, (_, at) in list(self._counted.items()):
+            if now - at > TRIAL_S:
+                del self._counted[worker]
 
     def _clear(self, request: Request) -> None:
         self._tried.pop(request.id, None)

@@ -218,16 +218,16 @@ class BrokerServer:
         # Behind all of them: what the core sends now must not overtake what it sent before.
         for sent, message in failed:
             if sent is Sent.GONE:
-                self._gone(message.side, message.peer)
+                self._gone(message.side, message.peer, message.frames)
             else:
                 self._post(self.core.on_full(message))
         if (to_front.waiting or to_back.waiting) and not self._flush_due and self._loop:
             self._flush_due = True
             self._loop.call_later(RETRY_S[0], self._flush)
 
-    def _gone(self, side: Side, peer: bytes) -> None:
+    def _gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> None:
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
-        self._post(self.core.on_gone(side, peer, time.monotonic()))
+        self._post(self.core.on_gone(side, peer, time.monotonic(), unsent))
 
     def _probe(self) -> None:
         """A worker's connection has closed. What it sent before is taken first."""

@@ -208,7 +208,7 @@ class Request:
     trace: str = ""
     request_id: str = ""
     dispatched: float | None = None
-    """When it went to its worker."""
+    """When it went to its worker; None where it has not, as the worker's connection had closed."""
     error: str | None = None
     """Why the broker has ended it, if it has."""
     worker: Worker | None = None

@@ -110,14 +110,14 @@ class MemoryBroker:
         # Behind all of them: what the core sends now must not overtake what it sent before.
         for result, message in sent:
             if result is Sent.GONE:
-                self._gone(message.side, message.peer)
+                self._gone(message.side, message.peer, message.frames)
             elif result is Sent.FULL:
                 self._post(self._core.on_full(message))
 
-    def _gone(self, side: Side, peer: bytes) -> None:
+    def _gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> None:
         self._links.pop(peer, None)
         self._outboxes[side].forget(peer)
-        self._post(self._core.on_gone(side, peer, time.monotonic()))
+        self._post(self._core.on_gone(side, peer, time.monotonic(), unsent))
 
     def _send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
         link = self._links.get(peer)

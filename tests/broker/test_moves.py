@@ -439,6 +439,40 @@ def test_workers_that_leave_at_their_own_wish_count_against_no_request(bench: Be
         assert moved.request == header.request
 
 
+def test_a_request_that_never_reached_a_worker_is_not_why_it_died(bench: Bench) -> None:
+    """Several workers are lost at once; the broker notices as it sends to them."""
+    for name in ("a", "b", "d", "e"):
+        bench.worker(name)
+    begun(bench, "a")
+    gone(bench, "a")
+    for name in ("b", "d", "e"):
+        [unsent] = [m for m in bench.sent if m.peer == peer_of(name) and m.frames[0] == b"GENERATE"]
+        bench.sent += bench.broker.on_gone(Side.BACK, unsent.peer, bench.now, unsent.frames)
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
+    bench.worker("f")
+    continued(bench, "f")
+
+
+def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    begun(bench, "a")
+    bench.worker("b")
+    for lost, other in 2 * [("a", "b"), ("b", "a")]:
+        gone(bench, lost)
+        continued(bench, other)
+        # Its process is the same.
+        bench.worker(lost)
+    # What dies counts as ever.
+    gone(bench, "a")
+    continued(bench, "b")
+    bench.to_client("c")
+    gone(bench, "b")
+    [(_, error)] = bench.to_client("c")
+    assert error["code"] == "quarantined"
+
+
 # --- late ticks -----------------------------------------------------------------------------------
 
 

@@ -71,6 +71,10 @@ class Network:
         self._connected: dict[bytes, Pipe] = {}
         self.broker: Broker | None = None
         self.restarts = 0
+        self.stopped = False
+        """The broker's process stands still: what is sent to it waits."""
+        self._left: list[tuple[Pipe, bytes, deque[Frames]]] = []
+        """Connections that were closed meanwhile, and what had been sent on them."""
         self.start_broker()
 
     # --- the broker -----------------------------------------------------------------------------
@@ -85,13 +89,26 @@ class Network:
     def kill_broker(self) -> None:
         """The broker dies, with all that it has received; what it has sent may still arrive."""
         self.broker = None
+        self.stopped = False
+        self._left.clear()
         self.restarts += 1
         self._connected.clear()
+
+    def go_on(self) -> None:
+        """A broker that was stopped goes on: it takes what was sent on connections that are closed,
+        and then notices that some are."""
+        self.stopped = False
+        left, self._left = self._left, []
+        for pipe, peer, frames in left:
+            for message in frames:
+                self._take(pipe.side, peer, message)
+        if left and self.broker is not None:
+            self._route(self.broker.probe(self.now))
 
     def tick(self, seconds: float) -> None:
         """Time passes at the broker."""
         self.now += seconds
-        if self.broker is not None:
+        if self.broker is not None and not self.stopped:
             self._route(self.broker.tick(self.now))
 
     # --- connections ----------------------------------------------------------------------------
@@ -106,6 +123,9 @@ class Network:
 
     def disconnect(self, pipe: Pipe) -> None:
         """A connection is lost, which the broker is not told of."""
+        if self.stopped and self._connected.get(pipe.peer) is pipe:
+            self._left.append((pipe, pipe.peer, pipe.up.copy()))
+            pipe.up.clear()
         self._connected.pop(pipe.peer, None)
         if not pipe.open:
             self.pipes.remove(pipe)
@@ -113,16 +133,20 @@ class Network:
     def arrive(self, pipe: Pipe, most: int) -> int:
         """Up to so many messages of a connection arrive at the broker; how many did."""
         count = 0
-        while count < most and pipe.up and self.broker is not None:
+        while count < most and pipe.up and self.broker is not None and not self.stopped:
             if self._connected.get(pipe.peer) is not pipe:
                 break
-            frames = pipe.up.popleft()
-            if pipe.side is Side.FRONT:
-                self._route(self.broker.on_clients([(pipe.peer, frames)], self.now))
-            else:
-                self._route(self.broker.on_worker(pipe.peer, frames, self.now))
+            self._take(pipe.side, pipe.peer, pipe.up.popleft())
             count += 1
         return count
+
+    def _take(self, side: Side, peer: bytes, frames: Frames) -> None:
+        if self.broker is None:
+            return
+        if side is Side.FRONT:
+            self._route(self.broker.on_clients([(peer, frames)], self.now))
+        else:
+            self._route(self.broker.on_worker(peer, frames, self.now))
 
     def _route(self, messages: Sequence[Outgoing]) -> None:
         broker = self.broker
@@ -136,5 +160,5 @@ class Network:
             else:
                 gone.append(message)
         for message in gone:
-            self._route(broker.on_gone(message.side, message.peer, self.now))
+            self._route(broker.on_gone(message.side, message.peer, self.now, message.frames))
         check(broker)

@@ -196,6 +196,14 @@ class EverythingFails(WorkersFail):
             self.world.tick()
         network.start_broker()
 
+    @rule(ticks=st.sampled_from([2, 24, 60]))
+    def the_broker_stands_still(self, ticks: int) -> None:
+        network = self.world.network
+        network.stopped = network.broker is not None
+        for _ in range(ticks):
+            self.world.tick()
+        network.go_on()
+
     def check(self, reader: Reader) -> None:
         Streams.check(self, reader)
 
