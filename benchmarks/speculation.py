@@ -27,6 +27,14 @@ from tokenbus.workers.gpu.loader import load_model, wrap_model
 
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+"""The shape of the draft model, whose output layer is fitted to the prose too."""
 RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
 Text = tuple[list[int], list[int]]
 """A prompt and what follows it."""
@@ -52,10 +60,10 @@ def texts(new: int) -> dict[str, Text]:
     }
 
 
-def writer(wanted: Sequence[Text]) -> Any:
+def writer(wanted: Sequence[Text], **shape: int) -> Any:
     """A Llama that continues each prompt by its text: multi-class hinge regression of the output
-    layer's rows on the states of the last layer."""
-    model = llama(initializer_range=0.1)
+    layer's rows on the states of the last layer. ``shape``: where it is not the usual one."""
+    model = llama(initializer_range=0.1, **shape)
     states, labels = [], []
     with torch.inference_mode():
         for prompt, text in wanted:
@@ -85,9 +93,9 @@ def writer(wanted: Sequence[Text]) -> Any:
 class Side:
     """An engine with drafts or without; ``run`` serves some texts at once, from begin to end."""
 
-    def __init__(self, loaded: Any, speculation: bool) -> None:
+    def __init__(self, loaded: Any, speculation: bool, draft_model: Any = None) -> None:
         config = EngineConfig(kv_cache_bytes=512 * 2**20, speculation=speculation)
-        self.engine = Engine(loaded, config)
+        self.engine = Engine(loaded, config, draft_model)
         self._next = 0
 
     def run(
@@ -131,17 +139,22 @@ def main() -> None:
     wanted = texts(new)
     loaded = wrap_model("writer", writer(list(wanted.values())))
     sides = [Side(loaded, False), Side(loaded, True)]
+    small = wrap_model("small", writer([wanted["prose"]], **SMALL))
+    with_model = Side(loaded, True, small)
     mixed = [(prompt, text[: new // 3]) for prompt, text in wanted.values()]
     loads = {name: [text] for name, text in wanted.items()}
     loads["same_session"] = [wanted["code"]]
     loads["batch32"] = [mixed[i % len(mixed)] for i in range(BATCH)]
     loads["batch32_repetitive"] = [mixed[i % 2] for i in range(BATCH)]
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in loads}
+    loads["draft_model"] = [wanted["prose"]]
+    seconds["draft_model"] = []
     away = 0.0
     for number in range(rounds + 1):
         for name, load in loads.items():
             session = 0 if name == "same_session" else None
-            runs = [side.run(load, session) for side in sides]
+            both = sides if name != "draft_model" else [sides[0], with_model]
+            runs = [side.run(load, session) for side in both]
             away = max(away, check(runs[0][1], runs[1][1]))
             if len(load) == 1:
                 assert [o.token for o in runs[0][1][0]] == load[0][1]
@@ -164,6 +177,7 @@ def main() -> None:
         "json_speedup": speedup("json"),
         "same_session_speedup": speedup("same_session"),
         "unrepetitive_speedup": speedup("prose"),
+        "draft_model_speedup": speedup("draft_model"),
         "batch32_speedup": speedup("batch32"),
         "batch32_repetitive_speedup": speedup("batch32_repetitive"),
         "accepted_of_drafted": accepted / drafted,
@@ -173,6 +187,7 @@ def main() -> None:
         "repetitive_speedup": "code edit and JSON, one stream: at least 2",
         "same_session_speedup": "the code edit again, in the session that made it before",
         "unrepetitive_speedup": "prose, one stream: at least 0.97",
+        "draft_model_speedup": "the prose, with a draft model of a third of the weights",
         "batch32_speedup": "all three at once, 32 streams: at least 1",
         "logprob_difference": "at most 1e-4",
     }

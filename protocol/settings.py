@@ -68,6 +68,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
     """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
+    draft_model: str = ""
+    """A small model with the same tokenizer, a path or a hub id, that drafts where a text repeats
+    nothing; empty: none."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the step before it are taken, so that the
     device does not wait for the worker's Python. ``auto``: on a GPU."""

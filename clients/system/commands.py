@@ -102,6 +102,12 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="a model that may be loaded on demand, with * and ?; may be given again",
     )
+    add(
+        "--draft-model",
+        dest="draft_model",
+        metavar="MODEL",
+        help="a small model with the same tokenizer that drafts for the workers' model (none)",
+    )
     add("--max-models", dest="max_models", metavar="N", help="most loaded models of a worker (2)")
     add("--tp", metavar="N", help="devices over which each worker spreads its model (1)")
     add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")

@@ -34,6 +34,7 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Continued, PromptUsage, StepOutputs, TokenOutput
 from .sequences import LiveSequences
+from .speculation.draft_model import DraftModel, check_draft_model
 from .speculation.drafts import Speculation
 from .speculation.lengths import CPU, CUDA
 from .step import Stepper
@@ -42,6 +43,9 @@ from .varlen import choose_layout
 __all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
 
 log = logging.getLogger(__name__)
+
+DRAFT_PART = 8
+"""The KV cache of a draft model is taken from the engine's: this part of it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +78,14 @@ class Engine:
     sequence ends that sequence alone, with an output that says why.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig | None = None,
+        draft_model: LoadedModel | None = None,
+    ) -> None:
+        """``draft_model``: with ``config.speculation``, a small model that drafts where a text
+        repeats nothing. Raises ModelLoadError where it is of no use for this model."""
         config = config or EngineConfig()
         if loaded.device.type == "cpu":
             keep_freed_memory()
@@ -82,6 +93,11 @@ class Engine:
         self.mask_words = -(-loaded.vocab_size // 32)
         """Words of a mask, u32 each."""
         size = config.kv_cache_bytes or default_bytes(loaded.device)
+        draft_size = 0
+        if draft_model is not None and config.speculation:
+            check_draft_model(loaded, draft_model)
+            draft_size = size // DRAFT_PART
+            size -= draft_size
         layout = choose_layout(loaded)
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
@@ -98,7 +114,10 @@ class Engine:
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         costs = CUDA if loaded.device.type == "cuda" else CPU
-        self._speculation = Speculation(costs if config.speculation else None)
+        model: DraftModel | None = None
+        if draft_model is not None and draft_size:
+            model = DraftModel(draft_model, draft_size, queue, loaded, config.fixed_threads)
+        self._speculation = Speculation(costs if config.speculation else None, model)
         self._live = LiveSequences(
             self._intake,
             self._scheduler,

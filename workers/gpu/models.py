@@ -3,6 +3,7 @@ evicted."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container
@@ -21,6 +22,9 @@ from ...protocol.settings import Settings
 from .engine import Engine, EngineConfig
 from .loader import LoadedModel, ModelLoadError, load_model
 from .ranks import Ranks
+from .speculation.draft_model import check_draft_model
+
+log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -67,6 +71,7 @@ class Models:
         self._on_event = on_event
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._loading: set[str] = set()
+        self._draft_model: LoadedModel | None = None
         self._wanted: SimpleQueue[str | None] = SimpleQueue()
         self.events: SimpleQueue[LoadEvent] = SimpleQueue()
         self.default = "" if settings.model == AUTO else settings.model
@@ -164,13 +169,35 @@ class Models:
                 overlap=_overlaps(settings, loaded),
                 speculation=settings.speculation != "off",
             )
-            self._report(Ready(name, Engine(loaded, config)))
+            self._report(Ready(name, Engine(loaded, config, self._draft_model_for(loaded))))
         except ModelLoadError as error:
             self._report(Failed(name, error))
         except BaseException as error:
             # A checkpoint's own code may raise SystemExit: this thread goes on with other models.
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
             self._report(Failed(name, ModelLoadError(reason)))
+
+    def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
+        """The draft model, loaded at its first use; None where there is none for this model, which
+        only the default model may not be."""
+        settings = self._settings
+        if not settings.draft_model or settings.speculation == "off":
+            return None
+        if self._draft_model is None:
+            self._draft_model = load_model(
+                settings.draft_model,
+                device=settings.device,
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        try:
+            check_draft_model(loaded, self._draft_model)
+        except ModelLoadError as error:
+            if loaded.name == self.default:
+                raise
+            log.info("%s runs without a draft model: %s", loaded.name, error)
+            return None
+        return self._draft_model
 
     def _report(self, event: LoadEvent) -> None:
         self.events.put(event)

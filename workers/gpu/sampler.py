@@ -164,15 +164,21 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
 def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
     """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
     rows of ``logits`` as they are."""
-    own = logits
-    if which is not None and list(which) != list(range(len(logits))):
-        own = logits[_ints(which, logits)]
+    own = _rows_of(logits, which)
     chosen, allowed = _choose(own, _best(own), rows)
     every = torch.log_softmax(own, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     results = torch.stack([chosen.double(), logprobs.double(), allowed.double()])
     numbers = results.to("cpu", non_blocking=True)
     return Drawn(rows, own.shape[-1], chosen, numbers, _likely(every, rows))
+
+
+@torch.inference_mode()
+def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+    """The tokens that ``draw`` chooses, int64 ``[rows]`` on the device, and nothing else."""
+    own = _rows_of(logits, which)
+    chosen, _ = _choose(own, _best(own), rows)
+    return chosen
 
 
 @dataclass(slots=True)
@@ -227,6 +233,13 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(z ^ (z >> np.uint64(31)))
+
+
+def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
+    """The rows of these numbers; None: as they are."""
+    if which is None or list(which) == list(range(len(logits))):
+        return logits
+    return logits[_ints(which, logits)]
 
 
 def _best(own: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,13 @@ from tokenbus.workers.gpu.speculation.lengths import (
     CUDA,
     FIRST_GUESSES,
     MOST,
+    MOST_WRITTEN,
+    WRITTEN,
     Acceptance,
     Costs,
     kind_of,
     lengths,
+    written_length,
 )
 from tokenbus.workers.gpu.speculation.ngrams import PromptLookup
 from tokenbus.workers.gpu.speculation.places import LONGEST, PLACES, SIZE, Match
@@ -140,7 +143,7 @@ def test_a_periodic_text_is_continued_beyond_its_end() -> None:
 def test_longer_matches_are_of_a_kind_that_is_trusted_more() -> None:
     kinds = [kind_of(length) for length in range(1, LONGEST + 1)]
     assert kinds == sorted(kinds)
-    assert set(kinds) == set(range(len(FIRST_GUESSES)))
+    assert set(kinds) == set(range(WRITTEN))
 
 
 @given(st.lists(st.tuples(st.integers(1, 32), st.floats(0, 1)), max_size=30))
@@ -243,3 +246,28 @@ def test_sessions_that_are_longest_ago_are_dropped() -> None:
     assert len(sessions) == earlier.MOST_TOKENS // 10_001
     assert sessions.of(0).num_tokens == sessions.of(99).num_tokens == 10_000
     assert sessions.of(50).num_tokens == 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.05, 1))
+def test_a_draft_model_writes_what_saves_the_most(found: list[float], forward_cost: float) -> None:
+    rows = len(found)
+
+    def tokens_over_cost(count: int) -> float:
+        tokens = rows + sum(p**i for p in found for i in range(1, count + 1))
+        cost = 1 + (rows - 1) * CPU.row_cost + (CPU.draft_cost * rows if count else 0)
+        written = forward_cost * (1 + (rows - 1) * CPU.row_cost)
+        return tokens / (cost + count * (rows * CPU.row_cost + written))
+
+    count = written_length(found, rows, CPU, forward_cost)
+    best = max(map(tokens_over_cost, range(MOST_WRITTEN + 1)))
+    assert abs(tokens_over_cost(count) - best) < 1e-9
+
+
+def test_a_draft_model_writes_more_the_surer_it_is_and_nothing_where_that_costs() -> None:
+    lone = [written_length([p], 1, CPU, 0.1) for p in (0.1, 0.5, 0.7, 0.95)]
+    assert lone[0] == 0
+    assert lone == sorted(lone)
+    assert lone[-1] == MOST_WRITTEN
+    assert written_length([0.6], 1, CPU, 1.0) == 0
+    assert written_length([0.6] * 64, 64, CPU, 0.1) == 0
+    assert written_length([], 1, CPU, 0.1) == 0

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from .earlier import SessionTexts
-from .lengths import Acceptance, Costs, kind_of, lengths
+from .lengths import WRITTEN, Acceptance, Costs, kind_of, lengths, written_length
 from .ngrams import PromptLookup
 from .places import LONGEST, Match
 
 if TYPE_CHECKING:
     from ..sequence import Sequence
+    from .draft_model import DraftModel
+
+LEAST = 0.2
+"""The draft model writes nothing for a sequence whose tokens it foresees less often than this."""
+RETRY_STEPS = 32
+"""After so many steps without a draft it writes one nevertheless, as the text may have changed."""
+RETRY_TOKENS = 3
 
 
 class Guess(NamedTuple):
@@ -30,7 +37,9 @@ class Drafting:
     lookup: PromptLookup
     acceptance: Acceptance = field(default_factory=Acceptance)
     kind: int = 0
-    """That of the last match."""
+    """That of the last match or draft."""
+    idle: int = 0
+    """Steps without a draft of the draft model."""
     guess: Guess | None = None
     """Of a match that was not drafted from. What becomes of it costs nothing and says as much."""
 
@@ -60,11 +69,13 @@ class Speculation:
 
     A draft changes no token: it is verified, and what follows from the logits is sampled as without
     it (``verify.py``). So all that is here is a guess, and may be wrong. ``costs``: what drafts
-    cost on the engine's device; None: no sequence has any.
+    cost on the engine's device; None: no sequence has any. ``model`` writes drafts for sequences
+    whose text repeats nothing.
     """
 
-    def __init__(self, costs: Costs | None) -> None:
+    def __init__(self, costs: Costs | None, model: DraftModel | None = None) -> None:
         self._costs = costs
+        self._model = model
         self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
         self.drafts = 0
@@ -79,6 +90,8 @@ class Speculation:
 
     def ended(self, sequence: Sequence) -> None:
         """Keeps the text of a sequence for the drafts of its session's next requests."""
+        if self._model is not None:
+            self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
         # Its request's first sequence has the prompt of all.
@@ -96,19 +109,23 @@ class Speculation:
         for sequence in self._drafted:
             sequence.draft = ()
         self._drafted = []
-        ready = (s for s in running if s.decodes)
+        ready = [s for s in running if s.decodes]
         for sequence, drafting, match, count in self._worthwhile(ready, len(running)):
-            # The token after the draft is sampled in any case, and may be the last.
-            count = min(count, sequence.max_length - len(sequence.tokens) - 1)
+            count = min(count, _room(sequence))
             if count > 0:
                 drafting.guess = None
                 sequence.draft = drafting.lookup.draft(match, count)
                 self._drafted.append(sequence)
+        if self._model is not None:
+            self._write(self._model, [s for s in ready if not s.draft], len(running))
 
     def awaits(self, sampled: Collection[Sequence]) -> bool:
         """Whether some of the sequences that are being sampled are likely to have drafts in the
         next step: then their tokens are to be known before it is scheduled."""
-        return bool(self._worthwhile(sampled, len(sampled)))
+        rows = len(sampled)
+        if self._worthwhile(sampled, rows):
+            return True
+        return self._model is not None and bool(self._foreseen(self._model, sampled, rows)[1])
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Takes in what became of a sequence's draft."""
@@ -135,3 +152,47 @@ class Speculation:
             return []
         counts = lengths([drafting.expected for _, drafting, _ in found], rows, self._costs)
         return [(*one, count) for one, count in zip(found, counts, strict=True) if count]
+
+    # --- the draft model ------------------------------------------------------------------------
+
+    def _write(self, model: DraftModel, sequences: Iterable[Sequence], rows: int) -> None:
+        """Lets the draft model write drafts, where they save more than they cost."""
+        foreseen, count = self._foreseen(model, sequences, rows)
+        if not count:
+            return
+        for sequence, tokens in zip(foreseen, model.draft(foreseen, count), strict=True):
+            drafting = sequence.drafting
+            draft = tokens[: _room(sequence)]
+            if drafting is not None and draft:
+                drafting.idle, drafting.kind, drafting.guess = 0, WRITTEN, None
+                sequence.draft = draft
+                self._drafted.append(sequence)
+
+    def _foreseen(
+        self, model: DraftModel, sequences: Iterable[Sequence], rows: int
+    ) -> tuple[list[Sequence], int]:
+        """The sequences for which the draft model is to write in a step of so many ``rows``, and
+        how many tokens; 0: none."""
+        if self._costs is None or not 0 < rows <= self._costs.most_sequences:
+            return [], 0
+        foreseen: list[Sequence] = []
+        retried: list[Sequence] = []
+        probabilities: list[float] = []
+        for sequence in sequences:
+            drafting = sequence.drafting
+            if drafting is None or _room(sequence) <= 0:
+                continue
+            drafting.idle += 1
+            if drafting.idle > RETRY_STEPS:
+                retried.append(sequence)
+            probability = drafting.acceptance.expected(WRITTEN)
+            if probability >= LEAST:
+                foreseen.append(sequence)
+                probabilities.append(probability)
+        count = written_length(probabilities, rows, self._costs, model.forward_cost)
+        return (foreseen, count) if count else (retried, RETRY_TOKENS if retried else 0)
+
+
+def _room(sequence: Sequence) -> int:
+    """How long a draft may be: the token after it is sampled in any case, and may be the last."""
+    return sequence.max_length - len(sequence.tokens) - 1

@@ -19,9 +19,13 @@ FADE = 0.9
 """What an observation weighs after each later one of its kind."""
 PRIOR = 2.0
 """So many observations the first guess weighs."""
-FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9)
+FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
 """The probability that a token of a draft is accepted, for a match of up to 2, 4, 8, 16 and more
-tokens, before any was observed."""
+tokens, and for one that a draft model writes, before any was observed."""
+WRITTEN = len(FIRST_GUESSES) - 1
+"""The kind of a draft that a draft model writes."""
+MOST_WRITTEN = 8
+"""Tokens that a draft model writes at most."""
 
 
 class Costs(NamedTuple):
@@ -97,3 +101,28 @@ def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
     for _, i in gains[:chosen]:
         found[i] += 1
     return found
+
+
+def written_length(
+    probabilities: Items[float], rows: int, costs: Costs, forward_cost: float
+) -> int:
+    """How many tokens a draft model writes for each of some sequences of a step, by the probability
+    of each one's tokens; 0 where none are worth their cost.
+
+    ``forward_cost``: what a forward of the draft model costs, over one of the large model; it needs
+    one for each place of the drafts.
+    """
+    if not probabilities:
+        return 0
+    tokens, cost = float(rows), 1 + (rows - 1) * costs.row_cost
+    best, chosen = tokens / cost, 0
+    drafted = len(probabilities)
+    cost += costs.draft_cost * rows
+    gains = list(probabilities)
+    for count in range(1, MOST_WRITTEN + 1):
+        tokens += sum(gains)
+        cost += drafted * costs.row_cost + forward_cost * (1 + (drafted - 1) * costs.row_cost)
+        gains = [gain * p for gain, p in zip(gains, probabilities, strict=True)]
+        if tokens / cost > best:
+            best, chosen = tokens / cost, count
+    return chosen

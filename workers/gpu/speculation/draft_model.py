@@ -1,0 +1,261 @@
+"""A draft model: a small model that writes ahead of the large one, which verifies what it wrote.
+
+It has a KV cache of its own, and computes for each sequence what it has not computed yet: the
+tokens that were accepted, and then one token after another. Where the large model's tokens are
+sampled, the draft's are sampled by the same counter-based numbers, so that two distributions that
+are close give the same token most of the time (a maximal coupling in all but name). The idea of
+verified drafts is from Leviathan, Kalman and Matias (2023).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+from msgspec import structs
+
+from ..block_manager import BlockManager
+from ..device_queue import DeviceQueue, Work
+from ..kv_cache import token_bytes
+from ..loader import LoadedModel, ModelLoadError
+from ..runner import Runner
+from ..sampler import Row, Rows, guess
+from ..scheduler import Batch, Chunk
+from ..sequence import Sequence
+from ..varlen import choose_layout
+
+log = logging.getLogger(__name__)
+
+CATCH_UP = 1024
+"""Tokens of sequences' texts that one step computes at most: a long prompt takes several."""
+OVERHEAD = 0.05
+"""What a forward of the draft model costs beside its weights, over a forward of the large one."""
+
+
+def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
+    """Refuses a draft model whose tokens are not those of the model; raises ModelLoadError."""
+    name = f"the draft model {draft.name!r}"
+    if loaded.ranks is not None:
+        raise ModelLoadError(
+            f"{name} cannot be used with a model over several devices (tp); leave one of both out"
+        )
+    if loaded.fingerprint != draft.fingerprint:
+        raise ModelLoadError(
+            f"{name} has another tokenizer than {loaded.name!r}; a draft model needs the same one"
+        )
+    if not loaded.fingerprint and loaded.vocab_size != draft.vocab_size:
+        raise ModelLoadError(
+            f"{name} has {draft.vocab_size} tokens and {loaded.name!r} has {loaded.vocab_size}; a "
+            "draft model needs the same vocabulary"
+        )
+
+
+class DraftModel:
+    """Drafts by a model for a larger one, ``large``.
+
+    ``cache_bytes``: the size of its KV cache. ``queue``: the device's, which it shares with the
+    larger one.
+    """
+
+    def __init__(
+        self,
+        draft: LoadedModel,
+        cache_bytes: int,
+        queue: DeviceQueue,
+        large: LoadedModel,
+        fixed_threads: bool = False,
+    ) -> None:
+        layout = choose_layout(draft)
+        size = layout.block_size * token_bytes(draft.layers, draft.dtype)
+        num_blocks = max(2, cache_bytes // size)
+        self._blocks = BlockManager(num_blocks, layout.block_size)
+        self._queue = queue
+        self._runner = Runner(draft, num_blocks, layout, False, queue, fixed_threads)
+        self._device = draft.device
+        self._vocab_size = min(large.vocab_size, draft.vocab_size)
+        self._same_vocabulary = large.vocab_size == draft.vocab_size
+        self._max_length = min(draft.context_length, self._blocks.capacity)
+        self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
+        """What a forward is taken to cost, over a forward of the large model."""
+        self._texts: dict[Sequence, Sequence] = {}
+        """Of each sequence what is computed of it here: the same tokens with other blocks. The
+        least recently drafted first."""
+
+    def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
+        """The ``count`` tokens that are likely to follow each of these sequences. None follow where
+        a text is not computed up to its end yet, is too long, or finds no blocks."""
+        try:
+            return self._draft(sequences, count)
+        except Exception:
+            # A draft is a guess, and the sequences go on without.
+            log.exception("drafting failed; the step goes on without")
+            for sequence in list(self._texts):
+                self.forget(sequence)
+            self._runner.forget_mirrors()
+            return [[] for _ in sequences]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Frees what is kept of a sequence."""
+        text = self._texts.pop(sequence, None)
+        if text is not None:
+            self._blocks.free(text.block_table)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of its cache that are in use."""
+        return self._blocks.num_used
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
+        batch, room = Batch(), CATCH_UP
+        for sequence in sequences:
+            if room and len(sequence.tokens) + count <= self._max_length:
+                chunk = self._catch_up(sequence, sequences, count, room, batch.copies)
+                if chunk is not None:
+                    batch.chunks.append(chunk)
+                    room -= chunk.end - chunk.start
+        drafts: dict[Sequence, list[int]] = {}
+        if batch.chunks:
+            owners = {self._texts[s]: s for s in sequences if s in self._texts}
+            texts, drawn = self._write(batch, owners, count)
+            for text, tokens in zip(texts, zip(*drawn, strict=True), strict=True):
+                # The last one was drawn, and has not been computed.
+                text.tokens[len(owners[text].tokens) :] = tokens[:-1]
+                known = next((i for i, t in enumerate(tokens) if t >= self._vocab_size), count)
+                drafts[owners[text]] = list(tokens[:known])
+        return [drafts.get(sequence, []) for sequence in sequences]
+
+    def _catch_up(
+        self,
+        sequence: Sequence,
+        among: Items[Sequence],
+        count: int,
+        room: int,
+        copies: list[tuple[int, int]],
+    ) -> Chunk | None:
+        """What is to be computed of a sequence's text before its draft, at most ``room`` tokens;
+        None where there are no blocks for it."""
+        text = self._texts.pop(sequence, None) or _empty(sequence)
+        self._texts[sequence] = text
+        tokens, table = sequence.tokens, text.block_table
+        same = _agreement(text.tokens, tokens)
+        del text.tokens[same:]
+        text.tokens += tokens[same:]
+        computed = min(text.num_computed_tokens, same, len(tokens) - 1)
+        if not table.blocks:
+            computed = self._blocks.match(table, tokens, len(tokens) - 1)
+        self._blocks.truncate(table, computed)
+        end = min(len(tokens), computed + room)
+        until = end + count - 1 if end == len(tokens) else end
+        while (found := self._blocks.reserve(table, computed, until)) is None:
+            idle = next((s for s in self._texts if s not in among), None)
+            if idle is None:
+                self.forget(sequence)
+                return None
+            self.forget(idle)
+        copies += found
+        text.num_computed_tokens = end
+        return Chunk(text, computed, end)
+
+    def _write(
+        self, batch: Batch, owners: dict[Sequence, Sequence], count: int
+    ) -> tuple[list[Sequence], list[list[int]]]:
+        """Computes the chunks, and ``count`` tokens behind those that reach the end of their text:
+        these texts, and the tokens of each place. On a GPU all of it is launched at once: a token
+        goes from one forward to the next on the device."""
+        chunks, packed = self._runner.pack(batch)
+        forward = self._runner.launch(packed)
+        for chunk in chunks:
+            text = chunk.sequence
+            self._blocks.commit(text.block_table, text.tokens, chunk.end)
+        texts = [chunk.sequence for chunk in chunks if chunk.completes]
+        if not texts:
+            forward.work.result()
+            return [], []
+        rows = Rows.of([self._row(owners[text]) for text in texts])
+        works: list[Work[torch.Tensor]] = []
+        for place in range(count):
+            if place:
+                chunks, packed = self._runner.pack(self._next(texts, place))
+                forward = self._runner.launch(packed, _value(works[-1]))
+                texts_now = [chunk.sequence for chunk in chunks]
+                order = [texts_now.index(text) for text in texts]
+            else:
+                order = list(range(len(texts)))
+            works.append(self._queue.submit(_guesses(forward.work, order, rows, place)))
+        for text in texts:
+            text.drawn = -1
+        found: list[list[int]] = [work.result().tolist() for work in works]
+        return texts, found
+
+    def _next(self, texts: Items[Sequence], place: int) -> Batch:
+        """The forward of the tokens that were drawn last."""
+        batch = Batch()
+        for row, text in enumerate(texts):
+            if place > 1:
+                # What was drawn before that one; its number is not known here.
+                text.tokens.append(0)
+            text.drawn = row
+            at = len(text.tokens)
+            batch.chunks.append(Chunk(text, at, at + 1))
+            text.num_computed_tokens = at + 1
+        return batch
+
+    def _row(self, sequence: Sequence) -> Row:
+        """How the large model's next token is chosen, as far as it can be known here."""
+        sampling = structs.replace(sequence.sampling, top_logprobs=0)
+        if not self._same_vocabulary:
+            sampling = structs.replace(sampling, logit_bias={}, repetition_penalty=1.0)
+            sampling = structs.replace(sampling, presence_penalty=0.0, frequency_penalty=0.0)
+        return Row(
+            sampling,
+            sequence.seed,
+            sequence.seq,
+            sequence.num_generated,
+            prompt=sequence.prompt,
+            generated=sequence.generated,
+        )
+
+
+def _multiplied(loaded: LoadedModel) -> int:
+    """How many weights a forward multiplies with: embeddings are only looked up."""
+    embeddings = loaded.model.get_input_embeddings().weight
+    head = loaded.model.get_output_embeddings()
+    tied = head is None or head.weight is embeddings
+    return loaded.num_parameters - (0 if tied else embeddings.numel())
+
+
+def _empty(sequence: Sequence) -> Sequence:
+    """A sequence of the draft model."""
+    return Sequence(
+        sequence.request, sequence.seq, [], sequence.num_prompt, sequence.sampling, 2**62
+    )
+
+
+def _agreement(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _value(work: Work[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return lambda: work.value
+
+
+def _guesses(
+    forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
+) -> Callable[[], torch.Tensor]:
+    """The tokens that follow each row of a forward, as work for the device."""
+    at = Rows(rows.parameters, rows.positions + place, seen=rows.seen)
+    return lambda: guess(forward.value, order, at)
