@@ -93,6 +93,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Most sequences of one request."""
     controller_threads: AtLeastZero = 0
     """Threads that run controllers; 0: twice the number of CPUs, at least four."""
+    grammar_compile_s: Positive = 1.5
+    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refused one
+    takes up to a quarter longer, as the part that took the time is looked for."""
+    grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
+    """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
     """Most requests whose controllers one worker runs."""
 

@@ -88,6 +88,10 @@ FAMILIES = {
     "backtracked_tokens": Family("counter", "Tokens that controllers have taken back."),
     "controller_rounds": Family("counter", "Rounds of controllers, by what requests name."),
     "controller_cpu_seconds": Family("counter", "CPU time of controllers' rounds."),
+    "grammar_compile_seconds": Family(
+        "histogram", "From a request for a grammar to its compiled form, by constraint and outcome."
+    ),
+    "grammar_cache_hits": Family("counter", "Requests whose grammar was compiled already."),
     "num_controllers": Family("gauge", "Requests whose controllers a worker runs."),
     "num_controllers_waiting": Family("gauge", "Rounds that wait for a variable."),
     # The bus.

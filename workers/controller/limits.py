@@ -22,6 +22,10 @@ class Limits:
     log_bytes: int = 64 * 1024
     """Kept of the log of one round, and 16 times that of a sequence's; what is beyond is counted
     and dropped."""
+    compile_s: float = 1.5
+    """CPU time of compiling a grammar, which runs in a process of its own."""
+    compile_bytes: int = 1024**3
+    """Its memory."""
     forks: int = 128
     """Sequences that one request may come to have."""
     silent_rounds: int = 256

@@ -9,8 +9,11 @@ from pathlib import Path
 import wasmtime
 
 from ...protocol.errors import Code, RequestError
+from ...protocol.metrics import Series
+from .backends.compiling.bounds import Bounds
 from .backends.constraints import Constraints
 from .interface import Program
+from .limits import Limits
 from .wasm.aici import AiciProgram
 from .wasm.native import NativeProgram
 from .wasm.store import ModuleStore
@@ -28,15 +31,18 @@ class Programs:
         store: ModuleStore | None,
         given: Mapping[str, Program],
         kept: Path | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """If ``store`` is None, only the ``given`` programs are served. ``kept`` is the folder in
-        which constraints store tables and masks between runs."""
+        which constraints store tables and masks between runs. ``limits``: of compilations."""
+        limits = limits or Limits()
+        bounds = Bounds(limits.compile_s, limits.compile_bytes)
         self._engine = engine
         self._store = store
         self._given = dict(given)
         self._lock = threading.Lock()
         self._loaded: dict[str, Program] = {}
-        self._constraints = Constraints(engine, kept) if store is not None else None
+        self._constraints = Constraints(engine, kept, bounds) if store is not None else None
 
     def get(self, tenant: str, name: str) -> Program:
         """The program with this name; raises RequestError if it is unknown."""
@@ -63,6 +69,10 @@ class Programs:
                 while len(self._loaded) > MAX_KEPT:
                     del self._loaded[next(iter(self._loaded))]
         return program
+
+    def series(self) -> list[Series]:
+        """What compiling grammars has cost; safe on another thread."""
+        return self._constraints.series() if self._constraints is not None else []
 
     def close(self) -> None:
         """Has the constraints write their snapshots, when the worker stops."""

@@ -85,6 +85,8 @@ def limits_of(settings: Settings) -> Limits:
         post_s=settings.controller_post_ms / 1000,
         memory_bytes=settings.controller_memory_bytes,
         forks=settings.controller_forks,
+        compile_s=settings.grammar_compile_s,
+        compile_bytes=settings.grammar_compile_bytes,
     )
 
 
@@ -106,7 +108,7 @@ class ControllerWorker:
         folder = settings.run_folder / "modules"
         self._store = None if programs else ModuleStore(folder, self._limits, self._engine)
         kept = settings.run_folder / "grammars"
-        self._programs = Programs(self._engine, self._store, programs or {}, kept)
+        self._programs = Programs(self._engine, self._store, programs or {}, kept, self._limits)
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
@@ -429,6 +431,7 @@ class ControllerWorker:
             Series("num_controllers", {}, len(self._groups)),
             Series("num_controllers_waiting", {}, waiting),
             *self._meters.series(),
+            *self._programs.series(),
         ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,19 +13,20 @@ import wasmtime
 
 from ....grammars.regex import prepare
 from ....protocol.errors import RequestError
+from ....protocol.metrics import Series
 from ..host import Host
 from ..interface import Constraint, ConstraintProgram
-from .grammar.combination import Part, automaton, read_combination
+from .compiling.bounds import Bounds
+from .compiling.meter import CompileMeter
+from .compiling.processes import Processes
+from .grammar.combination import Part, read_combination
 from .grammar.grammar_controller import GrammarController
-from .grammar.grammar_tables import GrammarTables, choice_tables, regex_tables, substring_tables
+from .grammar.grammar_tables import Tables
 from .grammar.parts import PartsController, Plan, make_plan
 from .grammar.refusals import refusal
 from .grammar.shared_instances import SharedInstances
 from .llguidance.matchers import Matchers
 from .llguidance.schema_and_lark import JsonSchemaProgram, LarkProgram
-
-COMBINATIONS_KEPT = 64
-"""Combinations whose tables are cached in memory; one may take a megabyte and more."""
 
 
 class GrammarProgram:
@@ -46,33 +47,31 @@ class GrammarProgram:
 
 
 class Combination(NamedTuple):
-    """A compiled argument of ``combination``: its tables, by the path of their part."""
+    """An argument of ``combination``, and its compiled tables, by the path of their part."""
 
     root: Part
     plan: Plan
     tables: dict[str, bytes]
 
 
-@lru_cache(maxsize=COMBINATIONS_KEPT)
-def _combination(arg: bytes) -> Combination:
-    root = read_combination(arg)
-    plan = make_plan(root)
-    regular = {part.place: part for part in plan.parts if part.regular}
-    tables = {place: automaton(part).to_bytes() for place, part in regular.items()}
-    return Combination(root, plan, tables)
-
-
 class CombinationProgram:
     """The constraint ``combination``: one automaton if possible, else its parts in turn."""
 
-    def __init__(self, instances: SharedInstances, others: Mapping[str, ConstraintProgram]) -> None:
+    def __init__(
+        self,
+        instances: SharedInstances,
+        tables: Tables,
+        others: Mapping[str, ConstraintProgram],
+    ) -> None:
         """``others``: the programs for parts that are not automata, by their kind."""
         self._instances = instances
+        self._tables = tables
         self._others = others
 
     def start(self, host: Host) -> Constraint:
         """Raises RequestError if the argument is not valid."""
-        made = _combination(host.arg)
+        root = read_combination(host.arg)
+        made = Combination(root, make_plan(root), self._tables.combination(host.arg))
         if made.root.max_tokens is not None:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
@@ -96,22 +95,29 @@ class CombinationProgram:
 class Constraints:
     """The built-in constraints of this worker, by name."""
 
-    def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where tables and masks are stored between runs; None: nowhere."""
+    def __init__(
+        self, engine: wasmtime.Engine, folder: Path | None, bounds: Bounds | None = None
+    ) -> None:
+        """``folder`` is where tables and masks are stored between runs; None: nowhere. ``bounds``:
+        what compiling one grammar may cost."""
         prepare()  # Otherwise the first pattern waits for it.
         snapshots = folder / "memories" if folder is not None else None
-        tables = folder / "tables" if folder is not None else None
+        self._meter = CompileMeter()
+        self._processes = Processes(bounds or Bounds())
+        tables = Tables(
+            folder / "tables" if folder is not None else None, self._processes, self._meter
+        )
         self._instances = SharedInstances(engine, snapshots)
-        self._matchers = Matchers()
+        self._matchers = Matchers(self._processes, self._meter)
         self._programs: dict[str, ConstraintProgram] = {
-            "choice": GrammarProgram(self._instances, choice_tables),
+            "choice": GrammarProgram(self._instances, tables.choice),
             "json_schema": JsonSchemaProgram(self._matchers),
             "lark": LarkProgram(self._matchers),
-            "regex": GrammarProgram(self._instances, regex_tables),
-            "substring": GrammarProgram(self._instances, substring_tables),
-            "yacc": GrammarProgram(self._instances, GrammarTables(tables)),
+            "regex": GrammarProgram(self._instances, tables.regex),
+            "substring": GrammarProgram(self._instances, tables.substring),
+            "yacc": GrammarProgram(self._instances, tables.yacc),
         }
-        self._programs["combination"] = CombinationProgram(self._instances, self._programs)
+        self._programs["combination"] = CombinationProgram(self._instances, tables, self._programs)
 
     @property
     def names(self) -> set[str]:
@@ -122,7 +128,11 @@ class Constraints:
         """The constraint with this name; None if it is unknown."""
         return self._programs.get(name)
 
+    def series(self) -> list[Series]:
+        """What compiling has cost."""
+        return self._meter.series()
+
     def close(self) -> None:
         """Writes snapshots to disk and frees everything, when the worker stops."""
         self._instances.close()
-        self._matchers.close()
+        self._processes.close()

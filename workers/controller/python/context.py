@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....protocol.errors import Code, ControllerError
-from ..backends.llguidance.trial import RefusedGrammar
+from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
 from . import script_constraints
 from .arguments import parsed

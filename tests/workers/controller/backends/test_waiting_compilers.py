@@ -8,8 +8,8 @@ import signal
 import threading
 
 import pytest
+from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
-from tokenbus.workers.controller.backends.llguidance import trial
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.pool import Pool
 
@@ -20,14 +20,14 @@ BOUND_S = 60.0
 
 
 @pytest.mark.process
-def test_other_starts_run_while_a_grammar_waits_for_its_trial(
+def test_other_starts_run_while_a_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trial, "WALL_S", 3600.0)
+    monkeypatch.setattr(bounds, "WALL_S", 3600.0)
     words = vocabulary(BYTES)
     matchers = Matchers()
     matchers.get(words, _lark("a"))
-    [process] = matchers._trials._idle
+    [process] = matchers.processes._idle
     pool = Pool(1)
     compiled, other = threading.Event(), threading.Event()
 
@@ -38,7 +38,7 @@ def test_other_starts_run_while_a_grammar_waits_for_its_trial(
     os.kill(process.pid, signal.SIGSTOP)
     try:
         pool.submit([compiles, other.set])
-        assert other.wait(BOUND_S), "a start waits behind a trial"
+        assert other.wait(BOUND_S), "a start waits behind a compilation"
         assert not compiled.is_set()
     finally:
         os.kill(process.pid, signal.SIGCONT)

@@ -28,9 +28,6 @@ from .....grammars.regex import Dfa, compile_choice, compile_regex
 from .....grammars.substring import compile_substring
 from .refusals import refusal
 
-COMBINE_S = 2.0
-"""Bound on compiling all automata of an argument, in seconds of CPU time: other rounds share the
-interpreter lock."""
 MOST_PARTS = 1_000
 DEEPEST = 50
 
@@ -151,14 +148,25 @@ class _Reading:
         raise refusal(f"combination: {place} is {shown}; it must be {wanted}")
 
 
-def automaton(part: Part) -> Dfa:
-    """The automaton of a regular part. Raises RequestError if it exceeds the bounds."""
-    return _Making(time.thread_time() + COMBINE_S).of(part)
+def automata(root: Part, seconds: float) -> dict[str, bytes]:
+    """The tables of the outermost regular parts of a combination, by their paths.
+
+    Raises RequestError if compiling all of them takes more than ``seconds`` of CPU time.
+    """
+    making = _Making(seconds)
+    return {part.place: making.of(part).to_bytes() for part in _regular(root)}
+
+
+def _regular(part: Part) -> list[Part]:
+    if part.regular:
+        return [part]
+    return [regular for inner in part.parts for regular in _regular(inner)]
 
 
 class _Making:
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline = time.thread_time() + seconds
 
     def of(self, part: Part) -> Dfa:
         parts = [self.of(inner) for inner in part.parts]
@@ -187,7 +195,9 @@ class _Making:
     def _made(self, place: str, make: Callable[[float], Dfa]) -> Dfa:
         left = self._deadline - time.thread_time()
         if left <= 0:
-            raise refusal(f"combination: compiling it takes more than {COMBINE_S:g} s, at {place}")
+            raise refusal(
+                f"combination: {place}: compiling it takes longer than {self._seconds:g} s"
+            )
         try:
             return make(left)
         except (ValueError, UnicodeEncodeError) as error:

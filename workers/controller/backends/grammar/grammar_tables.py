@@ -1,119 +1,114 @@
-"""Compiles the arguments of constraints to tables: regular expressions, choices, grammars.
+"""From the arguments of constraints to tables: regular expressions, choices, grammars.
 
-Each function takes the argument of its constraint, and raises RequestError with the path
-``$.controller_arg`` if it is not valid. Tables are cached in memory, those of grammars on disk too.
+Each method takes the argument of its constraint, and raises RequestError with the path
+``$.controller_arg`` if it is not valid. Tables are cached in memory, and on disk where it takes
+longer to make them than to read them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
 from .....grammars import library
-from .....grammars.regex import RegexError, compile_choice, compile_regex
+from .....grammars.regex import Dfa
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
-from .....protocol.errors import Code, UnavailableError
 from ...pool import waiting
+from ..compiling.bounds import RefusedGrammar
+from ..compiling.meter import CompileMeter
+from ..compiling.processes import Processes
+from ..compiling.shared import Shared
+from ..compiling.tasks import Kind
+from .automata import MAKERS, quickly
 from .file_cache import FileCache
 from .refusals import refusal
-from .yacc_compiler import compile_apart
+from .yacc_compiler import WALL_S, compile_apart
 
 log = logging.getLogger(__name__)
 
-REGEX_S = 1.0
-"""Bound on compiling a pattern, in seconds of CPU time: other rounds share the interpreter lock."""
-MOST_STATES = 65_000
-"""Most states of an automaton; the guest counts them in 16 bits."""
-WAIT_S = 5.0
-"""How long a request waits, in seconds, while another request has the same grammar compiled."""
 MOST_BYTES = 256 * 1024**2
 """Most bytes of tables on disk."""
+WORTH_S = 0.02
+"""Tables that took longer to make, in seconds, are written to disk."""
 KEPT = 256
 """Sizes of the in-memory caches: tables of patterns, of choices, of texts and of grammars each."""
+COMBINATIONS_KEPT = 64
+"""That of combinations; the tables of one may take a megabyte and more."""
 GRAMMAR_CHARACTERS = 1 << 20
 """Most characters of a grammar that the compiler takes."""
 
 
-def regex_tables(arg: bytes) -> bytes:
-    """The tables of a pattern, or of a library pattern given as ``{"library": NAME}``."""
-    pattern = _named(arg, "regex", "pattern", library.regex)
-    if not pattern:
-        raise refusal("the argument of regex is empty; it must be a regular expression")
-    return _automaton(pattern)
+class Tables:
+    """The tables of all our constraints: compiled once, and cached in memory and on disk."""
 
-
-@lru_cache(maxsize=KEPT)
-def _automaton(pattern: str) -> bytes:
-    try:
-        return compile_regex(pattern, max_seconds=REGEX_S).to_bytes()
-    except RegexError as error:
-        raise refusal(f"regex: {error}") from None
-
-
-def choice_tables(arg: bytes) -> bytes:
-    """The tables of a JSON list of texts, or of ``{"choices": [...]}``."""
-    try:
-        given = msgspec.json.decode(arg)
-        if isinstance(given, dict) and list(given) == ["choices"]:
-            given = given["choices"]
-        choices = msgspec.convert(given, list[str])
-    except msgspec.MsgspecError as error:
-        raise refusal(
-            f"the argument of choice is {arg[:100].decode('utf-8', 'replace')!r}: {error}; it must "
-            'be a JSON list of strings, or {"choices": [...]}'
-        ) from None
-    if not choices:
-        raise refusal("the argument of choice is an empty list; it must have at least one text")
-    return _choices(tuple(choices))
-
-
-@lru_cache(maxsize=KEPT)
-def _choices(choices: tuple[str, ...]) -> bytes:
-    try:
-        return compile_choice(choices, max_states=MOST_STATES, max_seconds=REGEX_S).to_bytes()
-    except (RegexError, UnicodeEncodeError) as error:
-        raise refusal(f"choice: {error}") from None
-
-
-@lru_cache(maxsize=KEPT)
-def substring_tables(arg: bytes) -> bytes:
-    """The tables of a text whose substrings are allowed, given plain or as ``{"text": TEXT}``."""
-    text = _named(arg, "substring", "text")
-    if not text:
-        raise refusal("the argument of substring is empty; it must be a text")
-    try:
-        return compile_substring(text).to_bytes()
-    except ValueError as error:
-        raise refusal(f"substring: {error}") from None
-
-
-class GrammarTables:
-    """Tables of grammars, given by their text or by a library name."""
-
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, processes: Processes, meter: CompileMeter) -> None:
         """``folder`` stores tables between runs and is created with mode 0700; None: no storage."""
         self._files = None if folder is None else FileCache(folder, ".tables", MOST_BYTES)
+        self._processes = processes
+        self._meter = meter
         self._lock = threading.Lock()
-        self._cached: OrderedDict[str, bytes] = OrderedDict()
-        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._cached: dict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)
+        self._compiled: Shared[bytes] = Shared(WALL_S)
         self._version = f"{version('tokenbus')}, tables {VERSION}"
         self._names = frozenset(library.names())
 
-    def __call__(self, arg: bytes) -> bytes:
-        """The tables of a grammar's text, of a library name, or of ``{"library": NAME}``."""
+    def regex(self, arg: bytes) -> bytes:
+        """Those of a pattern, or of a library pattern given as ``{"library": NAME}``."""
+        pattern = _named(arg, "regex", "pattern", library.regex)
+        if not pattern:
+            raise refusal("the argument of regex is empty; it must be a regular expression")
+        return self._automata("regex", json.dumps(pattern).encode())
+
+    def choice(self, arg: bytes) -> bytes:
+        """Those of a JSON list of texts, or of ``{"choices": [...]}``."""
+        try:
+            given = msgspec.json.decode(arg)
+            if isinstance(given, dict) and list(given) == ["choices"]:
+                given = given["choices"]
+            choices = msgspec.convert(given, list[str])
+        except msgspec.MsgspecError as error:
+            shown = arg[:100].decode("utf-8", "replace")
+            raise refusal(
+                f"the argument of choice is {shown!r}: {error}; it must be a JSON list of strings, "
+                'or {"choices": [...]}'
+            ) from None
+        if not choices:
+            raise refusal("the argument of choice is an empty list; it must have at least one text")
+        return self._automata("choice", json.dumps(choices).encode())
+
+    def substring(self, arg: bytes) -> bytes:
+        """Those of a text whose substrings are allowed, given plain or as ``{"text": TEXT}``."""
+        text = _named(arg, "substring", "text")
+        if not text:
+            raise refusal("the argument of substring is empty; it must be a text")
+
+        def make() -> bytes:
+            try:
+                return compile_substring(text).to_bytes()
+            except ValueError as error:
+                raise refusal(f"substring: {error}") from None
+
+        return self._get("substring", text, make)
+
+    def combination(self, arg: bytes) -> dict[str, bytes]:
+        """Those of the regular parts of a combination, by their paths."""
+        return msgspec.msgpack.decode(self._automata("combination", arg), type=dict[str, bytes])
+
+    def yacc(self, arg: bytes) -> bytes:
+        """Those of a grammar's text, of a library name, or of ``{"library": NAME}``."""
         text = _named(arg, "yacc", "grammar", library.grammar)
         if not text.strip():
             raise refusal(
@@ -130,49 +125,70 @@ class GrammarTables:
                 f"yacc: the grammar has {len(text)} characters; at most {GRAMMAR_CHARACTERS} are "
                 "allowed"
             )
-        key = hashlib.sha256(f"{self._version}\n{text}".encode()).hexdigest()
-        with self._lock:
-            tables = self._cached.get(key)
-            if tables is not None:
-                self._cached.move_to_end(key)
-                return tables
-            turn = self._turns.setdefault(key, threading.Lock())
-        with waiting():
-            has_turn = turn.acquire(timeout=WAIT_S)
-        if not has_turn:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"another request has had this grammar compiled for {WAIT_S:g} s; try again",
-                retry_after_s=WAIT_S,
-            )
-        try:
-            return self._compiled(key, text)
-        finally:
-            turn.release()
 
-    def _compiled(self, key: str, text: str) -> bytes:
-        """The tables of a grammar, for the thread that holds the lock of its key."""
-        tables = self._cached.get(key) or self._read(key)
-        if tables is None:
+        def make() -> bytes:
             try:
                 with waiting():
-                    tables = compile_apart(text)
+                    return compile_apart(text)
             except GrammarError as error:
                 raise refusal(f"yacc: {error}") from None
-            self._write(key, tables)
+
+        return self._get("yacc", text, make)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _automata(self, kind: Kind, arg: bytes) -> bytes:
+        def make() -> bytes:
+            tables = quickly(MAKERS[kind], arg)
+            if tables is not None:
+                return tables
+            try:
+                return self._processes.run(kind, arg)
+            except RefusedGrammar as error:
+                raise refusal(str(error)) from None
+
+        return self._get(kind, arg.decode("utf-8", "surrogatepass"), make)
+
+    def _get(self, kind: str, text: str, make: Callable[[], bytes]) -> bytes:
+        key = _key(f"{self._version}, {kind}\n{text}")
+        tables = self._kept(kind, key)
+        if tables is not None:
+            self._meter.hit(kind)
+            return tables
+        return self._compiled.get(key, lambda: self._made(kind, key, make))
+
+    def _made(self, kind: str, key: str, make: Callable[[], bytes]) -> bytes:
+        """The tables of a key, for the only thread that makes them."""
+        tables = self._kept(kind, key)
+        if tables is not None:
+            return tables
+        with self._meter.measured(kind):
+            began = time.perf_counter()
+            tables = self._read(kind, key)
+            if tables is None:
+                tables = make()
+                if time.perf_counter() - began > WORTH_S:
+                    self._write(key, tables)
         with self._lock:
-            self._cached[key] = tables
-            while len(self._cached) > KEPT:
-                self._cached.popitem(last=False)
-            self._turns.pop(key, None)
+            kept = self._cached[kind]
+            kept[key] = tables
+            while len(kept) > (COMBINATIONS_KEPT if kind == "combination" else KEPT):
+                kept.popitem(last=False)
         return tables
 
-    def _read(self, key: str) -> bytes | None:
+    def _kept(self, kind: str, key: str) -> bytes | None:
+        with self._lock:
+            tables = self._cached[kind].get(key)
+            if tables is not None:
+                self._cached[kind].move_to_end(key)
+            return tables
+
+    def _read(self, kind: str, key: str) -> bytes | None:
         if self._files is None:
             return None
         try:
             tables = self._files.path(key).read_bytes()
-            CompiledGrammar.from_bytes(tables)
+            _check(kind, tables)
         except OSError:
             return None
         except ValueError as error:
@@ -189,6 +205,22 @@ class GrammarTables:
             self._files.write(key, tables)
         except OSError as error:
             log.warning("the tables %s cannot be written to disk: %s", key[:12], error)
+
+
+def _check(kind: str, tables: bytes) -> None:
+    """Raises ValueError if tables from disk are not what they should be."""
+    match kind:
+        case "yacc":
+            CompiledGrammar.from_bytes(tables)
+        case "combination":
+            for each in msgspec.msgpack.decode(tables, type=dict[str, bytes]).values():
+                Dfa.from_bytes(each)
+        case _:
+            Dfa.from_bytes(tables)
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _named(

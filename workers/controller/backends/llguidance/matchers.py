@@ -15,8 +15,12 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLTokenizer
 
 from ...host import Vocabulary
-from ...pool import waiting
-from .trial import RefusedGrammar, Trials, parser_limits, reason
+from ..compiling import bounds
+from ..compiling.bounds import Bounds, RefusedGrammar
+from ..compiling.meter import CompileMeter
+from ..compiling.processes import Processes
+from ..compiling.shared import Shared
+from .trial import parser_limits, reason
 
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
@@ -107,24 +111,46 @@ class Grammar:
 class Matchers:
     """Caches of the most recently used grammars and tokenizers. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._trials = Trials()
+    def __init__(
+        self, processes: Processes | None = None, meter: CompileMeter | None = None
+    ) -> None:
+        """``processes`` check each new grammar first; ``meter`` counts what that takes."""
+        self.processes = processes if processes is not None else Processes(Bounds())
+        self._meter = meter if meter is not None else CompileMeter()
+        self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
         self._lock = threading.Lock()
         self._grammars: OrderedDict[bytes, Grammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
-    def get(self, vocabulary: Vocabulary, grammar: str) -> Grammar:
-        """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar."""
+    def get(self, vocabulary: Vocabulary, grammar: str, constraint: str = "lark") -> Grammar:
+        """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar.
+        ``constraint``: what it is counted as."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
+        found = self._kept(key)
+        if found is not None:
+            self._meter.hit(constraint)
+            return found
+
+        def make() -> Grammar:
+            found = self._kept(key)
+            if found is not None:
+                return found
+            with self._meter.measured(constraint):
+                return self._make(vocabulary, name, key, grammar)
+
+        return self._compiled.get(key, make)
+
+    def _kept(self, key: bytes) -> Grammar | None:
         with self._lock:
             found = self._grammars.get(key)
             if found is not None:
                 self._grammars.move_to_end(key)
-                return found
-        with waiting():
-            self._trials.run(grammar)
+            return found
+
+    def _make(self, vocabulary: Vocabulary, name: object, key: bytes, grammar: str) -> Grammar:
+        self.processes.check(grammar)
         tokens = self._tokens_of(name, vocabulary)
         matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
@@ -143,8 +169,8 @@ class Matchers:
                 del self._grammars[key]
 
     def close(self) -> None:
-        """Ends the trial processes."""
-        self._trials.close()
+        """Ends the processes."""
+        self.processes.close()
 
     def _tokens_of(self, name: object, vocabulary: Vocabulary) -> Tokens:
         with self._tokens_lock:

@@ -9,13 +9,13 @@ from llguidance import LLMatcher
 
 from .....protocol.errors import Code, RequestError
 from ...host import Host
+from ..compiling.bounds import RefusedGrammar
 from .matcher_controller import MatcherController
 from .matchers import Matchers
 from .spacing import spaced_lark, spaced_schema
-from .trial import RefusedGrammar
 
 MAX_BYTES = 1024 * 1024
-"""Most bytes of a schema or a grammar. The cost of compiling it is bounded by ``trial``."""
+"""Most bytes of a schema or a grammar. The cost of compiling it is bounded by ``compiling``."""
 
 _LEXEME = re.compile(
     r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -78,7 +78,7 @@ class LarkProgram:
 
 def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> MatcherController:
     try:
-        made = matchers.get(host.vocabulary, grammar)
+        made = matchers.get(host.vocabulary, grammar, name)
     except RefusedGrammar as error:
         raise _refusal(f"{name}: {error}") from None
     return MatcherController(made, made.start(), host)

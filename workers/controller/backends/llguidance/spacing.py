@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from .....grammars.regex import Dfa, RegexError, compile_regex
-from .trial import RefusedGrammar
+from ..compiling.bounds import RefusedGrammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

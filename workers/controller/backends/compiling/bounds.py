@@ -1,0 +1,47 @@
+"""What compiling one grammar may cost, and the error of one that costs more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WALL_S = 30.0
+"""Limit on the wall time of compiling, and of waiting for a process, in seconds: for a machine that
+is overloaded."""
+STACK_BYTES = 3 * 1024 * 1024
+"""Less than the worker's threads have (``sandbox.HOST_STACK_BYTES``): a grammar that compiles in
+the process compiles there."""
+BLAME_SHARE = 0.25
+"""How much longer it may take to find the part of a refused grammar that cost the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the compilation of one grammar."""
+
+    cpu_s: float = 1.5
+    """CPU time, in seconds; the setting ``grammar_compile_s``."""
+    memory_bytes: int = 1024**3
+    """Memory; the setting ``grammar_compile_bytes``."""
+
+    @property
+    def too_slow(self) -> str:
+        """What is wrong with a grammar that takes longer."""
+        return (
+            f"compiling it takes more than {self.cpu_s:g} s of CPU time, the limit that "
+            "grammar_compile_s sets"
+        )
+
+    @property
+    def too_large(self) -> str:
+        """What is wrong with a grammar that takes more memory."""
+        return (
+            f"compiling it takes more than {self.memory_bytes >> 20} MiB of memory, the limit that "
+            "grammar_compile_bytes sets"
+        )
+
+
+TOO_DEEP = "it is nested too deeply: llguidance's stack overflowed"
+
+
+class RefusedGrammar(Exception):
+    """A grammar that is not valid or that exceeds the bounds; the message is the reason."""

@@ -1,0 +1,58 @@
+"""A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
+
+It reads tasks from stdin and writes what came of them to stdout. What a task may use is bounded by
+the kernel, which ends the process: CPU time by a timer, memory by a limit, the stack by the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+
+import msgspec
+
+from .....protocol.errors import RequestError
+from .bounds import STACK_BYTES
+from .tasks import Done, Task, read, write
+
+
+def _done(task: Task) -> Done:
+    """Does a task. What it needs is imported now: a process may never get a task of that kind."""
+    match task.kind:
+        case "llguidance":
+            from ..llguidance.trial import check
+
+            return Done(refused=check(task.grammar.decode()))
+        case "blame":
+            from ..llguidance.blame import blamed
+
+            return Done(refused=blamed(task.grammar.decode(), task.failed, task.cpu_s))
+    from ..grammar.automata import MAKERS
+
+    try:
+        return Done(tables=MAKERS[task.kind](task.grammar, task.cpu_s))
+    except RequestError as error:
+        return Done(refused=error.message)
+
+
+def _serve() -> None:
+    while (message := read(sys.stdin.buffer)) is not None:
+        task = msgspec.msgpack.decode(message, type=Task)
+        # A task that bounds itself may end in its own words; blame bounds its parts.
+        spare = 0.0 if task.kind == "llguidance" else 0.3 + task.cpu_s / 4
+        signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
+        reply = msgspec.msgpack.encode(_done(task))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write(sys.stdout.buffer, reply)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    memory = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    threading.Thread(target=_serve).start()

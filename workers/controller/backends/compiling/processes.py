@@ -1,0 +1,150 @@
+"""The processes that compile, each of which runs one task at a time.
+
+Compiling can take hours (an intersection of a few expressions), all of the memory, or overflow the
+stack of a native library and so end its process (a chain of 10,000 rules). A process of
+``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and
+stack. It is reused, as starting one takes 0.1 s; a task of a usual grammar takes about a
+millisecond.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import msgspec
+
+from .....protocol.errors import Code, ServiceError, UnavailableError
+from ...pool import waiting
+from . import bounds
+from .bounds import TOO_DEEP, Bounds, RefusedGrammar
+from .tasks import Done, Kind, Task, read, write
+
+AT_ONCE = 2
+"""Most tasks at the same time, and most idle processes."""
+
+
+class Processes:
+    """The processes of a worker. Thread-safe."""
+
+    def __init__(self, limits: Bounds) -> None:
+        """``limits`` are those of one task."""
+        self.limits = limits
+        self._turns = threading.Semaphore(AT_ONCE)
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def check(self, grammar: str) -> None:
+        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken.
+
+        Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the part of
+        the grammar that is at fault. UnavailableError if no process becomes free in time.
+        """
+        self.run("llguidance", grammar.encode())
+
+    def run(self, kind: Kind, grammar: bytes) -> bytes:
+        """The tables that a task makes; raises as ``check`` does."""
+        with waiting():
+            if not self._turns.acquire(timeout=bounds.WALL_S):
+                raise UnavailableError(
+                    Code.QUEUE_FULL,
+                    f"{AT_ONCE} grammars have been compiled for {bounds.WALL_S:g} s, which is as "
+                    "many as may be at once; try again",
+                    retry_after_s=1.0,
+                )
+            try:
+                done = self._ask(Task(kind, self.limits.cpu_s, grammar))
+                if done.refused and kind == "llguidance":
+                    done.refused += self._blame(grammar, done.refused)
+            finally:
+                self._turns.release()
+        if done.refused:
+            raise RefusedGrammar(done.refused)
+        return done.tables
+
+    def close(self) -> None:
+        """Ends the idle processes."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _blame(self, grammar: bytes, reason: str) -> str:
+        """Which part of a grammar is at fault, to be put behind the reason; empty if unknown."""
+        task = Task("blame", bounds.BLAME_SHARE * self.limits.cpu_s, grammar, reason)
+        try:
+            return self._ask(task).refused
+        except ServiceError:
+            return ""
+
+    def _ask(self, task: Task) -> Done:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None or process.poll() is not None:
+            process = self._spawn()
+        try:
+            reply = _exchange(process, msgspec.msgpack.encode(task))
+            if reply is None:
+                _end(process)
+                return Done(refused=self._why_ended(process.returncode, task))
+        except BaseException as error:
+            process.kill()
+            _end(process)
+            if isinstance(error, TimeoutError):
+                return Done(refused=f"it could not be compiled within {bounds.WALL_S:g} s")
+            raise
+        with self._lock:
+            self._idle.append(process)
+        return msgspec.msgpack.decode(reply, type=Done)
+
+    def _why_ended(self, code: int, task: Task) -> str:
+        if task.kind == "blame":
+            return ""
+        if code in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGKILL):
+            return self.limits.too_slow
+        if code in (-signal.SIGSEGV, -signal.SIGBUS):
+            return TOO_DEEP
+        if code == -signal.SIGABRT:
+            return self.limits.too_large
+        raise ServiceError(
+            Code.INTERNAL, f"the process that compiles grammars failed with exit code {code}"
+        )
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        program = __name__.rpartition(".")[0] + ".process"
+        return subprocess.Popen(
+            [sys.executable, "-m", program, str(self.limits.memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def _exchange(process: subprocess.Popen[bytes], task: bytes) -> bytes | None:
+    """The reply of a process to a task; None if it has ended. Raises TimeoutError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        write(process.stdin, task)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(bounds.WALL_S):
+                raise TimeoutError
+        return read(process.stdout)
+    except BrokenPipeError:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    process.wait()

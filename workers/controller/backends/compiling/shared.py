@@ -1,0 +1,108 @@
+"""Compiles once what several requests ask for at the same time, and remembers what was refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .....protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ...pool import waiting
+from .bounds import RefusedGrammar
+
+T = TypeVar("T")
+
+KEPT_REFUSALS = 256
+"""Refusals that are remembered."""
+REFUSED_S = 60.0
+"""For how long, in seconds: what took too long on a busy machine is tried again."""
+
+
+class _Flight(Generic[T]):
+    """A compilation under way."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+
+class Shared(Generic[T]):
+    """Runs one compilation for each key at a time; who else asks for the key gets its result.
+
+    Thread-safe. Results are not kept beyond that, errors are: a grammar that was refused is refused
+    again at once, for ``REFUSED_S``.
+    """
+
+    def __init__(self, wall_s: float) -> None:
+        """``wall_s``: how long a request waits for another one's compilation, in seconds."""
+        self._wall_s = wall_s
+        self._lock = threading.Lock()
+        self._flights: dict[object, _Flight[T]] = {}
+        self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
+
+    def get(self, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` returns, or what it returns to another caller with this key.
+
+        Raises what ``make`` raises, and UnavailableError if the other caller's takes too long.
+        """
+        with self._lock:
+            refused = self._refused.get(key)
+            if refused is not None and time.monotonic() < refused[0]:
+                raise _again(refused[1])
+            flight = self._flights.get(key)
+            mine = flight is None
+            if flight is None:
+                flight = self._flights[key] = _Flight()
+        return self._run(key, flight, make) if mine else self._await(flight)
+
+    def _run(self, key: object, flight: _Flight[T], make: Callable[[], T]) -> T:
+        try:
+            flight.result = make()
+            return flight.result
+        except BaseException as error:
+            flight.error = error
+            if isinstance(error, RefusedGrammar | RequestError):
+                self._remember(key, error)
+            raise
+        finally:
+            with self._lock:
+                del self._flights[key]
+            flight.done.set()
+
+    def _await(self, flight: _Flight[T]) -> T:
+        with waiting():
+            done = flight.done.wait(self._wall_s)
+        if not done:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"another request has had this grammar compiled for {self._wall_s:g} s; try again",
+                retry_after_s=5.0,
+            )
+        if flight.error is not None:
+            raise _again(flight.error)
+        assert flight.result is not None
+        return flight.result
+
+    def _remember(self, key: object, error: BaseException) -> None:
+        with self._lock:
+            self._refused[key] = time.monotonic() + REFUSED_S, error
+            self._refused.move_to_end(key)
+            while len(self._refused) > KEPT_REFUSALS:
+                self._refused.popitem(last=False)
+
+
+def _again(error: BaseException) -> BaseException:
+    """The same error for another thread: a traceback belongs to one."""
+    match error:
+        case RefusedGrammar():
+            return RefusedGrammar(*error.args)
+        case RequestError():
+            return RequestError(error.code, error.message, path=error.path)
+        case UnavailableError():
+            return UnavailableError(error.code, error.message, retry_after_s=error.retry_after_s)
+        case TokenbusError():
+            return TokenbusError(error.code, error.message)
+    return TokenbusError(Code.INTERNAL, f"compiling the grammar failed: {error!r}")

@@ -1,0 +1,44 @@
+"""What is sent to a process that compiles, and what it answers."""
+
+from __future__ import annotations
+
+import struct
+from typing import IO, Literal
+
+import msgspec
+
+Kind = Literal["llguidance", "blame", "regex", "choice", "combination"]
+
+_LENGTH = struct.Struct("<I")
+
+
+class Task(msgspec.Struct):
+    """What a process is to do."""
+
+    kind: Kind
+    cpu_s: float
+    """Limit on its CPU time; beyond it, the kernel ends the process."""
+    grammar: bytes
+    failed: str = ""
+    """Of ``blame``: the reason why this grammar was refused."""
+
+
+class Done(msgspec.Struct):
+    """What came of it: tables, or why the grammar is refused."""
+
+    tables: bytes = b""
+    refused: str = ""
+
+
+def read(source: IO[bytes]) -> bytes | None:
+    """The next message of a pipe; None at its end."""
+    head = source.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    return source.read(_LENGTH.unpack(head)[0])
+
+
+def write(target: IO[bytes], message: bytes) -> None:
+    """Writes a message to a pipe."""
+    target.write(_LENGTH.pack(len(message)) + message)
+    target.flush()

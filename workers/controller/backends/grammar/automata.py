@@ -1,0 +1,64 @@
+"""From the argument of a regular constraint to its tables, within a time limit.
+
+They run in the worker where that is quick (``quickly``), and else in a process that compiles. Each
+raises RequestError if its argument is not valid, or if compiling it takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from .....grammars.regex import RegexError, compile_choice, compile_regex
+from .....protocol.errors import RequestError
+from .combination import automata, read_combination
+from .refusals import refusal
+
+QUICK_S = 0.02
+"""CPU time, in seconds, that the worker spends itself: rounds share the interpreter lock. Most
+patterns take a few milliseconds."""
+MOST_STATES = 65_000
+"""Most states of an automaton; the guest counts them in 16 bits."""
+
+Maker = Callable[[bytes, float], bytes]
+"""From an argument, and most seconds of CPU time, to tables."""
+
+
+def regex(arg: bytes, seconds: float) -> bytes:
+    """The tables of a pattern, which is a JSON string."""
+    try:
+        return compile_regex(json.loads(arg), max_seconds=seconds).to_bytes()
+    except RegexError as error:
+        raise refusal(f"regex: {error}") from None
+
+
+def choice(arg: bytes, seconds: float) -> bytes:
+    """The tables of a JSON list of texts."""
+    texts = json.loads(arg)
+    try:
+        return compile_choice(texts, max_states=MOST_STATES, max_seconds=seconds).to_bytes()
+    except (RegexError, UnicodeEncodeError) as error:
+        raise refusal(f"choice: {error}") from None
+
+
+def combination(arg: bytes, seconds: float) -> bytes:
+    """The tables of the regular parts of a combination, by their paths, as msgpack."""
+    return msgspec.msgpack.encode(automata(read_combination(arg), seconds))
+
+
+MAKERS: dict[str, Maker] = {"regex": regex, "choice": choice, "combination": combination}
+
+
+def quickly(make: Maker, arg: bytes) -> bytes | None:
+    """What ``make`` returns; None if it takes longer than ``QUICK_S``."""
+    began = time.thread_time()
+    try:
+        return make(arg, QUICK_S)
+    except RequestError:
+        # Compilers keep a part of their time for finding out what took it.
+        if time.thread_time() - began > 0.7 * QUICK_S:
+            return None
+        raise
