@@ -227,7 +227,9 @@ def _without_close(
 class System:
     """A whole system in a folder."""
 
-    def __init__(self, folder: Path, gpu: list[str], model: Path) -> None:
+    def __init__(
+        self, folder: Path, gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1
+    ) -> None:
         self.front = f"ipc://{folder}/front.sock"
         self.back = f"ipc://{folder}/back.sock"
         own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
@@ -238,15 +240,12 @@ class System:
         self._processes = [
             self._started(["-m", "tokenbus.broker"]),
             self._started(["-m", f"{module}.state"]),
-            self._started(["-m", f"{module}.controller"]),
-            self.gpu(gpu),
+            *(self._started(["-m", f"{module}.controller"]) for _ in range(controllers)),
+            *(self._started(gpu) for _ in range(gpus)),
         ]
+        self._expected = sorted(["state", *["controller"] * controllers, *["gpu"] * gpus])
         self.client = Client(self.front)
         self._wait()
-
-    def gpu(self, command: list[str]) -> subprocess.Popen[bytes]:
-        """Starts a GPU worker."""
-        return self._started(command)
 
     def _started(self, arguments: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -261,8 +260,8 @@ class System:
         while time.monotonic() < deadline:
             with contextlib.suppress(TokenbusError):
                 workers = self.client.status(timeout_s=2).workers
-                roles = {w.role for w in workers if w.role != "gpu" or w.models}
-                if roles == {"gpu", "controller", "state"}:
+                roles = sorted(w.role for w in workers if w.role != "gpu" or w.models)
+                if roles == self._expected:
                     return
             time.sleep(0.1)
         raise SystemExit(f"the system did not start; see {self._log.name}")
@@ -277,10 +276,10 @@ class System:
 
 
 @contextlib.contextmanager
-def system(gpu: list[str], model: Path) -> Iterator[System]:
+def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> Iterator[System]:
     """A system in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
-        running = System(Path(folder), gpu, model)
+        running = System(Path(folder), gpu, model, gpus, controllers)
         try:
             yield running
         finally:

@@ -7,6 +7,7 @@ import sys
 from ..protocol import logs, tracing
 from ..protocol.health_file import HealthFile
 from ..protocol.settings import SettingError, load
+from .garbage import bound_pauses
 from .server import BrokerServer
 from .settings import BrokerSettings
 from .sockets import BindError
@@ -28,6 +29,7 @@ def main() -> int:
         print(f"tokenbus broker: {error}", file=sys.stderr)
         # With exit code 2, supervisord does not start it again; an address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
+    bound_pauses()
     server.run_forever()
     return 0
 

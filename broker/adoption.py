@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 
 from ..protocol.bodies import decode_as
 from ..protocol.columns import TokenBody
@@ -25,6 +26,9 @@ from .settings import BrokerSettings
 from .tables import Request, Session, SessionTable, Worker
 
 log = logging.getLogger(__name__)
+
+MOST_ENDED = 250
+"""Requests without a client that a tick ends."""
 
 
 class Adoption:
@@ -242,13 +246,13 @@ class Adoption:
     def tick(self, now: float) -> None:
         """Ends what is left when the time is over: held ATTACHes, requests without a client, and
         the variables of requests that are nowhere."""
+        if self._over:
+            self._end_unclaimed()
         if self._over or now < self._until:
             return
         self._over = True
         self._attaches.refuse_held(self._sessions.by_id)
-        for request in self._unclaimed.values():
-            if request.unclaimed:
-                self._dispatcher.abandon(request)
+        self._end_unclaimed()
         for number, live in self._variables.items():
             worker = self._dispatcher.workers.get(number)
             gone = [request for request in live if request not in self._dispatcher.requests]
@@ -256,9 +260,15 @@ class Adoption:
                 self._drop(worker, *gone)
         if self._adopted:
             log.info("%d streams of an earlier run were adopted", self._adopted)
-        self._unclaimed.clear()
         self._cancelled.clear()
         self._variables.clear()
+
+    def _end_unclaimed(self) -> None:
+        """Ends requests without a client, some in each tick."""
+        for number in list(islice(self._unclaimed, MOST_ENDED)):
+            request = self._unclaimed.pop(number)
+            if request.unclaimed:
+                self._dispatcher.abandon(request)
 
 
 def _num_entries(sent: bytes) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 
-from ..protocol.bodies import decode_as, error_body
+from ..protocol.bodies import decode_as, encode_body, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import PROTOCOL_VERSION, Buffer
@@ -24,11 +25,17 @@ from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .status import Counters
+from .sweep import Sweep
 from .tables import SessionTable, Worker
 
 log = logging.getLogger(__name__)
 
 _FRONT, _BACK = Side.FRONT, Side.BACK
+_BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
+LEASES_AT_ONCE = 1_000
+"""Workers whose leases a tick checks."""
+BEATS_AT_ONCE = 1_500
+"""Workers to which it sends a heartbeat."""
 RELAYED = frozenset(
     (b"STEP", b"RESULT", b"FETCH_TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
 )
@@ -62,6 +69,16 @@ class Back:
         self._counters = counters
         self._drains = drains
         self._by_peer: dict[bytes, Worker] = {}
+        self._by_name: dict[str, Worker] = {}
+        self._leases = Sweep(self._by_peer, LEASES_AT_ONCE)
+        self._unbeaten: deque[Worker] = deque()
+        """Workers that get the broker's heartbeat next."""
+        self._beat_again = False
+        """Whether all of them get another one then."""
+        self._walked = float("inf")
+        self._silent_since = float("inf")
+        """No worker has been silent for longer, as of the last walk over all of them; the same of
+        those that this walk has seen."""
         self._asked: dict[bytes, float] = {}
         """When a connection without a worker was asked to register: once for all that it sends
         until it does, as each registration is a new lease."""
@@ -109,7 +126,12 @@ class Back:
             return
         worker.last_seen = now
         try:
-            sessions, finished, deltas = decode_manifest(frames[1])
+            head = frames[1]
+            if worker.manifest[0] != head:
+                manifest = decode_manifest(head)
+                found = list(map(self._sessions.by_id.get, manifest.sessions))
+                worker.manifest = (head, manifest, found)
+            _, (sessions, finished, deltas), found = worker.manifest
             if len(frames) != 2 + len(sessions) + len(deltas):
                 raise RequestError(
                     Code.BAD_MESSAGE,
@@ -121,12 +143,13 @@ class Back:
             return
         known = self._sessions.by_id
         out = self._out
-        for i, number in enumerate(sessions, 2):
-            session = known.get(number)
+        for i, session in enumerate(found, 2):
+            if session is None or not session.alive:
+                session = known.get(sessions[i - 2])
             if session is not None:
                 body = frames[i]
                 out.tokens(session, body)
-                session.journal.tail.append(body)
+                session.tail.append(body)
         self._counters.token_bodies += len(sessions)
         for number in finished:
             try:
@@ -165,26 +188,51 @@ class Back:
 
     def tick(self, now: float) -> None:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""
-        for worker in list(self._by_peer.values()):
+        silent_since = self._walked
+        for worker in self._leases.part():
+            if self._by_peer.get(worker.peer) is not worker:
+                continue
             if now - worker.last_seen > self._settings.expiry_s:
                 self._lose(worker, f"no message for {now - worker.last_seen:.1f} s", died=True)
+            elif worker.last_seen < silent_since:
+                silent_since = worker.last_seen
+        self._walked = silent_since
+        if self._leases.begins:
+            self._silent_since, self._walked = silent_since, float("inf")
         if now - self._last_beat >= self._settings.heartbeat_s:
             self._last_beat = now
             long_ago = now - self._settings.expiry_s
             self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
             self._closed = {name: one for name, one in self._closed.items() if one[1] > long_ago}
             self.beat()
+        elif self._unbeaten:
+            self._beat_some()
 
     def beat(self) -> None:
-        """Sends the broker's heartbeat to every worker."""
-        for worker in self._by_peer.values():
-            self._out.to_worker(worker, b"HEARTBEAT", Heartbeat())
+        """Sends the broker's heartbeat to every worker; where they are many, to the last ones in
+        the ticks that follow."""
+        self._beat_again = bool(self._unbeaten)
+        if not self._unbeaten:
+            self._unbeaten.extend(self._by_peer.values())
+        self._beat_some()
+
+    def _beat_some(self) -> None:
+        for _ in range(min(len(self._unbeaten), BEATS_AT_ONCE)):
+            worker = self._unbeaten.popleft()
+            self._out.append(Outgoing(_BACK, worker.peer, _BEAT, True))
+        if self._beat_again and not self._unbeaten:
+            self._beat_again = False
+            self._unbeaten.extend(self._by_peer.values())
+
+    @property
+    def behind(self) -> bool:
+        """Whether heartbeats are left for the next tick."""
+        return bool(self._unbeaten)
 
     @property
     def expires_at(self) -> float:
-        """When the first lease ends, if no message renews it."""
-        seen = min((w.last_seen for w in self._by_peer.values()), default=float("inf"))
-        return seen + self._settings.expiry_s
+        """When the first lease ends, if no message renews it: not before this."""
+        return self._silent_since + self._settings.expiry_s
 
     def _ask(self, peer: bytes, reason: str, now: float) -> None:
         """Asks a connection without a worker to register."""
@@ -256,7 +304,7 @@ class Back:
                 if worker.requests:
                     self._lose(worker, f"its step has run for {beat.step_age_s:.0f} s", died=True)
             elif hung:
-                self._dispatcher.refill(worker)
+                self._dispatcher.resume(worker)
         elif message_type == b"DRAIN":
             decode_as(Drain, frames[2], "msgpack")
             self._drains.begin(worker)
@@ -289,8 +337,8 @@ class Back:
             self._update(known, message)
             self._out.to_worker(known, b"REGISTERED", registered(known, self._settings))
             return
-        for other in list(self._by_peer.values()):
-            if other.name == message.name or other.peer == peer:
+        for other in (self._by_peer.get(peer), self._by_name.get(message.name)):
+            if other is not None and self._by_peer.get(other.peer) is other:
                 died = other.pid != message.pid
                 self._lose(other, "it registered again on a new connection", died)
         worker = Worker(
@@ -307,7 +355,7 @@ class Back:
             last_seen=now,
             step_age_s=message.step_age_s,
         )
-        self._by_peer[peer] = worker
+        self._by_peer[peer] = self._by_name[worker.name] = worker
         pid, _ = self._closed.pop(worker.name, (0, 0.0))
         if pid == worker.pid:
             self._dispatcher.moves.quarantine.lives(worker.name)
@@ -321,10 +369,13 @@ class Back:
 
     def _update(self, worker: Worker, message: Register) -> None:
         """A worker's models have changed: loaded or unloaded."""
+        pools = self._dispatcher.pools
+        pools.remove(worker)
         worker.models = {m.name: m for m in message.models}
         worker.patterns = message.patterns
         worker.default = message.default
         worker.capacity = message.capacity
+        pools.add(worker)
         self._dispatcher.rebalance()
         self._drains.hand_over()
 
@@ -379,6 +430,8 @@ class Back:
 
     def _lose(self, worker: Worker, why: str, died: bool) -> None:
         self._by_peer.pop(worker.peer, None)
+        if self._by_name.get(worker.name) is worker:
+            del self._by_name[worker.name]
         lost = len(worker.requests)
         if lost:
             self._counters.workers_lost += 1

@@ -12,6 +12,7 @@ from ..protocol.header import encode_header
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Outgoings, Side
+from .pools import Pools
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
@@ -38,23 +39,20 @@ class Controllers:
         self,
         settings: BrokerSettings,
         workers: dict[int, Worker],
+        pools: Pools,
         out: Outgoings,
         now: Callable[[], float],
     ) -> None:
         """``now`` returns the time of the event that is handled, in seconds."""
         self._settings = settings
         self._workers = workers
+        self._pools = pools
         self._out = out
         self._now = now
         self._pace = Pace()
         """At which requests that have a controller end."""
         self._waiting: dict[int, _Waiting] = {}
         """By request."""
-
-    def module_workers(self) -> list[Worker]:
-        """The controller workers that run uploaded modules."""
-        every = self._workers.values()
-        return [w for w in every if w.role == "controller" and ANY_MODULE in w.patterns]
 
     def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that runs the controller ``name``; raises why it is refused.
@@ -63,16 +61,16 @@ class Controllers:
         a controller that has begun, the pattern of the worker where it did; another may have
         another controller of that name.
         """
-        workers = [w for w in self._workers.values() if w.role == "controller"]
-        if not workers:
+        pools = self._pools
+        if not pools.of_role("controller"):
             raise UnavailableError(
                 Code.NO_WORKER,
                 "no controller worker is running; start one, or try again in a moment",
                 retry_after_s=RETRY_AFTER_S,
             )
         if served_as:
-            serving = [w for w in workers if served_as in w.patterns]
-            if not serving:
+            serving = pools.steering(served_as)
+            if not serving.workers:
                 raise UnavailableError(
                     Code.NO_WORKER,
                     f"the worker that served the controller {name!r} is lost, and no other serves "
@@ -80,23 +78,25 @@ class Controllers:
                     retry_after_s=RETRY_AFTER_S,
                 )
         else:
-            serving = [w for w in workers if name in w.patterns] or self.module_workers()
-        if not serving:
-            names = ", ".join(sorted({p for w in workers for p in w.patterns}))
+            serving = pools.steering(name)
+            if not serving.workers:
+                serving = pools.steering(ANY_MODULE)
+        if not serving.workers:
+            names = ", ".join(sorted(pools.names("controller")))
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
                 f"no worker serves the controller {name!r}; served are: {names}",
                 path="$.controller",
             )
-        free = [w for w in serving if w.state is WorkerState.READY and w.fill < 1]
-        if not free:
+        worker = serving.least_loaded()
+        if worker is None:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"every controller worker that serves {name!r} is full or draining; "
                 "try again later",
                 retry_after_s=self._pace.retry_after_s(self._now()),
             )
-        return min(free, key=lambda w: (w.fill, w.id))
+        return worker
 
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request's controller, where there is one.
@@ -110,6 +110,7 @@ class Controllers:
     def _assign(self, request: Request, worker: Worker) -> None:
         request.steered_by = worker
         worker.steers[request.id] = request
+        self._pools.note(worker)
 
     def start(self, request: Request, body: bytes, now: float) -> None:
         """Sends the START of a request's controller to the worker that begins it.
@@ -148,7 +149,7 @@ class Controllers:
         name, at = request.controller, request.adopted_at
         if at is None or request.served_as or self._now() - at > 2 * self._settings.heartbeat_s:
             return False
-        workers = [w for w in self._workers.values() if w.role == "controller"]
+        workers = self._pools.of_role("controller").values()
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
 
     def start_waiting(self) -> None:
@@ -178,12 +179,8 @@ class Controllers:
     def can_start_elsewhere(self, request: Request, worker: Worker) -> bool:
         """Whether another controller worker can start the controller of a request again."""
         return any(
-            other is not worker
-            and other.role == "controller"
-            and other.state is WorkerState.READY
-            and request.served_as in other.patterns
-            and other.fill < 1
-            for other in self._workers.values()
+            other is not worker and other.state is WorkerState.READY and other.fill < 1
+            for other in self._pools.steering(request.served_as).workers.values()
         )
 
     def end(self, request: Request) -> None:
@@ -253,14 +250,15 @@ class Controllers:
 
     def state_worker(self) -> Worker | None:
         """The worker that keeps the variables."""
-        workers = [w for w in self._workers.values() if w.role == "state"]
+        workers = self._pools.of_role("state").values()
         return min(workers, key=lambda w: w.id, default=None)
 
-    @staticmethod
-    def _release(request: Request) -> None:
-        if request.steered_by is not None:
-            request.steered_by.steers.pop(request.id, None)
+    def _release(self, request: Request) -> None:
+        worker = request.steered_by
+        if worker is not None:
+            worker.steers.pop(request.id, None)
             request.steered_by = None
+            self._pools.note(worker)
 
 
 def _lost(requests: list[int], error: TokenbusError, worker: str = "") -> Lost:

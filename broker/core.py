@@ -31,6 +31,8 @@ Message = tuple[bytes, list[bytes]]
 LATE_TICKS = 8
 """An event so many of their intervals after the last tick is late: leases that seem to have expired
 by then are renewed first."""
+BEHIND_S = 0.01
+"""How soon the next tick comes where one has left something to do."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
@@ -158,11 +160,16 @@ class Broker:
         if now - self._places_at >= PLACES_EVERY_S:
             self._places_at = now
             self._guarded(self.dispatcher.report_places)
+        else:
+            self._guarded(self.dispatcher.report_more_places)
         return self._taken()
 
     def wait_s(self, now: float) -> float:
-        """In how many seconds ``tick`` is to be called again: in ``tick_s``, or when the first
-        lease ends."""
+        """In how many seconds ``tick`` is to be called again: in ``tick_s``, when the first lease
+        ends, or at once where the last one has left something to do, so as not to hold up the
+        messages."""
+        if self.dispatcher.behind or self._sessions.behind or self._back.behind:
+            return BEHIND_S
         return max(0.001, min(self._settings.tick_s, self._back.expires_at - now))
 
     def drain(self) -> list[Outgoing]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
@@ -15,20 +17,27 @@ from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
+from .pools import Pool, Pools
 from .settings import BrokerSettings
 from .spans import record_span
 from .tables import RETRY_AFTER_S, CancelReason, Request, SessionTable, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = "embedded"
-"""The default model where several are served."""
-
 MOST_WAITING = 0.5
 """The part of its ``timeout_s`` that a request may be expected to wait in its queue."""
 
 CANCEL_GRACE_S = 10.0
 """How long a worker has to end a request that was cancelled, in seconds."""
+
+MOST_ENDED = 250
+"""Requests that a tick ends at the most: what is left is for the next one, which comes at once."""
+MOST_STARTED = 100
+"""Requests that have lost their worker, and that one event starts elsewhere at the most."""
+MOST_LOOKED_AT = 2_000
+"""Of these, how many it looks at."""
+MOST_NOTICES = 400
+"""Clients that get a notice of their place in one tick."""
 
 
 def room_for(priority: int, most: int) -> int:
@@ -53,13 +62,18 @@ class Dispatcher:
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self._unserved: dict[tuple[str, str], float] = {}
         """Since when no worker serves what waits in a queue."""
-        self.controllers = Controllers(settings, self.workers, out, lambda: self.now)
+        self.pools = Pools(self.is_hung)
+        self.controllers = Controllers(settings, self.workers, self.pools, out, lambda: self.now)
         self.moves = Moves(settings, sessions, out)
         self.deadlines = Deadlines()
         self._pace = Pace()
         """At which requests leave the queues for a worker."""
         self.closing: TokenbusError | None = None
         """Why the broker takes no more requests, once it is about to stop."""
+        self.behind = False
+        """Whether the last tick has left something to the next one."""
+        self._places: Iterator[tuple[Request, int]] = iter(())
+        """The places of which clients have not been notified yet."""
         self.now = 0.0
         """The time of the event that is handled, in seconds."""
 
@@ -72,9 +86,8 @@ class Dispatcher:
 
     def submit(self, request: Request) -> None:
         """Starts a request on a worker, or queues it; raises why it is refused."""
-        candidates = self._candidates(request.role, request.model)
-        free = [w for w in candidates if self._accepts(w)]
-        if not free:
+        worker = self._candidates(request.role, request.model).least_loaded()
+        if worker is None:
             self._check_queues(request)
         if request.controller:
             self.controllers.choose(request.controller)
@@ -82,8 +95,8 @@ class Dispatcher:
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
         logs.begin(request.id, request.request_id, request.trace)
-        if free:
-            self._start(request, self._least_loaded(free, request.model))
+        if worker is not None:
+            self._start(request, worker)
             return
         queue = self.queues.setdefault((request.role, request.model), FairQueue())
         queue.push(request)
@@ -100,6 +113,7 @@ class Dispatcher:
         logs.begin(request.id, request.request_id, request.trace)
         request.worker, request.dispatched = worker, request.arrived
         worker.requests[request.id] = request
+        self.pools.note(worker)
         self.moves.sent(request, sent)
 
     def withdraw(self, request: Request) -> None:
@@ -165,21 +179,25 @@ class Dispatcher:
             self._dequeue(request)
             return
         worker.requests.pop(request.id, None)
+        self.pools.note(worker)
         if self.queues or self.moves.waiting:
             self.refill(worker)
 
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, what waits for a worker, and the journals."""
+        self.behind = False
         self.expire(now)
         self.refuse_unserved(now)
-        self.moves.tick(self.requests)
+        self.behind |= self.moves.tick(self.requests)
         self.moves.quarantine.tick(now)
         if self.moves.waiting:
             self._continue_moved()
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
-        for number in self.deadlines.due(now):
+        due = list(islice(self.deadlines.due(now), MOST_ENDED))
+        self.behind |= len(due) == MOST_ENDED
+        for number in due:
             request = self.requests.get(number)
             if request is None or not request.open or request.deadline is None:
                 continue
@@ -196,12 +214,14 @@ class Dispatcher:
     def add(self, worker: Worker) -> None:
         """A worker has registered: it takes what waits for it."""
         self.workers[worker.id] = worker
+        self.pools.add(worker)
         self.rebalance()
 
     def remove(self, worker: Worker, why: str, died: bool) -> None:
         """A worker is lost: its streams move. ``died``: not at its own wish."""
         if self.workers.pop(worker.id, None) is None:
             return
+        self.pools.remove(worker)
         self.controllers.on_lost(worker)
         running = []
         for request in list(worker.requests.values()):
@@ -225,16 +245,27 @@ class Dispatcher:
         What no worker serves any more waits for one to register; but requests without a model are
         refused where it is not clear any more which model that is.
         """
-        defaults = {worker.default for worker in self.workers.values() if worker.default}
         unclear = self.queues.get(("gpu", ""))
-        if unclear is not None and defaults and not self.default_model():
+        if unclear is not None and not self.default_model() and self.pools.has_default:
             try:
                 self._candidates("gpu", "")
             except TokenbusError as error:
                 self._refuse(list(unclear), error)
-        for worker in list(self.workers.values()):
-            self.refill(worker)
+        if self.moves.waiting:
+            self._continue_moved()
+        for role, model in list(self.queues):
+            pool = self.pools.serving(role, model)
+            while (role, model) in self.queues:
+                worker = pool.least_loaded()
+                if worker is None:
+                    break
+                self.refill(worker)
         self.controllers.start_waiting()
+
+    def resume(self, worker: Worker) -> None:
+        """A worker whose step had hung goes on."""
+        self.pools.note(worker)
+        self.refill(worker)
 
     def refuse_unserved(self, now: float) -> None:
         """Refuses what has waited for ``move_wait_s`` where no worker serves it any more."""
@@ -246,15 +277,13 @@ class Dispatcher:
             except TokenbusError as error:
                 since = self._unserved.setdefault((role, model), now)
                 if now - since >= self._settings.move_wait_s:
-                    self._refuse(list(queue), error)
+                    self._refuse(list(islice(queue, MOST_ENDED)), error)
+                    self.behind |= bool(queue)
             else:
                 self._unserved.pop((role, model), None)
-        for request in list(self.moves.waiting.values()):
-            if not self._may_continue_at(request):
-                if self.closing is not None:
-                    self._refuse([request], self.closing)
-                elif self.moves.overdue(request, now):
-                    self._refuse([request], self.moves.unserved(request))
+        for request in self.moves.overdue(now, MOST_LOOKED_AT, self.closing is not None):
+            if not any(True for _ in self._may_continue_at(request)):
+                self._refuse([request], self.closing or self.moves.unserved(request))
         self.controllers.refuse_waiting(now)
 
     def _refuse(self, requests: list[Request], error: TokenbusError) -> None:
@@ -270,15 +299,15 @@ class Dispatcher:
         between models of the same priority, the queues take turns.
         """
         if self.moves.waiting:
-            self._continue_moved()
-        if not self.queues or not self._accepts(worker):
+            self._continue_moved(worker)
+        if not self.queues or not self.pools.accepts(worker):
             return
         served = {
             (role, model): queue
             for (role, model), queue in self.queues.items()
-            if role == worker.role and worker in self._serving(role, model)
+            if role == worker.role and worker.id in self.pools.serving(role, model).workers
         }
-        while served and self._accepts(worker):
+        while served and self.pools.accepts(worker):
             key = max(served, key=lambda key: served[key].priority)
             queue = served.pop(key)
             del self.queues[key]
@@ -293,41 +322,36 @@ class Dispatcher:
             self._start(request, worker)
 
     def report_places(self) -> None:
-        """Notifies clients whose waiting request has a new place in its queue."""
-        for queue in self.queues.values():
-            for request, place in queue.places():
-                if place != request.place:
-                    self._notify_queued(request, place)
+        """Begins to notify clients whose waiting request has a new place in its queue; what is left
+        is for ``report_more_places``."""
+        self._places = chain.from_iterable([queue.places() for queue in self.queues.values()])
+        self.report_more_places()
+
+    def report_more_places(self) -> None:
+        """Notifies some more."""
+        for request, place in islice(self._places, MOST_NOTICES):
+            waits = request.worker is None and self.requests.get(request.id) is request
+            if waits and place != request.place:
+                self._notify_queued(request, place)
 
     def default_model(self) -> str:
         """The model of a request that names none; empty where the workers' defaults differ."""
-        names = {w.default for w in self.workers.values() if w.default}
-        return names.pop() if len(names) == 1 else EMBEDDED if EMBEDDED in names else ""
+        return self.pools.default_model
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _serving(self, role: str, model: str) -> list[Worker]:
-        if role == "controller":
-            return self.controllers.module_workers()
-        workers = [w for w in self.workers.values() if w.role == role]
-        if not model:
-            default = self.default_model()
-            return [w for w in workers if default and w.default == default]
-        return [w for w in workers if w.serves(model)]
-
-    def _candidates(self, role: str, model: str) -> list[Worker]:
+    def _candidates(self, role: str, model: str) -> Pool:
         """The workers that serve a model, busy and draining ones too; raises if there are none."""
-        serving = self._serving(role, model)
-        if serving:
-            return serving
-        workers = [w for w in self.workers.values() if w.role == role]
-        if not workers or role != "gpu":
+        pool = self.pools.serving(role, model)
+        if pool.workers:
+            return pool
+        if not self.pools.of_role(role) or role != "gpu":
             raise UnavailableError(
                 Code.NO_WORKER,
                 f"no {role} worker is running; start one, or try again in a moment",
                 retry_after_s=RETRY_AFTER_S,
             )
-        names = ", ".join(sorted({name for w in workers for name in w.names()})) or "none"
+        names = ", ".join(sorted(self.pools.names(role))) or "none"
         if not model:
             raise RequestError(
                 Code.UNKNOWN_MODEL,
@@ -340,10 +364,10 @@ class Dispatcher:
             path="$.model",
         )
 
-    def _may_continue_at(self, request: Request) -> list[Worker]:
+    def _may_continue_at(self, request: Request) -> Iterator[Worker]:
         """The workers that a request may move to, busy and draining ones too."""
-        serving = self._serving(request.role, request.model)
-        return [w for w in serving if self.moves.fits(request, w)]
+        serving = self.pools.serving(request.role, request.model)
+        return (w for w in serving.workers.values() if self.moves.fits(request, w))
 
     def can_continue_elsewhere(self, request: Request, worker: Worker) -> bool:
         """Whether a worker that is there already can take a request over from its own."""
@@ -357,19 +381,40 @@ class Dispatcher:
                 return True
         return False
 
-    def _continue_moved(self) -> None:
-        """Sends requests that have lost their worker to others, as far as these have room."""
-        waiting = sorted(self.moves.waiting.values(), key=lambda r: (-r.priority, r.arrived))
-        for request in waiting:
-            if not self.moves.quarantine.may_start(request):
+    def _continue_moved(self, worker: Worker | None = None) -> None:
+        """Sends requests that have lost their worker to others, as far as these have room, or as
+        far as ``worker`` has."""
+        full: set[tuple[str, str, int]] = set()
+        """The kinds of requests for which no worker has room."""
+        started = 0
+        for request in self.moves.first(MOST_LOOKED_AT):
+            if worker is not None and not self._has_room(worker):
+                return
+            if started == MOST_STARTED:
+                self.behind = True
+                return
+            kind = (request.role, request.model, id(request.began_with))
+            if kind in full or not self.moves.quarantine.may_start(request):
                 continue
-            serving = self._may_continue_at(request)
-            free = [w for w in serving if self._accepts(w)]
-            if not any(w.state is WorkerState.READY for w in serving):
-                # All that are left drain, as where the whole system stops: one of them takes it.
-                free = [w for w in serving if self._has_room(w) and not w.handed_over]
-            if free:
-                self._start(request, self._least_loaded(free, request.model))
+            found = self._next_worker(request)
+            if found is None:
+                full.add(kind)
+            else:
+                started += 1
+                self._start(request, found)
+
+    def _next_worker(self, request: Request) -> Worker | None:
+        """Where a request that has lost its worker goes on, if anywhere has room."""
+        pool = self.pools.serving(request.role, request.model)
+        for worker in pool.free():
+            if self.moves.fits(request, worker):
+                return worker
+        if any(w.state is WorkerState.READY for w in self._may_continue_at(request)):
+            return None
+        # All that are left drain, as where the whole system stops: one of them takes it.
+        serving = self._may_continue_at(request)
+        free = (w for w in serving if self._has_room(w) and not w.handed_over)
+        return min(free, key=pool.rank, default=None)
 
     def _check_queues(self, request: Request) -> None:
         """Raises why one more request cannot wait: ``queue_full``, or ``client_limit`` where only
@@ -417,20 +462,12 @@ class Dispatcher:
                 retry_after_s=round(max(wait_s - MOST_WAITING * left_s, BOUNDS_S[0]), 3),
             )
 
-    def _accepts(self, worker: Worker) -> bool:
-        return worker.state is WorkerState.READY and self._has_room(worker)
-
     def _has_room(self, worker: Worker) -> bool:
         return len(worker.requests) < worker.capacity and not self.is_hung(worker)
 
     def is_hung(self, worker: Worker) -> bool:
         """Whether a worker's step in progress has run for so long that it counts as hung."""
         return worker.step_age_s is not None and worker.step_age_s > self._settings.hung_step_s
-
-    def _least_loaded(self, workers: list[Worker], model: str) -> Worker:
-        """The least filled; one that has the model loaded before one that would load it."""
-        name = model or self.default_model()
-        return min(workers, key=lambda w: (bool(name) and name not in w.models, w.fill, w.id))
 
     def _start(self, request: Request, worker: Worker) -> None:
         if request.controller:
@@ -447,6 +484,7 @@ class Dispatcher:
         request.worker = worker
         request.dispatched = self.now
         worker.requests[request.id] = request
+        self.pools.note(worker)
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
         if log.isEnabledFor(logging.DEBUG):
             what = "request %d goes to %s: %s"

@@ -21,6 +21,7 @@ class Drains:
     def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
         self._dispatcher = dispatcher
         self._out = out
+        self._draining: dict[int, Worker] = {}
         self._asked: dict[int, list[tuple[Session, int, int]]] = {}
         """By worker: who waits for its end, with the stream_id, and how many requests it had."""
 
@@ -45,6 +46,7 @@ class Drains:
     def begin(self, worker: Worker) -> None:
         """A worker drains: it gets no more requests."""
         worker.state = WorkerState.DRAINING
+        self._draining[worker.id] = worker
         self._dispatcher.controllers.on_drain(worker)
         log.info("worker %s is draining", worker.name)
         self.hand_over()
@@ -54,10 +56,8 @@ class Drains:
 
         Otherwise it finishes its streams, unless another worker registers meanwhile.
         """
-        for worker in self._dispatcher.workers.values():
-            if worker.state is not WorkerState.DRAINING or worker.handed_over:
-                continue
-            if self._can_hand_over(worker):
+        for worker in self._draining.values():
+            if not worker.handed_over and self._can_hand_over(worker):
                 worker.handed_over = True
                 self._out.to_worker(worker, b"HANDOVER", Handover())
 
@@ -75,6 +75,7 @@ class Drains:
 
     def on_lost(self, worker: Worker) -> None:
         """A worker has left, or is lost: who asked for it is answered."""
+        self._draining.pop(worker.id, None)
         for session, stream_id, requests in self._asked.pop(worker.id, ()):
             result = {"worker": worker.name, "requests": requests}
             self._out.to_session(session, b"MSG", Msg(stream_id=stream_id, result=result))

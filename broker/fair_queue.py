@@ -97,16 +97,16 @@ class FairQueue:
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Every request and its place, from 1, as of now."""
-        place = 0
-        for priority in sorted(self._levels, reverse=True):
-            sessions = (
-                _in_turn([list(waiting.values()) for waiting in users.values()])
+        """Every request and its place, from 1, as of now: what changes meanwhile is not seen."""
+        levels = [
+            [
+                [list(waiting.values()) for waiting in users.values()]
                 for users in self._levels[priority].values()
-            )
-            for request in _in_turn(sessions):
-                place += 1
-                yield request, place
+            ]
+            for priority in sorted(self._levels, reverse=True)
+        ]
+        in_order = chain.from_iterable(_in_turn(map(_in_turn, level)) for level in levels)
+        return ((request, place) for place, request in enumerate(in_order, 1))
 
     def _count(self, request: Request, change: int) -> None:
         size = change * request.bytes

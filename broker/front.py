@@ -191,7 +191,7 @@ class Front:
         self, session: Session, message: ModelInfoRequest, frames: list[bytes], now: float
     ) -> None:
         name = message.model or self._dispatcher.default_model()
-        for worker in self._dispatcher.workers.values():
+        for worker in self._dispatcher.pools.serving("gpu", name).workers.values():
             if name in worker.models:
                 answer = Msg(stream_id=message.stream_id, model_info=worker.models[name])
                 self._out.to_session(session, b"MSG", answer)

@@ -87,7 +87,7 @@ class Journal:
     them into chunks from time to time, where a body takes no more than its own bytes.
     """
 
-    __slots__ = ("_begun", "_chunks", "_next", "_sizes", "json", "tail")
+    __slots__ = ("_begun", "_chunks", "_next", "json", "size", "tail")
 
     def __init__(self, enabled: bool = True) -> None:
         self.tail: list[bytes] | deque[bytes] = [] if enabled else deque(maxlen=0)
@@ -98,13 +98,8 @@ class Journal:
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """By request, in the order of their places."""
-        self._sizes = 0
-        """Bytes of the frames of all of them."""
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Bytes that it keeps, the frames of its requests included; without those in ``tail``."""
-        return self._sizes + sum(chunk.size for chunk in self._chunks)
 
     @property
     def oldest(self) -> int | None:
@@ -118,7 +113,7 @@ class Journal:
         """
         self.end(request)
         self._begun[request] = _Place(stream_id, self._next + len(self.tail), size)
-        self._sizes += size
+        self.size += size
         if sent:
             self.tail.append(sent)
 
@@ -127,15 +122,19 @@ class Journal:
         place = self._begun.pop(request, None)
         if place is None:
             return
-        self._sizes -= place.size
+        self.size -= place.size
         if not self._begun:
             self._next += len(self.tail)
             self.tail.clear()
             self._chunks.clear()
+            self.size = 0
             return
+        if not self._chunks or place.first >= self._chunks[0].first + self._chunks[0].count:
+            return
+        # Where the first requests have ended, this walks over the gaps that they have left.
         first = next(iter(self._begun.values())).first
         while self._chunks and self._chunks[0].first + self._chunks[0].count <= first:
-            self._chunks.popleft()
+            self.size -= self._chunks.popleft().size
 
     def repeats(self, request: int, received: int) -> None:
         """The worker of a request sends its entries again, from number ``received`` on."""
@@ -143,21 +142,23 @@ class Journal:
         if place is not None:
             place.again.append((self._next + len(self.tail), received))
 
-    def pack(self) -> None:
-        """Moves the bodies in ``tail`` into chunks; drops them where no request needs them."""
-        if not self.tail:
-            return
-        if not self._begun:
+    def pack(self, most: int | None = None) -> int:
+        """Moves the bodies in ``tail`` into chunks, the first ``most`` of them; drops them where no
+        request needs them. Returns how many it moved."""
+        if not self._begun or not isinstance(self.tail, list):
             self._next += len(self.tail)
             self.tail.clear()
-            return
-        bodies = list(self.tail)
-        self.tail.clear()
+            return 0
+        bodies = self.tail[:most]
+        del self.tail[:most]
+        if not bodies:
+            return 0
         if not self.json:
             self._pack(bodies, "msgpack")
-            return
+            return len(bodies)
         for json, run in groupby(bodies, lambda body: body[:1] < _MSGPACK):
             self._pack(list(run), "json" if json else "msgpack")
+        return len(bodies)
 
     def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
         """Adds bodies to the last chunk, or to a new one."""
@@ -165,7 +166,9 @@ class Journal:
         if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
             chunk = _Chunk(encoding, self._next)
             self._chunks.append(chunk)
+        before = chunk.size
         chunk.add(bodies)
+        self.size += chunk.size - before
         self._next += len(bodies)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:

@@ -7,7 +7,9 @@ behind that, so that its client gets no gap and no repeat.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Iterable
+from itertools import islice
 
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
@@ -18,6 +20,7 @@ from .journal import Journal
 from .outgoing import Outgoings
 from .quarantine import Quarantine
 from .settings import BrokerSettings
+from .sweep import Sweep
 from .tables import RETRY_AFTER_S, Loss, Request, Session, SessionTable, Worker
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,14 @@ STREAMS = frozenset((b"GENERATE", b"SCORE"))
 """Requests that are answered by TOKENs: they continue where they were."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
 """Requests that are sent again from their beginning: to be done twice changes nothing."""
+
+
+JOURNALS_AT_ONCE = 300
+"""Journals that a tick looks at."""
+BODIES_AT_ONCE = 3_000
+"""Bodies that it packs, about."""
+WALK_TICKS = 32
+"""Ticks in which all journals are looked at."""
 
 
 class Moves:
@@ -37,6 +48,11 @@ class Moves:
         self._out = out
         self.waiting: dict[int, Request] = {}
         """Requests that have left a worker and wait for another, in the order of their loss."""
+        self._in_order: list[tuple[int, float, int]] = []
+        """The same in the order in which they go on: -priority, arrival, id."""
+        self._journals = Sweep(sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
+        self._total = 0
+        """Bytes of the journals that this walk over them has seen."""
         self.moved = 0
         """Requests that have left a worker since the broker started."""
         self.quarantined = 0
@@ -51,7 +67,7 @@ class Moves:
         already, what was routed for it then, as a body of TOKEN.
         """
         loss, request.loss = request.loss, None
-        self.waiting.pop(request.id, None)
+        self._stop_waiting(request)
         if loss is not None:
             request.moves += 1
         if not self._settings.max_journal_bytes:
@@ -66,23 +82,35 @@ class Moves:
 
     def forget(self, request: Request) -> None:
         """A request has ended, for its client at least."""
-        self.waiting.pop(request.id, None)
+        self._stop_waiting(request)
         self.quarantine.forget(request)
         request.session.journal.end(request.id)
 
-    def tick(self, requests: dict[int, Request]) -> None:
-        """Packs the journals, and keeps them within their bounds: beyond these, the streams that
-        began first cannot move any more."""
-        settings = self._settings
-        total = 0
-        every = [session.journal for session in self._sessions]
-        journals = [journal for journal in every if journal.tail or journal.oldest is not None]
-        for journal in journals:
-            journal.pack()
+    def tick(self, requests: dict[int, Request]) -> bool:
+        """Packs journals, and keeps them within their bounds: beyond these, the streams that began
+        first cannot move any more. Whether it left bodies unpacked for the next tick."""
+        settings, behind = self._settings, False
+        if self._journals.begins:
+            self._total = 0
+        room = BODIES_AT_ONCE
+        for session in self._journals.part():
+            journal = session.journal
+            if journal.tail:
+                most = max(room, BODIES_AT_ONCE // JOURNALS_AT_ONCE)
+                room -= journal.pack(most)
+                behind = behind or bool(journal.tail)
             while journal.size > settings.max_journal_bytes and journal.oldest is not None:
                 self._give_up(journal, requests)
-            total += journal.size
-        while total > settings.max_total_journal_bytes:
+            self._total += journal.size
+        if self._journals.begins and self._total > settings.max_total_journal_bytes:
+            self._give_up_largest(requests)
+        return behind
+
+    def _give_up_largest(self, requests: dict[int, Request]) -> None:
+        """Keeps all journals together within their bound."""
+        journals = [session.journal for session in self._sessions]
+        total = sum(journal.size for journal in journals)
+        while total > self._settings.max_total_journal_bytes:
             largest = max((j for j in journals if j.oldest is not None), key=lambda j: j.size)
             before = largest.size
             self._give_up(largest, requests)
@@ -182,6 +210,7 @@ class Moves:
         request.session.journal.end(request.id)
         request.worker = None
         self.waiting[request.id] = request
+        insort(self._in_order, _place(request))
         self.moved += 1
         for received in request.attaching:
             self.attach(request, received)
@@ -189,6 +218,14 @@ class Moves:
         log.info("request %d leaves worker %s: %s", request.id, worker.name, why)
 
     # --- while a request waits ------------------------------------------------------------------
+
+    def first(self, number: int) -> list[Request]:
+        """So many of those that wait, at the most: the highest priority first, then by arrival."""
+        return [self.waiting[request] for _, _, request in self._in_order[:number]]
+
+    def _stop_waiting(self, request: Request) -> None:
+        if self.waiting.pop(request.id, None) is not None:
+            del self._in_order[bisect_left(self._in_order, _place(request))]
 
     def transcript(self, request: Request, now: float) -> list[bytes]:
         """What a stream that goes to another worker takes along, as an attachment; none of another
@@ -236,10 +273,16 @@ class Moves:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def overdue(self, request: Request, now: float) -> bool:
-        """Whether a request has waited for as long as it may where no worker serves it."""
-        loss = request.loss
-        return loss is not None and now - loss.since > self._settings.move_wait_s
+    def overdue(self, now: float, number: int, closing: bool = False) -> list[Request]:
+        """Up to so many requests that have waited for as long as they may where no worker serves
+        them; where the broker is ``closing``, that is no time."""
+        since = now - self._settings.move_wait_s
+        waiting = islice(self.waiting.values(), number)
+        return [r for r in waiting if closing or (r.loss is not None and r.loss.since < since)]
+
+
+def _place(request: Request) -> tuple[int, float, int]:
+    return -request.priority, request.arrived, request.id
 
 
 def same_model(model: ModelInfo, other: ModelInfo) -> bool:

@@ -243,14 +243,14 @@ class BrokerServer:
     def _tick(self) -> None:
         if self._stopped or self._loop is None:
             return
-        self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
-        self._check_files()
         if self._health is not None:
             self._health.touch(READY, time.monotonic())
         try:
+            self._check_files()
             self._post(self.core.tick(time.monotonic()))
         except Exception:
             self._on_defect("looking at leases and deadlines")
+        self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
         self._drain_soon()
 
     def _check_files(self) -> None:

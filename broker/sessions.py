@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token, session_id
@@ -12,7 +14,13 @@ from .dispatch import Dispatcher
 from .journal import Journal
 from .outgoing import Outgoings
 from .settings import BrokerSettings
-from .tables import Session, SessionTable
+from .sweep import Sweep
+from .tables import Request, Session, SessionTable
+
+SESSIONS_AT_ONCE = 500
+"""Sessions that a tick looks at."""
+MOST_ENDED = 250
+"""Streams that end with their sessions between two ticks."""
 
 
 class Sessions:
@@ -33,6 +41,11 @@ class Sessions:
         self._dispatcher = dispatcher
         self._buffers = buffers
         self._out = out
+        self._visited = Sweep(table.by_id, SESSIONS_AT_ONCE)
+        self._ending: deque[Request] = deque()
+        """Streams of sessions that have ended, which are to end too."""
+        self._room = MOST_ENDED
+        """Streams that may still end with their sessions before the next tick."""
 
     def open(self, peer: bytes, key: str, encoding: Encoding, now: float) -> Session:
         """A new session on the connection ``peer``; raises ``queue_full`` where none is free."""
@@ -142,6 +155,11 @@ class Sessions:
         else:
             self.end(session)
 
+    @property
+    def behind(self) -> bool:
+        """Whether streams of sessions that have ended are left for the next tick."""
+        return bool(self._ending)
+
     def renew(self, now: float) -> None:
         """Renews all sessions: what their clients sent meanwhile has not been looked at yet."""
         for session in self._table:
@@ -152,7 +170,11 @@ class Sessions:
     def tick(self, now: float) -> None:
         """Ends sessions that were not resumed in time, and those whose client is silent."""
         settings = self._settings
-        for session in self._table:
+        self._room = MOST_ENDED
+        self._end_streams()
+        for session in self._visited.part():
+            if self._table.by_id.get(session.id) is not session:
+                continue
             silent = now - session.last_seen
             if session.detached_at is not None:
                 if now - session.detached_at > settings.session_grace_s:
@@ -164,11 +186,20 @@ class Sessions:
                 self.end(session)
 
     def end(self, session: Session) -> None:
-        """Ends a session and every stream of it."""
+        """Ends a session and every stream of it; where there are many, the last ones in the ticks
+        that follow."""
         self._table.remove(session)
         self._buffers.drop_all(session)
-        for request in list(session.streams.values()):
-            self._dispatcher.abandon(request)
+        self._ending.extend(session.streams.values())
+        self._end_streams()
+
+    def _end_streams(self) -> None:
+        """Ends streams of sessions that have ended."""
+        while self._ending and self._room > 0:
+            self._room -= 1
+            request = self._ending.popleft()
+            if self._dispatcher.requests.get(request.id) is request:
+                self._dispatcher.abandon(request)
 
     def _take_over(self, known: Session, peer: bytes, session: Session | None) -> None:
         if session is not None and session is not known:

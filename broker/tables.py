@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..protocol.bodies import Encoding
-from ..protocol.header import Flag
+from ..protocol.header import Flag, Manifest
 from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
@@ -19,6 +20,8 @@ from .unread import UnreadAnswers
 
 CancelReason = Literal["cancelled", "timeout"]
 
+NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (), ()), [])
+
 
 class WorkerState(Enum):
     """Whether a worker takes new requests."""
@@ -27,18 +30,28 @@ class WorkerState(Enum):
     DRAINING = "draining"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Session:
-    """A client, over whichever connection it has at the moment."""
+    """A client, over whichever connection it has at the moment.
 
+    The first fields are those that each TOKEN needs: of many sessions, none is in the processor's
+    cache, and what is together is there with one access to the memory.
+    """
+
+    peer: bytes | None
+    """The routing id of its connection; None while it has no connection."""
+    alive: bool = True
+    """Whether it is in the table."""
+    bodies: bool = False
+    """Whether the client takes several bodies in one TOKEN."""
+    tail: list[bytes] | deque[bytes] = field(init=False)
+    """That of its journal."""
     id: int
     token: str
     """Empty while the client of a session of an earlier run has not come back."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
-    peer: bytes | None
-    """The routing id of its connection; None while it has no connection."""
     last_seen: float
     recovering: bool = False
     """Whether it is one of an earlier run of the broker, so that workers may report its streams."""
@@ -48,8 +61,6 @@ class Session:
     """Whether the client sends PINGs, so that its silence means that it is gone."""
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
-    bodies: bool = False
-    """Whether the client takes several bodies in one TOKEN."""
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
@@ -64,6 +75,9 @@ class Session:
     """At which its streams end."""
     journal: Journal = field(default_factory=Journal)
     """What was routed for its live streams."""
+
+    def __post_init__(self) -> None:
+        self.tail = self.journal.tail
 
     @property
     def tenant(self) -> bytes:
@@ -108,6 +122,7 @@ class SessionTable:
 
     def remove(self, session: Session) -> None:
         """Removes a session that ends."""
+        session.alive = False
         self.by_id.pop(session.id, None)
         self.by_token.pop(session.token, None)
         self.detach(session)
@@ -151,6 +166,9 @@ class Worker:
     step_age_s: float | None = None
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)
+    manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
+    """Of its last TOKEN: the frame, what is in it, and the sessions that it names. Steps of an
+    unchanged batch have the same one."""
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
     """Of a controller worker: the requests whose controllers it runs, or has a place for."""

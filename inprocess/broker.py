@@ -27,7 +27,6 @@ class MemoryBroker:
     close."""
 
     def __init__(self, front: str, back: str, settings: BrokerSettings) -> None:
-        self._settings = settings
         self._core = Broker(settings, boot=new_boot(), now=time.monotonic())
         self._links: dict[bytes, Link] = {}
         self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
@@ -81,8 +80,8 @@ class MemoryBroker:
                 for peer in outbox.flush():
                     self._gone(side, peer)
             if now >= next_tick:
-                next_tick = now + self._settings.tick_s
                 self._post(self._core.tick(now))
+                next_tick = now + self._core.wait_s(now)
         self._post(self._core.stop())
 
     def _take(self, next_tick: float) -> list[tuple[Side, Link, Frames | None]]:

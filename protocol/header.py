@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntFlag
-from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import Code, RequestError
@@ -99,12 +98,8 @@ def encode_token_header(
     return _HEADER.pack(0, 0, 0) + _COUNTS.pack(n, f, d) + ids
 
 
-@lru_cache(maxsize=256)
 def decode_manifest(frame: bytes) -> Manifest:
-    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError if invalid.
-
-    Cached, as consecutive steps of an unchanged batch have the same header.
-    """
+    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError if invalid."""
     if len(frame) < _MANIFEST.size:
         raise RequestError(
             Code.BAD_MESSAGE,

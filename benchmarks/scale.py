@@ -1,0 +1,107 @@
+"""What growth costs the broker, and what one GPU worker more gives.
+
+The core of the broker, without its sockets and with the journal, with up to 10,000 workers and a
+million live streams of a thousand clients (``_scale_core.py``). Times are CPU time, and each figure
+is the least of several runs, as other work on the machine takes caches and not time:
+
+- ``us_per_token_1m_vs_1k``: routing a step's tokens, with a million live streams at 1,000 workers
+  over a thousand at 100;
+- ``us_per_submit_10kw_vs_10w``: admitting a request and choosing its worker, with 10,000 workers
+  over ten, with 100,000 live streams at both;
+- ``bytes_per_stream``: memory for each of a million live streams, beyond the request and the tokens
+  that the journal keeps of it;
+- ``tick_ms_max``: the longest tick of all of these.
+
+``worker_scaling_8`` (``_scale_workers.py``): whole systems with 1, 2, 4 and 8 GPU workers whose
+forward is a sleep of 25 ms, on one broker, with two controller workers and half of the streams
+under a constraint: the throughput with 8 over eight times that with one. All processes of such a
+system share the processors of this machine: with two of them, the figure is also theirs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable
+
+from _report import arguments, report
+from _scale_core import World, percentile
+
+Figures = dict[str, float]
+
+
+def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int) -> Figures:
+    """All figures of a system with so many workers, and so many streams at each."""
+    world = World(num_workers, per_worker)
+    token = world.token_us(messages)
+    submit, end = world.churn_us(min(messages, num_workers * per_worker // 2))
+    ticks = world.ticks_ms(seconds, 500)
+    return {
+        "streams": world.num_streams,
+        "us_per_step": token,
+        "us_per_submit": submit,
+        "us_per_end": end,
+        "us_per_beat": world.beat_us(),
+        "bytes_per_stream": world.bytes_per_stream,
+        "bytes_per_worker": world.memory_of_workers,
+        "tick_ms_max": max(ticks),
+        "tick_ms_p50": percentile(ticks, 0.5),
+    }
+
+
+def alone(work: Callable[..., Figures], *args: float) -> Figures:
+    """Runs it in a process of its own, whose memory is its own."""
+    with mp.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, args)
+
+
+NOTES = {
+    "us_per_token_1m_vs_1k": "a step's tokens: 1,000,000 live streams over 1,000; at most 1.5",
+    "us_per_submit_10kw_vs_10w": "a request: 10,000 workers over 10; at most 2",
+    "us_per_end_10kw_vs_10w": "the end of a request, the same",
+    "bytes_per_stream": "memory beyond the journal; at most 2,000",
+    "tick_ms_max": "the longest tick; at most 5",
+    "worker_scaling_8": "tokens/s with 8 workers over 8 times those with 1; at least 0.9",
+}
+CELLS = {
+    "100w_1k": (100, 10),
+    "10w_100k": (10, 10_000),
+    "10kw_100k": (10_000, 10),
+    "1kw_1m": (1_000, 1_000),
+}
+"""Workers, and live streams at each."""
+
+
+def core_figures(quick: bool) -> Figures:
+    """The broker's core; ``quick``: a tenth of the streams."""
+    cells = dict(CELLS)
+    if quick:
+        cells |= {"10w_100k": (10, 1_000), "10kw_100k": (10_000, 1), "1kw_1m": (1_000, 100)}
+    found = {name: alone(figures_of, *cell, 8, 4_000) for name, cell in cells.items()}
+    few, many = found["10w_100k"], found["10kw_100k"]
+    results = {
+        "us_per_token_1m_vs_1k": found["1kw_1m"]["us_per_step"] / found["100w_1k"]["us_per_step"],
+        "us_per_submit_10kw_vs_10w": many["us_per_submit"] / few["us_per_submit"],
+        "us_per_end_10kw_vs_10w": many["us_per_end"] / few["us_per_end"],
+        "bytes_per_stream": found["1kw_1m"]["bytes_per_stream"],
+        "tick_ms_max": max(cell["tick_ms_max"] for cell in found.values()),
+    }
+    for name, cell in found.items():
+        results |= {f"{name}_{figure}": value for figure, value in cell.items()}
+    return results
+
+
+def main() -> None:
+    """Runs all of it."""
+    # Not above: the processes of ``alone`` import this file too, and need no torch.
+    from _scale_workers import throughputs
+
+    args = arguments(__doc__)
+    results = core_figures(args.quick)
+    rates = throughputs(steps=80 if args.quick else 400, streams=8)
+    results["worker_scaling_8"] = rates[8] / (8 * rates[1])
+    results |= {f"tokens_per_s_{n}": rate for n, rate in rates.items()}
+    report(results, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()

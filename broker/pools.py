@@ -1,0 +1,278 @@
+"""Which workers serve a request, and which of them has the most room: found without a look at each.
+
+All requests for a model go to the same workers, its pool, which keeps them by their load in a heap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from ..protocol.worker_messages import ANY_MODULE
+from .tables import Worker, WorkerState
+
+EMBEDDED = "embedded"
+"""The default model where several are served."""
+MAX_NAMES = 1_024
+"""Names of models whose pools are remembered: clients may ask for any name that a pattern fits."""
+
+DEFAULT, STEERS = "default", "steers"
+ROLES = {DEFAULT: "gpu", STEERS: "controller"}
+"""Pools that are not of all workers of a role: those of the default model, and of controllers."""
+
+Rank = tuple[bool, float]
+Key = tuple[str, str, tuple[str, ...]]
+"""Of a pool: its kind or role, a name, and the patterns that fit the model; the name of a model is
+empty where no worker has it loaded."""
+
+
+class Pool:
+    """Workers that serve the same requests, by registration in ``workers``, busy and draining ones
+    too.
+
+    Those that accept a request are in levels of the same rank: the least filled level is found by a
+    heap of the few ranks that there are, and in a level it is the turn of the one that has been
+    there for longest.
+    """
+
+    def __init__(self, model: str, accepts: Callable[[Worker], bool]) -> None:
+        self.workers: dict[int, Worker] = {}
+        self.accepts = accepts
+        self._model = model
+        self._levels: dict[Rank, OrderedDict[int, Worker]] = {}
+        self._rank_of: dict[int, Rank] = {}
+        """Of each worker that is in a level."""
+        self._ranks: list[Rank] = []
+        """A heap of the ranks of all levels, and of some that have become empty."""
+        self._known: set[Rank] = set()
+        """What is in it."""
+
+    def add(self, worker: Worker) -> None:
+        """A worker serves these requests from now on."""
+        self.workers[worker.id] = worker
+        self.note(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker does not serve them any more."""
+        del self.workers[worker.id]
+        self._leave(worker)
+
+    def note(self, worker: Worker) -> None:
+        """A worker's load has changed, or whether it takes requests."""
+        if not self.accepts(worker):
+            self._leave(worker)
+            return
+        rank = self.rank(worker)
+        if self._rank_of.get(worker.id) == rank:
+            return
+        self._leave(worker)
+        level = self._levels.get(rank)
+        if level is None:
+            level = self._levels[rank] = OrderedDict()
+            if rank not in self._known:
+                self._known.add(rank)
+                heapq.heappush(self._ranks, rank)
+        level[worker.id] = worker
+        self._rank_of[worker.id] = rank
+
+    def _leave(self, worker: Worker) -> None:
+        """Takes a worker out of its level, if it is in one."""
+        rank = self._rank_of.pop(worker.id, None)
+        if rank is not None:
+            level = self._levels[rank]
+            del level[worker.id]
+            if not level:
+                del self._levels[rank]
+
+    def rank(self, worker: Worker) -> Rank:
+        """The order of preference: those that have the model loaded, then the least filled."""
+        return bool(self._model) and self._model not in worker.models, worker.fill
+
+    def least_loaded(self) -> Worker | None:
+        """One of the first rank of those that accept a request now."""
+        while self._ranks:
+            level = self._levels.get(self._ranks[0])
+            if level is None:
+                self._known.discard(heapq.heappop(self._ranks))
+                continue
+            worker = next(iter(level.values()))
+            if self.accepts(worker):
+                return worker
+            self._leave(worker)
+        return None
+
+    def free(self) -> Iterator[Worker]:
+        """All that accept a request now, the first by rank before the others."""
+        first = self.least_loaded()
+        if first is None:
+            return
+        yield first
+        rest = (w for w in self.workers.values() if w is not first and self.accepts(w))
+        yield from sorted(rest, key=self.rank)
+
+
+class _Role:
+    """The workers of a role, and how many of them have each name."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, Worker] = {}
+        self.models: Counter[str] = Counter()
+        self.patterns: Counter[str] = Counter()
+        self.defaults: Counter[str] = Counter()
+
+    def count(self, worker: Worker, change: int) -> bool:
+        """Counts what a worker serves; whether a name was added or is there no more."""
+        counted = (
+            (self.models, worker.models),
+            (self.patterns, worker.patterns),
+            (self.defaults, [worker.default] if worker.default else []),
+        )
+        changed = False
+        for counts, names in counted:
+            for name in names:
+                counts[name] += change
+                changed = changed or counts[name] == max(change, 0)
+                if not counts[name]:
+                    del counts[name]
+        return changed
+
+
+class Pools:
+    """The pools of all workers, kept as these come, change and go."""
+
+    def __init__(self, is_hung: Callable[[Worker], bool]) -> None:
+        self._is_hung = is_hung
+        self._roles: dict[str, _Role] = {}
+        self._pools: dict[Key, Pool] = {}
+        self._named: dict[str, Pool] = {}
+        """Of the role ``gpu``, by the name that requests have."""
+        self._of: dict[int, list[Pool]] = {}
+        """By worker: the pools that it is in."""
+        self.default_model = ""
+        """The model of a request that names none; empty where the workers' defaults differ."""
+        self.has_default = False
+        """Whether any worker has a default model."""
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def add(self, worker: Worker) -> None:
+        """A worker has registered."""
+        role = self._roles.setdefault(worker.role, _Role())
+        role.workers[worker.id] = worker
+        self._of[worker.id] = []
+        if role.count(worker, 1):
+            self._start_over()
+        for key, pool in self._pools.items():
+            if _belongs(worker, key):
+                self._join(pool, worker)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker is lost, or is about to be changed."""
+        role = self._roles[worker.role]
+        del role.workers[worker.id]
+        for pool in self._of.pop(worker.id):
+            pool.remove(worker)
+        if role.count(worker, -1):
+            self._start_over()
+
+    def note(self, worker: Worker) -> None:
+        """A worker's load has changed, or whether it takes requests."""
+        for pool in self._of.get(worker.id, ()):
+            pool.note(worker)
+
+    def of_role(self, role: str) -> Mapping[int, Worker]:
+        """The workers of a role."""
+        found = self._roles.get(role)
+        return found.workers if found is not None else {}
+
+    def names(self, role: str) -> set[str]:
+        """What the workers of a role serve: models, and patterns."""
+        found = self._roles.get(role)
+        return {*found.models, *found.patterns} if found is not None else set()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def serving(self, role: str, model: str) -> Pool:
+        """Those that serve a model ("": the default one); of controller workers, any module."""
+        if role != "gpu":
+            return self._pool((role, ANY_MODULE, ()))
+        pool = self._named.get(model)
+        if pool is None:
+            pool = self._pool(self._key(model))
+            if len(self._named) >= MAX_NAMES:
+                self._named.clear()
+            self._named[model] = pool
+        return pool
+
+    def steering(self, pattern: str) -> Pool:
+        """The controller workers that registered this name of a controller, or this pattern."""
+        role = self._roles.get("controller")
+        if role is None or pattern not in role.patterns:
+            return self._none
+        return self._pool((STEERS, pattern, ()))
+
+    @property
+    def _none(self) -> Pool:
+        return Pool("", self.accepts)
+
+    def _key(self, model: str) -> Key | None:
+        role = self._roles.get("gpu")
+        if role is None:
+            return None
+        if not model:
+            return (DEFAULT, self.default_model, ()) if self.default_model else None
+        name = model if model in role.models else ""
+        patterns = tuple(sorted(p for p in role.patterns if fnmatchcase(model, p)))
+        return ("gpu", name, patterns) if name or patterns else None
+
+    def _pool(self, key: Key | None) -> Pool:
+        if key is None:
+            return self._none
+        pool = self._pools.get(key)
+        if pool is None:
+            kind, name, _ = key
+            accepts = self._has_place if kind == STEERS else self.accepts
+            pool = self._pools[key] = Pool(name if kind in ("gpu", DEFAULT) else "", accepts)
+            for worker in self.of_role(ROLES.get(kind, kind)).values():
+                if _belongs(worker, key):
+                    self._join(pool, worker)
+        return pool
+
+    def _join(self, pool: Pool, worker: Worker) -> None:
+        self._of[worker.id].append(pool)
+        pool.add(worker)
+
+    def _start_over(self) -> None:
+        """A name was added, or is there no more: the pools are made anew when they are needed."""
+        defaults = {name for role in self._roles.values() for name in role.defaults}
+        self.has_default = bool(defaults)
+        unclear = EMBEDDED if EMBEDDED in defaults else ""
+        self.default_model = defaults.pop() if len(defaults) == 1 else unclear
+        self._pools.clear()
+        self._named.clear()
+        for pools in self._of.values():
+            pools.clear()
+
+    def accepts(self, worker: Worker) -> bool:
+        """Whether a worker takes one more request."""
+        ready = worker.state is WorkerState.READY and len(worker.requests) < worker.capacity
+        return ready and not self._is_hung(worker)
+
+    @staticmethod
+    def _has_place(worker: Worker) -> bool:
+        """Whether a controller worker takes one more controller."""
+        return worker.state is WorkerState.READY and worker.fill < 1
+
+
+def _belongs(worker: Worker, key: Key) -> bool:
+    """Whether a worker is in a pool."""
+    kind, name, patterns = key
+    if worker.role != ROLES.get(kind, kind):
+        return False
+    if kind == DEFAULT:
+        return worker.default == name
+    if kind == "gpu":
+        return name in worker.models or any(p in worker.patterns for p in patterns)
+    return name in worker.patterns

@@ -1,0 +1,44 @@
+"""Walks over a table in parts, one a tick, so that a large table makes no tick long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+ROUND_TICKS = 16
+
+
+class Sweep(Generic[T]):
+    """Visits the values of a table again and again, ``at_once`` of them at a time.
+
+    A table that has no more than these is visited as a whole each time. What has left the table
+    since a walk began may still be visited.
+    """
+
+    def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
+        """``ticks``: a walk takes so many parts at the most; in a very large table they are
+        larger for that."""
+        self._table = table
+        self._ticks = ticks
+        self._at_once = at_once
+        self._number = at_once
+        self._left: Iterator[T] | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next part is the first one of a walk."""
+        return self._left is None
+
+    def part(self) -> list[T]:
+        """The values that are due now."""
+        if self._left is None:
+            values = list(self._table.values())
+            self._number = max(self._at_once, len(values) // self._ticks)
+            self._left = iter(values)
+        found = list(islice(self._left, self._number))
+        if self._left.__length_hint__() == 0:  # type: ignore[attr-defined]
+            self._left = None
+        return found
