@@ -13,7 +13,9 @@ from tokenbus.broker.server import BrokerServer
 class Core:
     """Notices that one peer has gone, and tells the other."""
 
-    def on_gone(self, side: Side, peer: bytes, now: float) -> list[Outgoing]:
+    def on_gone(
+        self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
+    ) -> list[Outgoing]:
         return [Outgoing(Side.BACK, b"here", [b"second"])]
 
 
