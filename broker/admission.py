@@ -78,6 +78,7 @@ class Admission:
         self._ids = ids
         self._counters = counters
         self._closed: TokenbusError | None = None
+        self._leaving: TokenbusError | None = None
 
     def submit(
         self, session: Session, message_type: bytes, frames: list[bytes], now: float
@@ -86,6 +87,8 @@ class Admission:
         fields: RoutingFields = decode_as(RoutingFields, frames[1])
         if self._closed is not None:
             raise self._closed
+        if self._leaving is not None and not session.recovers:
+            raise self._leaving
         buffers = self._buffers.named(session, fields.buffers)
         if message_type == b"UPLOAD":
             too_large = module_too_large(sum(map(len, frames[2:])))
@@ -127,6 +130,10 @@ class Admission:
             for request in list(session.streams.values()):
                 if request.worker is None:
                     self._dispatcher.abandon(request, error)
+
+    def leave(self, error: TokenbusError) -> None:
+        """Refuses new requests of clients that cannot come back to this broker's successor."""
+        self._leaving = error
 
     def _check_unread(self, session: Session) -> None:
         """Raises where a client that reads nothing would make the broker keep too much."""

@@ -17,11 +17,12 @@ from .buffers import Buffers
 from .dispatch import Dispatcher
 from .drains import Drains
 from .front import Front
+from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
 from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters
-from .tables import SessionTable
+from .tables import Request, SessionTable
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ LATE_TICKS = 8
 by then are renewed first."""
 BEHIND_S = 0.01
 """How soon the next tick comes where one has left something to do."""
+RETRY_S = 2.0
+"""When to try again to reach a broker that stops: another one may have taken its place."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
@@ -172,6 +175,28 @@ class Broker:
             return BEHIND_S
         return max(0.001, min(self._settings.tick_s, self._back.expires_at - now))
 
+    def leave(self) -> list[Outgoing]:
+        """Another broker is about to take this one's place, and adopts what workers run: what it
+        cannot adopt is to end first."""
+        self._guarded(self._admission.leave, self._stopping())
+        return self._taken()
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether nothing runs, or is about to go on at a worker, that would be lost."""
+        requests = self.dispatcher.requests.values()
+        if any(r.open and r.worker is not None and not _outlives(r) for r in requests):
+            return False
+        return not self.dispatcher.moves.waiting or not self.dispatcher.workers
+
+    def left(self) -> list[Outgoing]:
+        """The broker leaves: what its successor cannot adopt ends with an error, so that it is sent
+        again."""
+        for request in list(self.dispatcher.requests.values()):
+            if request.worker is None or not _outlives(request):
+                self._guarded(self.dispatcher.abandon, request, self._stopping())
+        return self._taken()
+
     def drain(self) -> list[Outgoing]:
         """The broker is about to stop: it refuses new requests and finishes what runs."""
         self._guarded(self._admission.close, self._stopping())
@@ -199,7 +224,7 @@ class Broker:
     @staticmethod
     def _stopping() -> UnavailableError:
         return UnavailableError(
-            Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=5.0
+            Code.SHUTTING_DOWN, "the broker is stopping; try again later", retry_after_s=RETRY_S
         )
 
     def _guarded(self, part: Callable[..., None], *args: Any) -> None:
@@ -215,3 +240,9 @@ class Broker:
 
     def _taken(self) -> list[Outgoing]:
         return self._out.take() if self._out else []
+
+
+def _outlives(request: Request) -> bool:
+    """Whether a request that a worker runs can go on under another broker: the worker reports it,
+    and its client comes back for it."""
+    return request.type in STREAMS and request.session.recovers

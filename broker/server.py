@@ -77,6 +77,7 @@ class BrokerServer:
         self._stopping: asyncio.Event | None = None
         self._hurry = False
         self._leaving = False
+        self._for_good = False
         self._closed = False
         self._drain_due = False
         self._flush_due = False
@@ -86,7 +87,8 @@ class BrokerServer:
         """Attempts to make a file again."""
 
     async def run(self) -> None:
-        """Serves until ``stop``; then drains, ends what is left with an error, and closes."""
+        """Serves until ``stop`` or ``leave``; then waits for what is to end before, ends what would
+        be lost with an error, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -96,14 +98,15 @@ class BrokerServer:
         self._drain()
         self._tick()
         await self._stopping.wait()
-        if not self._leaving:
-            await self._drain_streams()
+        if self._leaving:
+            await self._finish("leaving", self.core.leave, lambda: self.core.can_leave)
+        else:
+            await self._finish("draining", self.core.drain, lambda: self.core.drained)
         self._closed = True
         closings.close()
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
-        if not self._leaving:
-            self._post(self.core.stop())
+        self._post(self.core.left() if self._leaving else self.core.stop())
         self._front.close()
         self._back.close()
         for endpoint in (self.front_endpoint, self.back_endpoint):
@@ -120,32 +123,43 @@ class BrokerServer:
             self._stopping.set()
 
     def leave(self) -> None:
-        """Makes ``run`` end at once and end no stream: the next broker at these addresses adopts
-        what the workers report."""
-        self._leaving = True
+        """Makes ``run`` end and end no stream that a worker runs: the next broker at these
+        addresses adopts what the workers report. It ends at once, or within ``drain_s`` where
+        something runs that cannot be adopted.
+
+        As ``stop``, where ``stop_for_good`` was called before.
+        """
+        self._leaving = not self._for_good
         self.stop()
 
+    def stop_for_good(self) -> None:
+        """No other broker will take the place of this one when it ends."""
+        self._for_good = True
+
     def run_forever(self) -> None:
-        """Serves in this thread, on uvloop, until SIGINT or SIGTERM, or until SIGHUP, with which
-        it leaves."""
+        """Serves in this thread, on uvloop, until SIGINT, with which it stops, or SIGTERM, with
+        which it leaves, as it is what supervisord sends before a restart. After SIGUSR1, SIGTERM
+        stops it too."""
         import uvloop
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.stop)
-            loop.add_signal_handler(signal.SIGHUP, self.leave)
+            loop.add_signal_handler(signal.SIGINT, self.stop)
+            loop.add_signal_handler(signal.SIGTERM, self.leave)
+            loop.add_signal_handler(signal.SIGUSR1, self.stop_for_good)
             await self.run()
 
         uvloop.run(main())
 
-    async def _drain_streams(self) -> None:
-        """Waits, up to ``drain_s``, for the streams on workers that are still running."""
-        self._post(self.core.drain())
+    async def _finish(
+        self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
+    ) -> None:
+        """Waits, up to ``drain_s``, for the streams that are to end before."""
+        self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
-        if not self.core.drained:
-            log.info("draining %d streams", len(self.core.dispatcher.requests))
-        while not (self.core.drained or self._hurry or time.monotonic() > deadline):
+        if not over():
+            log.info("%s, with %d requests", doing, len(self.core.dispatcher.requests))
+        while not (over() or self._hurry or time.monotonic() > deadline):
             await asyncio.sleep(0.05)
 
     # --- the drain loop -------------------------------------------------------------------------

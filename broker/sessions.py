@@ -92,6 +92,7 @@ class Sessions:
             session = self.open(peer, key, "json", now)
         session.greeted = True
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
+        session.recovers = "recover" in hello.capabilities
         session.pings = "ping" in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
         session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities

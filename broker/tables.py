@@ -57,6 +57,8 @@ class Session:
     """Whether it is one of an earlier run of the broker, so that workers may report its streams."""
     greeted: bool = False
     """Whether it began with HELLO; only such a session can be taken over."""
+    recovers: bool = False
+    """Whether its client can come back to another broker, which adopts its streams."""
     pings: bool = False
     """Whether the client sends PINGs, so that its silence means that it is gone."""
     columns: bool = False

@@ -41,8 +41,7 @@ def roll(settings: Settings) -> int:
 
 def _replace(control: Control, watcher: Watcher, process: ProcessState, settings: Settings) -> None:
     """Replaces one process, and waits until its successor is ready."""
-    # The broker leaves at once on SIGHUP; what it has is adopted by its successor.
-    control.signal(process, "HUP" if process.name == "broker" else "TERM")
+    control.signal(process, "TERM")
     gone_by = time.monotonic() + settings.drain_s + 2 * STOP_MARGIN_S
     ready_by = gone_by + READY_S
     while True:

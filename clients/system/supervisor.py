@@ -83,8 +83,13 @@ class Control:
         """Sends a process a signal; supervisord starts it again when it has exited."""
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
+    def announce_end(self) -> None:
+        """Notifies the broker that it will not be started again when it is stopped."""
+        self._ask(lambda api: bool(api.signalProcess("broker:broker", "USR1")))
+
     def shutdown(self) -> None:
         """Tells supervisord to stop everything in the stop order, and to exit."""
+        self.announce_end()
         self._ask(lambda api: bool(api.shutdown()))
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
@@ -181,6 +186,7 @@ class Supervisor:
     def stop(self) -> None:
         """Begins to stop all processes in the stop order; ``exit_code`` is not None when done."""
         if self._child is not None and self._child.poll() is None:
+            self.control.announce_end()
             self._child.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:

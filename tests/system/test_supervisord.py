@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenbus.clients import Client
+from tokenbus.clients import Client, GenerateOptions
 from tokenbus.clients.system.conf import CONF
 from tokenbus.clients.system.processes import started_by
 from tokenbus.clients.system.run_dir import RunDir
@@ -84,7 +84,7 @@ def live(http: str) -> bool:
         return False
 
 
-def test_it_runs_the_whole_system_and_leaves_nothing(
+def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
     checkout: Path, supervisord: subprocess.Popen[str]
 ) -> None:
     _, front, _, http, _ = (checkout / "tokenbus.toml").read_text().split('"')
@@ -99,6 +99,21 @@ def test_it_runs_the_whole_system_and_leaves_nothing(
         assert sorted(w.role for w in client.status().workers) == ["controller", "gpu", "state"]
     names = {line.split()[0].rpartition(":")[2] for line in ctl(checkout, "status").splitlines()}
     assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0", "gateway-0"}
+    with Client(front, patience_s=WAIT_S) as client:
+        # None is sent again.
+        plain: GenerateOptions = {"max_tokens": 900, "ignore_eos": True, "retry_s": 0}
+        constrained: GenerateOptions = {
+            **plain,
+            "controller": "regex",
+            "controller_arg": "[a-z]{800}",
+        }
+        wanted = [client.generate([5, 6], **options).tokens for options in (plain, constrained)]
+        for program in ("broker", "state-worker:*", "controller-worker:*"):
+            streams = [client.generate([5, 6], **options) for options in (plain, constrained)]
+            for stream in streams:
+                next(iter(stream))
+            assert "started" in ctl(checkout, "restart", program)
+            assert [stream.tokens for stream in streams] == wanted, program
     run_dir = RunDir(checkout / "run")
     assert len(started_by(run_dir)) == 5
     supervisord.send_signal(signal.SIGTERM)
