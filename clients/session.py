@@ -402,15 +402,18 @@ class ClientSession:
 
     def _look(self, call: Call, now: float) -> None:
         timeout_s = float("inf") if call.timeout_s is None else call.timeout_s
-        if not self._welcomed:
-            waited = now - max(self._offline_since, call.began)
-            if waited > self._patience_s or now - call.began > timeout_s:
-                what = f"no broker answers at {self._front}"
-                self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
-        elif now - call.began > timeout_s + GRACE_S:
+        age_s = now - call.began
+        if age_s > timeout_s + GRACE_S and (self._welcomed or call.tries):
             self._forget(call, "timeout")
             what = f"the timeout of the request, {timeout_s:g} s, has expired"
+            if not self._welcomed:
+                what += f", and no broker answers at {self._front} now"
             self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
+        elif not self._welcomed:
+            waited = now - max(self._offline_since, call.began)
+            if waited > self._patience_s or (age_s > timeout_s and not call.tries):
+                what = f"no broker answers at {self._front}"
+                self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
         elif call.resend_at is not None:
             if now >= call.resend_at:
                 call.resend_at = None

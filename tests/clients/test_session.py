@@ -296,6 +296,27 @@ def test_a_call_whose_time_is_over_ends_even_if_the_broker_says_nothing(bench: B
     assert ("CANCEL", {"stream_id": call.number, "reason": "timeout"}) in bench.sent()
 
 
+def test_a_call_whose_time_is_over_ends_where_its_broker_is_away(bench: Bench) -> None:
+    running = bench.submit(generate(timeout_s=5.0))
+    bench.tokens(running, 7)
+    bench.pass_time(1.0)
+    bench.session.connected(bench.now)
+    waits = bench.submit(generate(timeout_s=3.0))
+    bench.pass_time(2.5)
+    assert not bench.session.lost(bench.now)
+    assert ids(bench.events(running)) == [7]
+    assert bench.events(waits) == []
+    bench.pass_time(1.0)
+    error = error_of(bench.events(waits))
+    assert error is not None
+    assert error.code == "connection_lost"
+    assert bench.events(running) == []
+    bench.pass_time(2.0)
+    error = error_of(bench.events(running))
+    assert error is not None
+    assert error.code == "timeout"
+
+
 def test_without_a_broker_a_call_ends_when_patience_does() -> None:
     bench = Bench()
     call = bench.submit(status_call(100.0))

@@ -526,6 +526,14 @@ def test_a_stream_that_is_left_frees_its_controllers_and_its_pages(system: Syste
     assert all(process.alive for process in (*system.bus.workers, *system.bus.others))
 
 
+def test_the_time_of_a_request_ends_while_its_sequences_wait(system: System) -> None:
+    waits, decides_late = [["sample", None], ["wait", "never"]], [["sample", None], ["sleep", 3.0]]
+    options: Options = {"max_tokens": 800, "ignore_eos": True, "timeout_s": 1.0}
+    with pytest.raises(RequestTimeoutError):
+        system.script(["fork", [waits, decides_late]], **options)
+    until(system.idle, 120.0, "nothing is left of them")
+
+
 def _program(rng: random.Random, depth: int = 0) -> list[list[Any]]:
     """Something for ``Scripted`` to do, wrong things among it."""
     some = [rng.randrange(1, 4096) for _ in range(rng.randrange(1, 5))]
