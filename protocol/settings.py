@@ -38,6 +38,12 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Where clients connect."""
     back: str = ""
     """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
+    keys: str = ""
+    """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder there are
+    no keys, and only addresses of this machine can be listened on."""
+    key: str = ""
+    """The key file with which this program connects; empty: that of this machine in the folder of
+    keys, if there is one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     """Lines for people, or one JSON object a line."""
@@ -151,6 +157,11 @@ class Settings(Struct, kw_only=True, frozen=True):
         if self.run_dir:
             return Path(self.run_dir)
         return Path(tempfile.gettempdir()) / f"tokenbus-{os.getuid()}"
+
+    @property
+    def keys_folder(self) -> Path:
+        """The folder of the broker's keys, whether it exists or not."""
+        return Path(self.keys) if self.keys else self.run_folder / "keys"
 
     @property
     def back_endpoint(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ...protocol.errors import TokenbusError
+from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from ..system import add_commands as add_system_commands
@@ -20,6 +21,7 @@ from . import (
     generate,
     grammar,
     interactive,
+    keys,
     lmtp,
     record,
     replay,
@@ -60,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
     streams = (interactive, generate, score, record, replay, lmtp)
-    for module in (status, top, drain, *streams, controller, grammar, api_key):
+    for module in (status, top, drain, *streams, controller, grammar, api_key, keys):
         module.add_command(commands)
     return parser
 
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TokenbusError as error:
         return report(error, settings.front)
-    except (AddressError, FileFault, UnicodeDecodeError) as error:
+    except (AddressError, FileFault, KeyFault, UnicodeDecodeError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return WRONG_USAGE
     except KeyboardInterrupt:

@@ -1,0 +1,208 @@
+"""``tokenbus keys``: who may connect to the broker of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.keys import Allowed, KeyFault, KeyFolder, KeyPair, Quotas, Role
+from ...protocol.settings import Settings
+from .exits import WRONG_USAGE
+
+Subparsers = Any
+
+QUOTAS = {
+    "streams": "live streams of all sessions together",
+    "tokens_per_minute": "tokens that are generated",
+    "upload_bytes": "controller modules in the store",
+    "variable_bytes": "variables of all live requests together",
+    "sandbox_ms_per_minute": "CPU time of controllers, in milliseconds",
+}
+"""The quotas of a client, and what each bounds."""
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser(
+        "keys",
+        allow_abbrev=False,
+        help="who may connect: make, allow, revoke and list keys",
+        description="Makes keys, and says which may connect to the broker of this machine. A "
+        "broker that runs follows what is changed here.",
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def add(name: str, help_: str, run: Callable[[argparse.Namespace, Settings], int]) -> Any:
+        verb = verbs.add_parser(name, allow_abbrev=False, help=help_)
+        verb.add_argument("--keys", metavar="DIR", help="the broker's keys (<run dir>/keys)")
+        verb.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="of the system")
+        verb.set_defaults(run=_reporting(run))
+        return verb
+
+    new = add("new", "make a key, and the broker's own where there is none", _new)
+    new.add_argument("name", nargs="?", metavar="NAME", help="its holder; without, none is made")
+    new.add_argument("--file", metavar="FILE", help="where the key goes (./NAME.key)")
+    new.add_argument(
+        "--broker",
+        metavar="PUBLIC",
+        help="the public key of a broker on another machine; there the key is to be allowed",
+    )
+    allow = add("allow", "let a public key connect, or change the quotas of a name", _allow)
+    allow.add_argument("name", metavar="NAME", help="its holder")
+    allow.add_argument("public", nargs="?", metavar="PUBLIC", help="64 hexadecimal digits")
+    for verb in (new, allow):
+        verb.add_argument("--worker", action="store_true", help="a worker's key, not a client's")
+        for quota, what in QUOTAS.items():
+            verb.add_argument(
+                "--" + quota.replace("_", "-"),
+                dest=f"q_{quota}",
+                type=_bound,
+                metavar="N",
+                help=f"quota: {what}; none: unbounded",
+            )
+    revoke = add("revoke", "end what a key may do, also on live connections", _revoke)
+    revoke.add_argument("name", metavar="NAME", help="its holder")
+    add("list", "list the keys that may connect", _list)
+
+
+def _reporting(
+    run: Callable[[argparse.Namespace, Settings], int],
+) -> Callable[[argparse.Namespace, Settings], int]:
+    def command(args: argparse.Namespace, settings: Settings) -> int:
+        try:
+            return run(args, settings)
+        except KeyFault as fault:
+            print(f"tokenbus: {fault}", file=sys.stderr)
+            return WRONG_USAGE
+
+    return command
+
+
+def new_pair() -> KeyPair:
+    """A new key pair."""
+    import zmq
+    from zmq.utils import z85
+
+    public, secret = zmq.curve_keypair()
+    return KeyPair(z85.decode(public).hex(), z85.decode(secret).hex())
+
+
+def _new(args: argparse.Namespace, settings: Settings) -> int:
+    if args.broker is not None:
+        return _new_for_another(args)
+    folder = KeyFolder(settings.keys_folder)
+    made = folder.make(new_pair)
+    if made:
+        print(f"made the broker's keys in {folder.path}; a broker that runs needs a restart")
+    if args.name is None:
+        if not made:
+            raise KeyFault(f"the broker's keys are in {folder.path} already; name a holder: NAME")
+        return 0
+    role = _role(args)
+    if args.name in folder.allowed(role):
+        raise KeyFault(f"the {role} {args.name!r} has a key already; revoke it first")
+    file = Path(args.file or f"{args.name}.key")
+    key = folder.issue(args.name, role, new_pair(), folder.broker().public)
+    key.write(file)
+    folder.allow(role, args.name, _allowed(args, key.public, Quotas()))
+    print(f"{file} is the key of the {role} {args.name!r}, which may connect from now on")
+    print(f"its holder needs this file: TOKENBUS_KEY={file}")
+    return 0
+
+
+def _new_for_another(args: argparse.Namespace) -> int:
+    """Makes the key where it is used, so that its secret stays there."""
+    if args.name is None:
+        raise KeyFault("a key needs the name of its holder: tokenbus keys new NAME --broker PUBLIC")
+    file = Path(args.file or f"{args.name}.key")
+    key = KeyFolder.issue(args.name, _role(args), new_pair(), _public(args.broker))
+    key.write(file)
+    flag = " --worker" if args.worker else ""
+    print(
+        f"{file} is the key of the {key.role} {key.name!r}; on the broker's machine, allow it with"
+    )
+    print(f"  tokenbus keys allow {key.name} {key.public}{flag}")
+    return 0
+
+
+def _allow(args: argparse.Namespace, settings: Settings) -> int:
+    folder, role = _existing(settings), _role(args)
+    before = folder.allowed(role).get(args.name)
+    if args.public is None and before is None:
+        raise KeyFault(
+            f"no {role} {args.name!r} is allowed; give its public key: "
+            f"tokenbus keys allow {args.name} PUBLIC"
+        )
+    public = _public(args.public) if args.public is not None else before and before.public
+    assert public
+    folder.allow(role, args.name, _allowed(args, public, before or Quotas()))
+    print(f"the {role} {args.name!r} may connect")
+    return 0
+
+
+def _revoke(args: argparse.Namespace, settings: Settings) -> int:
+    roles = _existing(settings).revoke(args.name)
+    print(f"the {' and the '.join(roles)} {args.name!r} may not connect any more")
+    return 0
+
+
+def _list(args: argparse.Namespace, settings: Settings) -> int:
+    folder = _existing(settings)
+    print(f"broker  {folder.broker().public}  (for 'tokenbus keys new NAME --broker')")
+    roles: tuple[Role, ...] = ("client", "worker")
+    for role in roles:
+        for name, allowed in folder.allowed(role).items():
+            quotas = " ".join(
+                f"{quota}={value}"
+                for quota in QUOTAS
+                if (value := getattr(allowed, quota)) is not None
+            )
+            print(f"{role}  {allowed.public}  {name}  {quotas}".rstrip())
+    return 0
+
+
+def _existing(settings: Settings) -> KeyFolder:
+    folder = KeyFolder.of(settings)
+    if folder is None:
+        raise KeyFault(
+            f"there are no keys in {settings.keys_folder}; 'tokenbus keys new' makes the broker's"
+        )
+    return folder
+
+
+def _role(args: argparse.Namespace) -> Role:
+    return "worker" if args.worker else "client"
+
+
+def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
+    given = {name: getattr(args, f"q_{name}") for name in QUOTAS}
+    if args.worker and any(value is not None for value in given.values()):
+        raise KeyFault("quotas are of clients; a worker's key has none")
+    kept = {name: getattr(before, name) for name in QUOTAS}
+    quotas = kept | {n: v or None for n, v in given.items() if v is not None}
+    operator = isinstance(before, Allowed) and before.operator
+    return Allowed(public=public, operator=operator, **quotas)
+
+
+def _public(text: str) -> str:
+    try:
+        msgspec.convert({"public": text, "secret": text}, KeyPair)
+    except msgspec.ValidationError:
+        raise KeyFault(
+            f"{text!r} is not a public key; one has 64 hexadecimal digits, as 'tokenbus keys list' "
+            "prints it"
+        ) from None
+    return text
+
+
+def _bound(text: str) -> int:
+    if text == "none":
+        return 0
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on, or none")
+    return int(text)

@@ -1,0 +1,273 @@
+"""Keys: who may connect to a broker, as files.
+
+Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* has the pair of
+one holder and the public key of the broker; a *key folder* has, on the broker's machine, the
+broker's own pair and the public keys that may connect, a file each:
+
+    broker.key                 the broker's pair
+    local-client.key           the pair of clients on this machine: tokenbus, the gateways
+    local-worker.key           the pair of the workers on this machine
+    clients/NAME.toml          a client's public key and its quotas
+    workers/NAME.toml          a worker's public key
+
+All files have mode 0600. They are replaced as a whole, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .settings import Settings
+
+Role = Literal["client", "worker"]
+ROLES: tuple[Role, ...] = get_args(Role)
+PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+"""32 bytes, hexadecimal."""
+Bound = Annotated[int, Meta(ge=1)]
+
+LOCAL = "local"
+"""The name of the keys of the broker's own machine."""
+BROKER = "broker.key"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class KeyFault(ValueError):
+    """A key, its file or its folder cannot be used; the message says what would be right."""
+
+
+class KeyPair(Struct, frozen=True):
+    """A public key and its secret, hexadecimal."""
+
+    public: PublicKey
+    secret: PublicKey
+
+
+class OwnKey(Struct, frozen=True, kw_only=True):
+    """What a key file has: a holder's pair, and the broker's public key, by which the holder knows
+    the broker."""
+
+    name: str
+    role: Literal["client", "worker", "broker"]
+    public: PublicKey
+    secret: PublicKey
+    broker: PublicKey
+
+    @classmethod
+    def read(cls, path: Path) -> OwnKey:
+        """The key of a file; raises KeyFault, also where other users may read it."""
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise KeyFault(f"cannot read the key {path}: {error.strerror}") from None
+        if mode & 0o077:
+            raise KeyFault(
+                f"the key {path} is open to other users (mode {stat.S_IMODE(mode):o}); "
+                f"chmod 600 {path}, and make another key if somebody may have read it"
+            )
+        key: OwnKey = _read(path, cls)
+        return key
+
+    def write(self, path: Path) -> None:
+        """Writes a new file; raises KeyFault where one is there already."""
+        text = (
+            f"# A key of Tokenbus. Who has this file can connect as the {self.role} {self.name!r}: "
+            "keep it secret.\n"
+        )
+        for name in self.__struct_fields__:
+            text += f'{name} = "{getattr(self, name)}"\n'
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+        except FileExistsError:
+            raise KeyFault(f"the key {path} exists; remove it, or name another file") from None
+        except OSError as error:
+            raise KeyFault(f"cannot write the key {path}: {error.strerror}") from None
+
+
+class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a tenant may use; None: as much as any client without a quota."""
+
+    streams: Bound | None = None
+    """Live streams of all its sessions together."""
+    tokens_per_minute: Bound | None = None
+    """Generated tokens."""
+    upload_bytes: Bound | None = None
+    """Controller modules in the store, their compiled forms included."""
+    variable_bytes: Bound | None = None
+    """Variables of all its live requests together."""
+    sandbox_ms_per_minute: Bound | None = None
+    """CPU time of its controllers."""
+
+
+class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
+    """A public key that may connect, and what its holder may do."""
+
+    public: PublicKey
+    operator: bool = False
+    """Whether this client may drain workers, and see the streams of all."""
+
+
+class KeyFolder:
+    """The folder of a broker's keys."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, settings: Settings) -> KeyFolder | None:
+        """The folder of these settings; None where none is set and none was made in the run
+        directory. Raises KeyFault where the one that is set has no broker's key."""
+        folder = cls(settings.keys_folder)
+        if (folder.path / BROKER).exists():
+            return folder
+        if settings.keys:
+            raise KeyFault(f"keys: {folder.path} has no {BROKER}; 'tokenbus keys new' makes one")
+        return None
+
+    def own(self, role: Role) -> Path:
+        """The file of the key of this machine's clients or workers."""
+        return self.path / f"{LOCAL}-{role}.key"
+
+    def broker(self) -> OwnKey:
+        """The broker's own key; raises KeyFault."""
+        return OwnKey.read(self.path / BROKER)
+
+    def make(self, new_pair: Callable[[], KeyPair]) -> bool:
+        """Makes the folder with the keys of this machine, unless it is there; whether it was made.
+
+        Raises KeyFault.
+        """
+        if (self.path / BROKER).exists():
+            return False
+        try:
+            for folder in (self.path, *(self._folder(role) for role in ROLES)):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise KeyFault(f"cannot make the folder {self.path}: {error.strerror}") from None
+        pair = new_pair()
+        broker = OwnKey(
+            name="broker", role="broker", public=pair.public, secret=pair.secret, broker=pair.public
+        )
+        for role in ROLES:
+            key = self.issue(LOCAL, role, new_pair(), pair.public)
+            with contextlib.suppress(FileNotFoundError):
+                self.own(role).unlink()  # Of an attempt that did not come to its end.
+            key.write(self.own(role))
+            self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
+        # Last: with this file the folder is complete.
+        broker.write(self.path / BROKER)
+        return True
+
+    @staticmethod
+    def issue(name: str, role: Role, pair: KeyPair, broker: str) -> OwnKey:
+        """A holder's key as its file has it; raises KeyFault for an invalid name."""
+        check_name(name)
+        return OwnKey(name=name, role=role, public=pair.public, secret=pair.secret, broker=broker)
+
+    def allow(self, role: Role, name: str, allowed: Allowed) -> None:
+        """Lets a public key connect as a client or as a worker; replaces what the name had.
+
+        Raises KeyFault where another name has this key, as a key is one holder's, in one role.
+        """
+        check_name(name)
+        for other_role in ROLES:
+            for other, entry in self.allowed(other_role).items():
+                if entry.public == allowed.public and (other_role, other) != (role, name):
+                    raise KeyFault(
+                        f"this key is allowed already, as that of the {other_role} {other!r}; "
+                        f"revoke that first, or make a key of its own for {name!r}"
+                    )
+        self._write(role, name, allowed)
+
+    def revoke(self, name: str, role: Role | None = None) -> list[Role]:
+        """Ends what a name may do; returns as what it could connect. Raises KeyFault where it could
+        not."""
+        check_name(name)
+        roles = [r for r in ROLES if role in (None, r) and self._file(r, name).exists()]
+        if not roles:
+            known = sorted({*self.allowed("client"), *self.allowed("worker")})
+            raise KeyFault(
+                f"no {role or 'client or worker'} {name!r} is allowed; those that are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        for found in roles:
+            self._file(found, name).unlink()
+        return roles
+
+    def allowed(self, role: Role, faults: list[KeyFault] | None = None) -> dict[str, Allowed]:
+        """What may connect in a role, by name.
+
+        Raises KeyFault for a file that is not valid; with ``faults``, which gets it, the name may
+        not connect.
+        """
+        found = {}
+        for path in sorted(self._folder(role).glob("*.toml")):
+            try:
+                found[path.stem] = _read(path, Allowed)
+            except KeyFault as fault:
+                if faults is None:
+                    raise
+                faults.append(fault)
+        return found
+
+    def folders(self) -> list[Path]:
+        """Those in which a change of what is allowed is a change of a file."""
+        return [self._folder(role) for role in ROLES]
+
+    def _folder(self, role: Role) -> Path:
+        return self.path / f"{role}s"
+
+    def _file(self, role: Role, name: str) -> Path:
+        return self._folder(role) / f"{name}.toml"
+
+    def _write(self, role: Role, name: str, allowed: Allowed) -> None:
+        lines = []
+        for field, value in msgspec.to_builtins(allowed).items():
+            shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+            lines.append(f"{field} = {shown}\n")
+        path = self._file(role, name)
+        new = path.with_suffix(f".{os.getpid()}")
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.writelines(lines)
+            os.replace(new, path)
+        except OSError as error:
+            raise KeyFault(f"cannot write {path}: {error.strerror}") from None
+
+
+def own_key(settings: Settings, role: Role) -> OwnKey | None:
+    """The key with which a program connects: that of the setting ``key``, or else this machine's.
+
+    None where there is neither: it connects to a broker without keys. Raises KeyFault.
+    """
+    if settings.key:
+        return OwnKey.read(Path(settings.key))
+    local = KeyFolder(settings.keys_folder).own(role)
+    return OwnKey.read(local) if local.exists() else None
+
+
+def check_name(name: str) -> None:
+    """Raises KeyFault where ``name`` cannot be the name of a key."""
+    if NAME.fullmatch(name) is None:
+        raise KeyFault(
+            f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and '-'"
+        )
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), kind)
+    except OSError as error:
+        raise KeyFault(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, msgspec.ValidationError) as error:
+        raise KeyFault(f"{path} is not a valid file of a key: {error}") from None
