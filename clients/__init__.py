@@ -20,6 +20,7 @@ from ..protocol.errors import (
     TokenbusError,
     UnavailableError,
 )
+from ..protocol.keys import KeyFault, OwnKey
 from ..protocol.messages import (
     ModelInfo,
     Status,
@@ -44,7 +45,9 @@ __all__ = [
     "ConnectionLostError",
     "ControllerError",
     "GenerateOptions",
+    "KeyFault",
     "ModelInfo",
+    "OwnKey",
     "RequestError",
     "RequestOptions",
     "RequestTimeoutError",

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ..protocol.keys import OwnKey, own_key
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
@@ -57,6 +58,7 @@ class AsyncClient:
         patience_s: float | None = None,
         max_unread: int | None = None,
         wait_for_room: bool = True,
+        key: OwnKey | None = None,
     ) -> None:
         """As ``Client``. ``max_unread``: how many entries of a stream may wait to be read; beyond
         it the stream is cancelled, and ends with SlowClientError. None: any number.
@@ -78,6 +80,7 @@ class AsyncClient:
             self.front,
             deliver,
             settings.session_timeout_s if patience_s is None else patience_s,
+            key or own_key(settings, "client"),
         )
         self._close = weakref.finalize(self, self._connection.close)
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ..protocol.errors import TokenbusError
+from ..protocol.keys import OwnKey, own_key
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from ..protocol.settings import load
 from .calls import Call
@@ -46,20 +47,29 @@ class Client:
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
     ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). ``patience_s``: how long calls wait for a
-    broker that does not answer, in seconds.
+    broker that does not answer, in seconds. ``key``: its key, as ``OwnKey.read`` gives it; without
+    it, that of the setting ``key``, or this machine's where it has keys. Raises KeyFault where that
+    cannot be read.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
                 print(token.text, end="")
     """
 
-    def __init__(self, front: str | None = None, *, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        front: str | None = None,
+        *,
+        patience_s: float | None = None,
+        key: OwnKey | None = None,
+    ) -> None:
         settings = load(front=front)
         self.front = settings.front
         self._connection = Connection(
             self.front,
             hand_out,
             settings.session_timeout_s if patience_s is None else patience_s,
+            key or own_key(settings, "client"),
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}

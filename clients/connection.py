@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ..protocol.errors import Code, ConnectionLostError
+from ..protocol.errors import Code, ConnectionLostError, TokenbusError
 from ..protocol.frames import Frames
+from ..protocol.keys import OwnKey
 from ..transport.carrier import carrier
 from .calls import Call
 from .lanes import Delivery
@@ -25,11 +26,16 @@ class Connection:
     """Carries the calls of one client to the broker at ``front``.
 
     ``deliver`` receives their events, on the connection's thread, and must not block. The thread
-    starts with the first call. Raises AddressError where ``front`` is not a ZeroMQ address.
+    starts with the first call. ``key``: the client's, where the broker has keys. Raises
+    AddressError where ``front`` is not a ZeroMQ address.
     """
 
     def __init__(
-        self, front: str, deliver: Callable[[Delivery], None], patience_s: float = 30.0
+        self,
+        front: str,
+        deliver: Callable[[Delivery], None],
+        patience_s: float = 30.0,
+        key: OwnKey | None = None,
     ) -> None:
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
@@ -38,7 +44,7 @@ class Connection:
         """Why no more calls are taken."""
         session = ClientSession(front, patience_s, time.monotonic())
         peer = _ClientPeer(session, self._commands, deliver, self._end)
-        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS)
+        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
 
     def submit(self, call: Call) -> None:
         """Begins a call; raises RuntimeError where no call can be carried."""
@@ -114,6 +120,14 @@ class _ClientPeer:
         self._hand_on()
         sent, session.outgoing = session.outgoing, []
         yield from sent
+
+    def refused(self, error: TokenbusError) -> None:
+        """Ends every call: another attempt would fail for the same reason."""
+        session, now = self._session, time.monotonic()
+        while self._commands:
+            self._commands.popleft()(session, now)
+        session.end_all(error)
+        self._hand_on()
 
     def ended(self, reason: str) -> None:
         """Ends every call with an error; without this, their readers would wait for ever."""

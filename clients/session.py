@@ -361,7 +361,8 @@ class ClientSession:
             refused = next(iter(self._barriers.values()))
             self._buffers.pop(_buffer_name(refused), None)
             self._end(refused, error)
-        elif body.type == "HELLO":
+        elif body.type == "HELLO" or (body.type == "PING" and body.code == Code.NOT_ALLOWED):
+            # With the second, the key of this client was revoked.
             self.end_all(error)
         elif body.code == Code.TOO_LARGE and (sent := self._oldest(body.type)) is not None:
             self._end(sent, error)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import zmq
 
 from ..protocol.frames import Frames
+from ..protocol.keys import OwnKey
 from .dealer import Context, open_dealer, receive, send
 
 PIPE = 64
@@ -30,9 +31,9 @@ class AsyncDealer:
     Raises AddressError, or ZMQError where the process has no descriptor or socket left.
     """
 
-    def __init__(self, context: Context, address: str) -> None:
+    def __init__(self, context: Context, address: str, key: OwnKey | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._socket = open_dealer(context, address, PIPE)
+        self._socket = open_dealer(context, address, PIPE, key)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None

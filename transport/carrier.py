@@ -6,6 +6,7 @@ from collections import deque
 from typing import Protocol
 
 from ..protocol.frames import Frames
+from ..protocol.keys import OwnKey
 from . import memory
 from .dealer import Dealer, Peer
 
@@ -37,13 +38,20 @@ class Carrier(Protocol):
 
 
 def carrier(
-    address: str, peer: Peer, name: str, linger_ms: int, *, packed: bool = False
+    address: str,
+    peer: Peer,
+    name: str,
+    linger_ms: int,
+    *,
+    packed: bool = False,
+    key: OwnKey | None = None,
 ) -> Carrier:
     """Carries ``peer`` to the broker at ``address``; the thread is called ``name``.
 
     ``linger_ms`` is how long an orderly close goes on sending. ``packed``: on a socket, messages
-    are in the form between broker and workers. Raises AddressError.
+    are in the form between broker and workers. ``key``: with which a socket connects, if any.
+    Raises AddressError.
     """
     if address.startswith(memory.SCHEME):
         return memory.MemoryCarrier(address, peer, name)
-    return Dealer(address, peer, name, linger_ms, packed=packed)
+    return Dealer(address, peer, name, linger_ms, packed=packed, key=key)

@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import select
+import struct
 import threading
 import time
 from collections import deque
@@ -21,8 +22,9 @@ from typing import Any, Protocol
 import zmq
 from zmq.backend import Socket as BackendSocket
 
-from ..protocol.errors import RequestError
+from ..protocol.errors import Code, RequestError, TokenbusError
 from ..protocol.frames import Frames
+from ..protocol.keys import OwnKey
 from ..protocol.packing import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -47,17 +49,43 @@ JOIN_S = 5.0
 """How long ``close`` waits for the thread, in seconds."""
 
 
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENT = struct.Struct("=hi")
+"""The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
+CLOSED_OFTEN = 3
+"""Connections that a broker closes unestablished, without a reason, before that counts as a
+refusal: one that is being stopped closes one or two."""
+
+
 class AddressError(ValueError):
     """The text given as the broker's address is not a valid ZeroMQ address."""
 
 
-def open_dealer(context: Context, address: str, pipe_messages: int = 0) -> zmq.Socket[bytes]:
-    """A DEALER that connects to ``address``, again and again where it has to.
+class HandshakeError(OSError):
+    """The broker does not accept the connection; ``refusal`` is the error for who uses it."""
+
+    def __init__(self, refusal: TokenbusError) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def open_dealer(
+    context: Context, address: str, pipe_messages: int = 0, key: OwnKey | None = None
+) -> zmq.Socket[bytes]:
+    """A DEALER that connects to ``address``, again and again where it has to, with ``key`` if any.
 
     ``pipe_messages``: how many ZeroMQ keeps in each direction; 0: without a bound. Raises
-    Raises AddressError.
+    AddressError.
     """
     socket = context.socket(zmq.DEALER)
+    if key is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key.broker))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
     try:
         socket.setsockopt(zmq.SNDHWM, pipe_messages)
         socket.setsockopt(zmq.RCVHWM, pipe_messages)
@@ -106,6 +134,63 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
     _SEND(socket, frames[-1], _NOBLOCK)
 
 
+class _Handshakes:
+    """What the handshakes of one socket come to, until the first message arrives on it."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None) -> None:
+        self._socket = socket
+        self._address = address
+        self._key = key
+        self._closed = 0
+        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self.fd = int(self._events.getsockopt(zmq.FD))
+
+    def check(self) -> None:
+        """Raises HandshakeError where the broker has refused the connection."""
+        while not self._events.closed and (event := receive(self._events)) is not None:
+            what = self._refusal(*_EVENT.unpack(event[0]))
+            if what is not None:
+                raise HandshakeError(RequestError(Code.NOT_ALLOWED, what))
+
+    def close(self) -> None:
+        """Ends it. Who calls it may use the socket."""
+        if not self._events.closed:
+            self._socket.disable_monitor()
+            self._events.close(0)
+
+    def _refusal(self, event: int, value: int) -> str | None:
+        """What a failure means; None where it may pass. A broker of the other kind may close the
+        connection before its greeting has been read: ZeroMQ then tries again by itself."""
+        broker, key = f"the broker at {self._address}", self._key
+        if key is None:
+            if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return None
+            return (
+                f"{broker} accepts only connections with a key; give a key file with the setting "
+                "'key' (TOKENBUS_KEY), which 'tokenbus keys new NAME' makes"
+            )
+        shown = f"the key of the {key.role} {key.name!r} ({key.public})"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return (
+                f"{broker} refuses {shown}: it was never allowed or is revoked, or it is a "
+                "client's at the workers' address or a worker's at that of clients; "
+                "'tokenbus keys list' there lists those that are allowed"
+            )
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return (
+                f"{broker} has no keys, and {shown} asks for an encrypted connection; connect "
+                "without a key, or make keys there with 'tokenbus keys new'"
+            )
+        self._closed += 1
+        if self._closed < CLOSED_OFTEN:
+            return None
+        return (
+            f"{broker} closes each connection: it has no keys, or another key than {key.broker}, "
+            f"which the file of {shown} names as the broker's; 'tokenbus keys list' there prints "
+            "the right one"
+        )
+
+
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
@@ -135,6 +220,9 @@ class Peer(Protocol):
     def lost(self, now: float) -> bool:
         """Whether the broker was silent for so long that a new socket is to be opened."""
 
+    def refused(self, error: TokenbusError) -> None:
+        """The broker does not accept this connection; another one is opened after a pause."""
+
     def ended(self, reason: str) -> None:
         """The thread ends: closed by its owner (an empty ``reason``), or for this reason."""
 
@@ -149,13 +237,21 @@ class Dealer:
     The connection's thread receives and keeps the deadlines. Any thread may ``send``: to hand a
     message over to another thread costs more than to send it, as both need the interpreter's lock.
     ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
-    Raises AddressError.
+    ``key``: with which it connects, if any. Raises AddressError.
     """
 
     def __init__(
-        self, address: str, peer: Peer, name: str, linger_ms: int, *, packed: bool = False
+        self,
+        address: str,
+        peer: Peer,
+        name: str,
+        linger_ms: int,
+        *,
+        packed: bool = False,
+        key: OwnKey | None = None,
     ) -> None:
         self.address = address
+        self._key = key
         self._peer = peer
         self._name = name
         self._linger_ms = linger_ms
@@ -267,6 +363,7 @@ class Dealer:
                 if self._context.closed:
                     raise zmq.ContextTerminated from None
                 pause_s = first if self._received else min(pause_s * 2 or first, longest)
+                refused = error.refusal if isinstance(error, HandshakeError) else None
                 log.warning(
                     "the connection to %s failed (%s); opening a new one in %g s",
                     self.address,
@@ -276,6 +373,8 @@ class Dealer:
                     exc_info=not isinstance(error, OSError | zmq.ZMQError),
                 )
             try:
+                if refused is not None:
+                    self._peer.refused(refused)
                 self._peer.disconnected(time.monotonic())
             except Exception:
                 log.exception("there is no connection to %s, and its peer failed", self.address)
@@ -297,26 +396,42 @@ class Dealer:
 
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer says ``lost``."""
-        socket = open_dealer(self._context, self.address)
+        socket = open_dealer(self._context, self.address, key=self._key)
+        handshakes = _Handshakes(socket, self.address, self._key)
         try:
-            self._exchange(socket)
+            self._exchange(socket, handshakes)
         finally:
             with self._turn:
                 self._socket = None
+                handshakes.close()
                 socket.close(linger=self._linger_ms if self._closing else 0)
 
-    def _exchange(self, socket: zmq.Socket[bytes]) -> None:
+    def _exchange(self, socket: zmq.Socket[bytes], handshakes: _Handshakes) -> None:
         # Not zmq.Poller, which uses the socket, while other threads send.
         poller = select.poll()
         poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
+        poller.register(handshakes.fd, select.POLLIN)
+        established = False
         with self._turn:
             self._peer.connected(time.monotonic())
         while True:
-            with self._turn:
-                wait_s = self._take_turn(socket)
+            try:
+                with self._turn:
+                    wait_s = self._take_turn(socket)
+            except zmq.Again:
+                # A socket whose connection was refused has no room for any message.
+                handshakes.check()
+                raise
             if wait_s is None:
                 return
+            if not established:
+                handshakes.check()
+                if self._received:
+                    established = True
+                    poller.unregister(handshakes.fd)
+                    with self._turn:
+                        handshakes.close()
             if wait_s and any(fd == self._wake_r for fd, _ in poller.poll(1000 * wait_s)):
                 self._clear_wake()
 

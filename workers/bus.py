@@ -24,6 +24,7 @@ from ..protocol.errors import TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.header import Header, decode_header
 from ..protocol.health_file import HealthFile
+from ..protocol.keys import OwnKey
 from ..protocol.metrics import Series
 from ..protocol.worker_messages import Heartbeat, Register, Registered
 from ..transport.carrier import carrier
@@ -60,6 +61,7 @@ class Bus:
     messages at once, on the bus thread, and returns those that are for ``take``: for answers that
     must not wait for another thread. Where it raises, it gets the same messages again one by one,
     so that only the one at fault is dropped. ``health`` is kept up to date with each heartbeat.
+    so that only the one at fault is dropped. ``key``: the worker's, where the broker has keys.
     Raises AddressError.
     """
 
@@ -71,6 +73,7 @@ class Bus:
         first: Callable[[list[FromBus]], list[FromBus]] | None = None,
         metrics: Callable[[], list[Series]] = list,
         health: HealthFile | None = None,
+        key: OwnKey | None = None,
     ) -> None:
         self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
         """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
@@ -95,7 +98,7 @@ class Bus:
         peer = _WorkerPeer(
             endpoint, lease, self._outbox, put, first, self._end, self._drop, self._mute
         )
-        self._carrier = carrier(endpoint, peer, "bus", LINGER_MS, packed=True)
+        self._carrier = carrier(endpoint, peer, "bus", LINGER_MS, packed=True, key=key)
 
     def start(self) -> None:
         """Connects and registers."""
@@ -262,6 +265,9 @@ class _WorkerPeer:
 
     def disconnected(self, now: float) -> None:
         """Nothing to do: the next registration replaces this one."""
+
+    def refused(self, error: TokenbusError) -> None:
+        """Nothing to do: the connection logs why, and tries again."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Lets the lease see each message, and puts the others where the worker takes them."""

@@ -14,6 +14,7 @@ from msgspec import Struct
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, ConnectionLostError, RequestError
 from ...protocol.frames import Frames
+from ...protocol.keys import OwnKey
 from ...protocol.lines import error_line, frames_line, line_frames
 from ...protocol.messages import MAX_BODY_BYTES, Error, Ping, StreamId
 from ...transport.async_dealer import AsyncDealer
@@ -53,10 +54,12 @@ class _Pong(Struct):
 
 class LinePipe:
     """Passes the lines of standard input to the broker at ``front``, and its messages to standard
-    output. Raises AddressError where ``front`` is not a valid address."""
+    output. ``key``: with which it connects, if any. Raises AddressError where ``front`` is not a
+    valid address."""
 
-    def __init__(self, front: str) -> None:
+    def __init__(self, front: str, key: OwnKey | None = None) -> None:
         self._front = front
+        self._key = key
         self._live: set[int] = set()
         """The streams and requests that have not ended."""
         self._sent_all = False
@@ -64,7 +67,7 @@ class LinePipe:
 
     async def serve(self) -> None:
         """Until the end of the input and of every stream. Raises ConnectionLostError."""
-        self._dealer = AsyncDealer(zmq.Context.instance(), self._front)
+        self._dealer = AsyncDealer(zmq.Context.instance(), self._front, self._key)
         sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
         try:
             while self._live or not self._sent_all:

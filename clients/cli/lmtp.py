@@ -9,6 +9,7 @@ import argparse
 import asyncio
 from typing import Any
 
+from ...protocol.keys import own_key
 from ...protocol.settings import Settings
 from .exits import OK
 from .options import add_connection
@@ -38,5 +39,5 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """
     from .line_pipe import LinePipe
 
-    asyncio.run(LinePipe(settings.front).serve())
+    asyncio.run(LinePipe(settings.front, own_key(settings, "client")).serve())
     return OK

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ...protocol import logs, tracing
+from ...protocol.keys import KeyFault, own_key
 from ...protocol.settings import SettingError, load
 
 
@@ -37,8 +38,9 @@ def main() -> int:
         if fault is not None:
             raise SettingError(fault)
         keys = ApiKeys.read(Path(settings.api_keys)) if settings.api_keys else None
+        own_key(settings, "client")  # One that cannot be read is reported here.
         listener = listen(settings)
-    except (SettingError, KeyFileError, BindError) as error:
+    except (SettingError, KeyFileError, KeyFault, BindError) as error:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
         # With exit code 2, supervisord does not start it again; an address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.frames import Frames
+from ...protocol.keys import OwnKey
 from ...protocol.messages import Hello, Ping, Pong, Welcome
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
@@ -26,15 +27,21 @@ PING_S = 1.0
 class BrokerWatch:
     """A session with the broker at ``front``. Calls ``lost``, with what has happened, each time
     that it ends: the broker is another one, or was silent for as long as a session lasts; or none
-    has answered within ``patience_s`` seconds."""
+    has answered within ``patience_s`` seconds. ``key``: with which it connects, if any."""
 
     def __init__(
-        self, context: Context, front: str, patience_s: float, lost: Callable[[str], None]
+        self,
+        context: Context,
+        front: str,
+        patience_s: float,
+        lost: Callable[[str], None],
+        key: OwnKey | None = None,
     ) -> None:
         self._context = context
         self._front = front
         self._patience_s = patience_s
         self._lost = lost
+        self._key = key
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -52,7 +59,7 @@ class BrokerWatch:
     async def _run(self) -> None:
         while True:
             try:
-                dealer = AsyncDealer(self._context, self._front)
+                dealer = AsyncDealer(self._context, self._front, self._key)
                 try:
                     what = await self._session(dealer)
                 finally:

@@ -21,6 +21,7 @@ import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...protocol.errors import Code, ConnectionLostError, RequestError
+from ...protocol.keys import own_key
 from ...protocol.lines import error_line, frames_line, line_frames
 from ...protocol.settings import Settings
 from ...transport.async_dealer import AsyncDealer
@@ -48,8 +49,9 @@ class Tunnels:
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._open: set[Tunnel] = set()
+        self._key = own_key(settings, "client")
         self._watch = BrokerWatch(
-            self._context, settings.front, settings.session_timeout_s, self._lost
+            self._context, settings.front, settings.session_timeout_s, self._lost, self._key
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -99,7 +101,7 @@ class Tunnels:
 
     def _connect(self, websocket: WebSocket) -> Tunnel:
         self._watch.start()
-        dealer = AsyncDealer(self._context, self._front)
+        dealer = AsyncDealer(self._context, self._front, self._key)
         tunnel = Tunnel(websocket, dealer, self._rested)
         self._open.add(tunnel)
         return tunnel

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...protocol.endpoints import host_and_port, is_loopback
+from ...protocol.keys import ROLES, KeyFault, KeyFolder, own_key
 from ...protocol.settings import Settings
 from .. import Client
 from .faults import FAILED, WRONG_SETTING, SystemFault
@@ -29,7 +30,8 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
     Raises SystemFault if the system cannot start or a process fails; no process is left then.
     """
-    check_address(settings.front)
+    check_keys(settings)
+    check_address(settings.front, _has_keys(settings))
     check_http(settings)
     supervisor = Supervisor(settings)
     with StopSignals() as signals:
@@ -52,7 +54,27 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     return 0
 
 
-def check_address(front: str) -> None:
+def check_keys(settings: Settings) -> None:
+    """Raises SystemFault if a key cannot be read, or if other machines could reach the workers'
+    address without one."""
+    try:
+        folder = KeyFolder.of(settings)
+        if folder is not None:
+            folder.broker()
+        for role in ROLES:
+            own_key(settings, role)
+    except KeyFault as fault:
+        raise SystemFault(str(fault), WRONG_SETTING) from None
+    back = urlsplit(settings.back_endpoint)
+    if back.scheme == "tcp" and folder is None:
+        _check_loopback("back", settings.back_endpoint, back.hostname or "")
+
+
+def _has_keys(settings: Settings) -> bool:
+    return KeyFolder.of(settings) is not None
+
+
+def check_address(front: str, has_keys: bool = False) -> None:
     """Raises SystemFault if the broker could not listen on ``front``."""
     parts = urlsplit(front)
     if parts.scheme == "ipc":
@@ -68,7 +90,8 @@ def check_address(front: str) -> None:
             "ipc:///path/of/a/socket",
             WRONG_SETTING,
         )
-    _check_loopback(front, host)
+    if not has_keys:
+        _check_loopback("front", front, host)
     _check_port("front", host, port, f"--front tcp://{host}:{port + 1}")
 
 
@@ -114,13 +137,13 @@ def _check_port(setting: str, host: str, port: int, other: str) -> None:
         ) from None
 
 
-def _check_loopback(front: str, host: str) -> None:
-    """Raises SystemFault if other machines could connect."""
+def _check_loopback(setting: str, address: str, host: str) -> None:
+    """Raises SystemFault if other machines could connect to a broker without keys."""
     if is_loopback(host):
         return
     raise SystemFault(
-        f"front: {front} is not a loopback address, and connections are not encrypted; use "
-        "tcp://127.0.0.1:5555, and a tunnel (ssh -L) from other machines",
+        f"{setting}: {address} is not a loopback address, and the broker has no keys; make them "
+        "with 'tokenbus keys new', or use an address such as tcp://127.0.0.1:5555",
         WRONG_SETTING,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
 from tokenbus.transport.dealer import AddressError, Dealer
 
@@ -33,6 +34,7 @@ class Echo:
         self.fails = 0
         """How often ``connected`` raises."""
         self.disconnections = 0
+        self.refusals: list[TokenbusError] = []
         self.reasons: list[str] = []
 
     def connected(self, now: float) -> None:
@@ -58,6 +60,9 @@ class Echo:
     def lost(self, now: float) -> bool:
         lost, self.silent = self.silent, False
         return lost
+
+    def refused(self, error: TokenbusError) -> None:
+        self.refusals.append(error)
 
     def ended(self, reason: str) -> None:
         self.reasons.append(reason)

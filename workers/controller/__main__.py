@@ -14,6 +14,7 @@ import sys
 
 from ...protocol import logs, tracing
 from ...protocol.errors import TokenbusError
+from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
 from .python import load_program
@@ -40,7 +41,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, programs=programs)
-    except AddressError as error:
+    except (AddressError, KeyFault) as error:
         return _refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))

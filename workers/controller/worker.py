@@ -20,6 +20,7 @@ from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, TokenbusError
 from ...protocol.header import Flag, Header, encode_header
 from ...protocol.health_file import HealthFile
+from ...protocol.keys import own_key
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Delete,
@@ -122,6 +123,7 @@ class ControllerWorker:
             self._take_answers,
             self._series,
             HealthFile(settings),
+            own_key(settings, "worker"),
         )
         self._meters = Meters()
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from ...protocol import logs, tracing
+from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, load
 from ...transport.dealer import AddressError
 from .cpu import prepare_environment
@@ -30,7 +31,7 @@ def main() -> int:
 
     try:
         worker = GpuWorker(settings)
-    except AddressError as error:
+    except (AddressError, KeyFault) as error:
         return _refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))

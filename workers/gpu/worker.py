@@ -12,6 +12,7 @@ from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, error_for
 from ...protocol.header import encode_header
 from ...protocol.health_file import HealthFile
+from ...protocol.keys import own_key
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -58,6 +59,7 @@ class GpuWorker:
             self._load,
             metrics=self._series,
             health=HealthFile(settings),
+            key=own_key(settings, "worker"),
         )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)

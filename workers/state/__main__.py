@@ -14,6 +14,7 @@ import time
 
 from ...protocol import logs
 from ...protocol.health_file import STANDBY, HealthFile
+from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
 from .folder import FolderError, FolderInUseError
@@ -41,7 +42,7 @@ def main() -> int:
         return _refuse(error)
     try:
         worker = _when_free(settings) if args.standby else StateWorker(settings)
-    except (FolderError, AddressError) as error:
+    except (FolderError, AddressError, KeyFault) as error:
         return _refuse(error)
     if worker is None:
         return 0

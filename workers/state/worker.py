@@ -16,6 +16,7 @@ from ...protocol.bodies import decode_as
 from ...protocol.errors import TokenbusError
 from ...protocol.header import encode_header
 from ...protocol.health_file import HealthFile
+from ...protocol.keys import own_key
 from ...protocol.messages import PROTOCOL_VERSION
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
@@ -61,6 +62,7 @@ class StateWorker:
             self._load,
             self._on_messages,
             health=HealthFile(settings),
+            key=own_key(settings, "worker"),
         )
         self._ops = 0
         self._stop_reason = ""
