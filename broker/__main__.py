@@ -6,6 +6,7 @@ import sys
 
 from ..protocol import logs, tracing
 from ..protocol.health_file import HealthFile
+from ..protocol.keys import KeyFolder
 from ..protocol.settings import SettingError, load
 from .garbage import bound_pauses
 from .server import BrokerServer
@@ -24,6 +25,7 @@ def main() -> int:
             settings.back_endpoint,
             BrokerSettings.of(settings),
             health=HealthFile(settings),
+            keys=KeyFolder.of(settings),
         )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)

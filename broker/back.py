@@ -180,6 +180,17 @@ class Back:
         self._closed[worker.name] = worker.pid, now
         self._lose(worker, "its connection closed", died=now > self._stopped_until)
 
+    def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
+        """A message has come with a key that may not connect any more: a lease ends, whose streams
+        move, and none begins."""
+        worker = self._by_peer.get(peer)
+        if worker is not None:
+            self._lose(worker, "its key was revoked", died=False)
+            self._ask(peer, error.message, now)
+        elif now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
+            self._asked[peer] = now
+            self._refuse(peer, peer.hex(), error)
+
     def renew(self, now: float) -> None:
         """Renews all leases: what the workers sent meanwhile has not been looked at yet."""
         self._stopped_until = now + 2 * self._settings.heartbeat_s

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.ids import counting_ids
+from ..protocol.keys import Allowed
 from ..protocol.packing import unpack
 from .admission import Admission
 from .adoption import Adoption
@@ -17,6 +18,7 @@ from .buffers import Buffers
 from .dispatch import Dispatcher
 from .drains import Drains
 from .front import Front
+from .keyring import Keyring, revoked
 from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
 from .sessions import Sessions
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Message = tuple[bytes, list[bytes]]
 """A connection (on a socket its routing id), and the frames of a message that came on it."""
+KeyedMessage = tuple[bytes, list[bytes], str]
+"""The same with the public key of the connection's peer."""
 
 LATE_TICKS = 8
 """An event so many of their intervals after the last tick is late: leases that seem to have expired
@@ -51,6 +55,7 @@ class Broker:
         self.counters = counters = Counters()
         self._out = Outgoings(counters.errors)
         ids = counting_ids(boot)
+        self.keyring = keyring = Keyring()
         self.session_table = table = SessionTable()
         self.dispatcher = dispatcher = Dispatcher(settings, table, self._out)
         buffers = Buffers(settings)
@@ -72,6 +77,7 @@ class Broker:
             counters,
             drains,
             now,
+            keyring,
         )
         self._back = Back(
             settings,
@@ -127,6 +133,39 @@ class Broker:
                 self._guarded(back.on_unreadable, peer, error)
             except Exception:
                 self._failed("a worker's message")
+        return self._taken()
+
+    def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
+        """As ``on_clients``, where the broker has keys."""
+        self._at(now)
+        admits = self.keyring.admits
+        for peer, frames, key in messages:
+            if admits("client", key):
+                self._guarded(self._front.on_frames, peer, frames, key, now)
+            else:
+                self._guarded(self._front.refuse, peer, frames, revoked("client", key))
+        return self._taken()
+
+    def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
+        """As ``on_workers``, where the broker has keys."""
+        admits = self.keyring.admits
+        served = []
+        for peer, frames, key in messages:
+            if admits("worker", key):
+                served.append((peer, frames))
+            else:
+                self._guarded(self._back.revoke, peer, revoked("worker", key), now)
+        return self.on_workers(served, now)
+
+    def on_keys(
+        self, clients: Mapping[str, Allowed], workers: Mapping[str, Allowed], now: float
+    ) -> list[Outgoing]:
+        """What may connect has changed. Sessions of clients that may not any more end; a worker's
+        lease ends with its next message, which is its next heartbeat at the latest."""
+        self._at(now)
+        self.keyring.replace("worker", workers)
+        for key in self.keyring.replace("client", clients):
+            self._guarded(self._front.revoke, key, revoked("client", key))
         return self._taken()
 
     def on_gone(

@@ -31,6 +31,7 @@ from .attaches import Attaches
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .drains import Drains
+from .keyring import Keyring
 from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
@@ -57,6 +58,7 @@ class Front:
         counters: Counters,
         drains: Drains,
         started: float,
+        keyring: Keyring,
     ) -> None:
         self._attaches = attaches
         self._adoption = adoption
@@ -70,6 +72,7 @@ class Front:
         self._counters = counters
         self._drains = drains
         self._started = started
+        self._keyring = keyring
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -93,16 +96,16 @@ class Front:
                     session = self._sessions.open(peer, key, encoding_of(frames[1]), now)
                 self._on_request(session, message_type, kind, frames, now)
         except TokenbusError as error:
-            self._refuse(peer, frames, error)
+            self.refuse(peer, frames, error)
         except Exception:
             self._counters.internal_errors += 1
             log.exception("a defect of the broker: a client's message %r failed", message_type[:40])
             defect = ServiceError(
                 Code.INTERNAL, "the broker failed to handle this message; its log says why"
             )
-            self._refuse(peer, frames, defect)
+            self.refuse(peer, frames, defect)
 
-    def _refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
+    def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
         """Answers a message with the ERROR that says why it is refused."""
         self._counters.refused += 1
         message_type = frames[0] if frames else b""
@@ -141,6 +144,15 @@ class Front:
             for request in list(session.streams.values()):
                 self._dispatcher.abandon(request, error)
 
+    def revoke(self, key: str, error: TokenbusError) -> None:
+        """A key may not connect any more: the sessions of its clients end, each stream with
+        ``error``."""
+        for session in self._table:
+            if session.key == key:
+                for request in list(session.streams.values()):
+                    self._dispatcher.abandon(request, error)
+                self._sessions.end(session)
+
     # --- requests -------------------------------------------------------------------------------
 
     def _on_request(
@@ -158,7 +170,7 @@ class Front:
             case Buffer():
                 self._buffers.on_message(session, message, frames[2:])
             case DrainWorker():
-                if session.key:
+                if not self._is_operator(session):
                     raise RequestError(
                         Code.NOT_ALLOWED,
                         "a client with a key of its own may not drain workers; send SIGTERM to the "
@@ -179,6 +191,12 @@ class Front:
                 self._out.to_session(session, b"MSG", answer)
             case _:
                 raise AssertionError(f"no code handles {message_type!r}")
+
+    def _is_operator(self, session: Session) -> bool:
+        """Whether a client may do what concerns all: one without a key, which is on the broker's
+        machine, or one whose key says so."""
+        allowed = self._keyring.client(session.key)
+        return not session.key or (allowed is not None and allowed.operator)
 
     def _cancel(self, session: Session, message: Cancel, now: float) -> None:
         if self._attaches.on_cancel(session, message.stream_id):

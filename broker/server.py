@@ -12,19 +12,31 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 
 from ..protocol.health_file import READY, HealthFile
 from ..protocol.ids import new_boot
+from ..protocol.keys import KeyFolder
 from .closings import Closings
-from .core import Broker, Message
+from .core import Broker
+from .key_watch import KeyWatch
 from .outbox import Outbox, Sent
 from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
-from .sockets import bind_router, listen_again, packing_sender, receive, sender
+from .sockets import (
+    bind_router,
+    keyed_receiver,
+    listen_again,
+    packing_sender,
+    receive,
+    sender,
+)
 from .unread import PIPE_MESSAGES
+from .zap import Zap
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +54,10 @@ RETRY_S = (0.001, 0.05)
 """How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
 
 
+M = TypeVar("M")
+Take = Callable[[float], int]
+"""Takes and routes what a socket has at a time; how many messages these were."""
+
 # Looking up an enum's member takes longer than a global; this is the hot path.
 _FRONT, _OK = Side.FRONT, Sent.OK
 
@@ -56,20 +72,46 @@ class BrokerServer:
         settings: BrokerSettings | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         health: HealthFile | None = None,
+        keys: KeyFolder | None = None,
     ) -> None:
-        """Binds both sockets; raises BindError where that fails or is not allowed."""
+        """Binds both sockets; raises BindError where that fails or is not allowed.
+
+        With ``keys`` only peers whose keys that folder allows may connect, and all is encrypted;
+        raises KeyFault where it cannot be read. ZeroMQ has one authenticator in a context: then the
+        broker has a context of its own.
+        """
         self._health = health
         self.settings = settings or BrokerSettings()
-        self._context = context or zmq.Context.instance()
-        self._front = bind_router(self._context, front, pipe_messages=PIPE_MESSAGES)
+        self._context = context or (zmq.Context() if keys else zmq.Context.instance())
+        self.core = Broker(self.settings, boot=new_boot(), now=time.monotonic())
+        self._keys = KeyWatch(keys) if keys is not None else None
+        key, self._zap = None, None
+        if keys is not None and self._keys is not None:
+            key = keys.broker()
+            self.core.on_keys(*self._keys.read(), time.monotonic())
+            self._zap = Zap(self._context, self.core.keyring)
         try:
-            self._back = bind_router(self._context, back)
+            self._front = bind_router(
+                self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
+            )
+            try:
+                self._back = bind_router(self._context, back, key=key, role="worker")
+            except Exception:
+                self._front.close(0)
+                raise
         except Exception:
-            self._front.close(0)
+            if self._zap is not None:
+                self._zap.close()
             raise
         self.front_endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.core = Broker(self.settings, boot=new_boot(), now=time.monotonic())
+        core = self.core
+        self._take_front: Take = partial(self._take, self._front, receive, core.on_clients)
+        self._take_back: Take = partial(self._take, self._back, receive, core.on_workers)
+        if keys is not None:
+            clients, workers = core.on_keyed_clients, core.on_keyed_workers
+            self._take_front = partial(self._take, self._front, keyed_receiver(), clients)
+            self._take_back = partial(self._take, self._back, keyed_receiver(), workers)
         limit = self.settings.max_pending_bytes
         self._to_front = Outbox(sender(self._front), limit, MUST_FACTOR * limit)
         self._to_back = Outbox(packing_sender(self._back), limit)
@@ -94,6 +136,9 @@ class BrokerServer:
         for sock in (self._front, self._back):
             loop.add_reader(sock.fileno(), self._drain)
         closings = Closings(self._back, self._probe, loop)
+        if self._zap is not None:
+            loop.add_reader(self._zap.fd, self._zap.answer)
+            self._zap.answer()
         log.info("clients on %s, workers on %s", self.front_endpoint, self.back_endpoint)
         self._drain()
         self._tick()
@@ -107,6 +152,9 @@ class BrokerServer:
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         self._post(self.core.left() if self._leaving else self.core.stop())
+        if self._zap is not None:
+            loop.remove_reader(self._zap.fd)
+            self._zap.close()
         self._front.close()
         self._back.close()
         for endpoint in (self.front_endpoint, self.back_endpoint):
@@ -189,8 +237,8 @@ class BrokerServer:
         the clients' socket, so that a step's tokens need one pass only.
         """
         now = time.monotonic()
-        from_workers = self._take(self._back, self.core.on_workers, now)
-        from_clients = self._take(self._front, self.core.on_clients, now)
+        from_workers = self._take_back(now)
+        from_clients = self._take_front(now)
         flush = self._flush_due and now - self._flushed_at > FLUSH_EVERY_S
         if flush:
             self._flush_all(now)
@@ -199,7 +247,8 @@ class BrokerServer:
     def _take(
         self,
         socket: zmq.Socket[bytes],
-        route: Callable[[list[Message], float], list[Outgoing]],
+        receive: Callable[[zmq.Socket[bytes], int], list[M]],
+        route: Callable[[list[M], float], list[Outgoing]],
         now: float,
     ) -> int:
         """Takes and routes up to ``BURST`` messages of a socket; how many these were."""
@@ -257,13 +306,17 @@ class BrokerServer:
     def _tick(self) -> None:
         if self._stopped or self._loop is None:
             return
+        now = time.monotonic()
         if self._health is not None:
-            self._health.touch(READY, time.monotonic())
+            self._health.touch(READY, now)
         try:
             self._check_files()
-            self._post(self.core.tick(time.monotonic()))
+            keys = self._keys.news(now) if self._keys is not None else None
+            if keys is not None:
+                self._post(self.core.on_keys(*keys, now))
+            self._post(self.core.tick(now))
         except Exception:
-            self._on_defect("looking at leases and deadlines")
+            self._on_defect("looking at keys, leases and deadlines")
         self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
         self._drain_soon()
 

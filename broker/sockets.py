@@ -19,15 +19,20 @@ import zmq
 from zmq.backend import Socket as BackendSocket
 
 from ..protocol.endpoints import is_loopback
+from ..protocol.keys import OwnKey, Role
 from ..protocol.messages import MAX_ATTACHMENT_BYTES, MAX_BODY_BYTES
 from ..protocol.packing import pack
-from .core import Message
+from .core import KeyedMessage, Message
 from .outbox import Sent
+from .zap import require_keys
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
 """A larger frame closes its connection; a smaller one beyond the protocol's limits is refused."""
+
+MAX_KNOWN_KEYS = 65_536
+"""Connections whose keys are remembered; beyond them, all are looked up again."""
 
 _SEND = BackendSocket.send
 _RECV = BackendSocket.recv
@@ -47,17 +52,17 @@ class BindError(Exception):
         self.in_use = in_use
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Refuses addresses at which other machines could connect."""
+def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
+    """Refuses addresses at which other machines could connect, unless the broker has keys."""
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
         return
     if parts.scheme != "tcp":
         raise BindError(f"{endpoint} is not a valid address; it must begin with tcp:// or ipc://")
-    if not is_loopback(parts.hostname or ""):
+    if not has_keys and not is_loopback(parts.hostname or ""):
         raise BindError(
-            f"{endpoint} is not a loopback address; without keys, listen on one such as "
-            "tcp://127.0.0.1:5555, and reach it from other machines by a tunnel (ssh -L)"
+            f"{endpoint} is not a loopback address, and the broker has no keys; make them with "
+            "'tokenbus keys new', or listen on an address such as tcp://127.0.0.1:5555"
         )
 
 
@@ -66,14 +71,18 @@ def bind_router(
     endpoint: str,
     *,
     pipe_messages: int = 1000,
+    key: OwnKey | None = None,
+    role: Role = "client",
 ) -> zmq.Socket[bytes]:
     """A ROUTER whose sends fail where they cannot be delivered, bound to ``endpoint``.
 
-    ``pipe_messages``: how many messages, of any size, ZeroMQ itself keeps for each peer. Raises
-    BindError.
+    ``pipe_messages``: how many messages, of any size, ZeroMQ itself keeps for each peer. ``key``:
+    the broker's, where only peers with an allowed key of ``role`` may connect. Raises BindError.
     """
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, key is not None)
     socket = context.socket(zmq.ROUTER)
+    if key is not None:
+        require_keys(socket, key, role)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, pipe_messages)
@@ -141,6 +150,42 @@ def receive(socket: zmq.Socket[bytes], most: int) -> list[Message]:
     except zmq.Again:
         pass
     return messages
+
+
+def keyed_receiver() -> Callable[[zmq.Socket[bytes], int], list[KeyedMessage]]:
+    """As ``receive``, of a socket whose peers have keys: with the public key of each message's.
+
+    The key of a connection is looked up once, as that takes longer than to receive a frame (1.4
+    µs); ZeroMQ gives no connection the routing id of another.
+    """
+    keys: dict[bytes, str] = {}
+
+    def receive_keyed(socket: zmq.Socket[bytes], most: int) -> list[KeyedMessage]:
+        messages: list[KeyedMessage] = []
+        if not readable(socket):
+            return messages
+        receive, flags = _RECV, _NOBLOCK
+        try:
+            while len(messages) < most:
+                peer = receive(socket, flags)
+                frame = receive(socket, flags, False)
+                key = keys.get(peer)
+                if key is None:
+                    if len(keys) >= MAX_KNOWN_KEYS:
+                        keys.clear()
+                    key = keys[peer] = str(frame.get("User-Id"))
+                frames = [frame.bytes]
+                while frame.more:
+                    frame = receive(socket, flags, False)
+                    frames.append(frame.bytes)
+                messages.append((peer, frames, key))
+                if len(messages) == 1 and not readable(socket):
+                    break
+        except zmq.Again:
+            pass
+        return messages
+
+    return receive_keyed
 
 
 def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent]:

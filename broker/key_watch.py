@@ -1,0 +1,59 @@
+"""Follows the folder of keys while the broker runs, so that what is revoked there ends soon."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from ..protocol.keys import Allowed, KeyFault, KeyFolder
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""How often the folder is looked at, in seconds."""
+SETTLED_S = 2.0
+"""A folder that was changed this shortly before it was read is read once more, as a further change
+may have the same time."""
+
+Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
+"""What may connect as clients and as workers, by name."""
+
+
+class KeyWatch:
+    """What a folder of keys allows, and whether that has changed."""
+
+    def __init__(self, folder: KeyFolder) -> None:
+        self._folder = folder
+        self._seen: list[int] = []
+        self._settled = False
+        self._look_at = 0.0
+
+    def read(self) -> Keys:
+        """What is allowed now; a name whose file is not valid is not, which is logged."""
+        self._seen, self._settled = self._changed_at()
+        faults: list[KeyFault] = []
+        keys = self._folder.allowed("client", faults), self._folder.allowed("worker", faults)
+        for fault in faults:
+            log.error("a key is not allowed: %s", fault)
+        return keys
+
+    def news(self, now: float) -> Keys | None:
+        """What is allowed, where that may have changed since it was read."""
+        if now < self._look_at:
+            return None
+        self._look_at = now + LOOK_EVERY_S
+        seen, _ = self._changed_at()
+        if self._settled and seen == self._seen:
+            return None
+        return self.read()
+
+    def _changed_at(self) -> tuple[list[int], bool]:
+        """When the folders were changed last, and whether that is some time ago."""
+        changed = []
+        for folder in self._folder.folders():
+            try:
+                changed.append(folder.stat().st_mtime_ns)
+            except OSError:
+                changed.append(0)
+        return changed, time.time() - max(changed) / 1e9 > SETTLED_S

@@ -1,0 +1,41 @@
+"""Which keys may connect, and as whom: the broker's view of the folder of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..protocol.errors import Code, RequestError
+from ..protocol.keys import Allowed, Role
+
+
+class Keyring:
+    """The public keys that may connect, by role. Empty where the broker has no keys."""
+
+    def __init__(self) -> None:
+        self._allowed: dict[Role, dict[str, tuple[str, Allowed]]] = {"client": {}, "worker": {}}
+
+    def admits(self, role: Role, key: str) -> bool:
+        """Whether a public key may connect in a role."""
+        return key in self._allowed[role]
+
+    def client(self, key: str) -> Allowed | None:
+        """What a client with this public key may do; None without one."""
+        found = self._allowed["client"].get(key)
+        return found[1] if found is not None else None
+
+    def replace(self, role: Role, allowed: Mapping[str, Allowed]) -> set[str]:
+        """The keys of a role have changed, by the names of their holders; returns those that may
+        not connect any more."""
+        before = self._allowed[role]
+        now = {entry.public: (name, entry) for name, entry in allowed.items()}
+        self._allowed[role] = now
+        return before.keys() - now.keys()
+
+
+def revoked(role: Role, key: str) -> RequestError:
+    """The error for a connection whose key was revoked."""
+    return RequestError(
+        Code.NOT_ALLOWED,
+        f"the key {key} was revoked, so that this {role}'s connection is not served any more; ask "
+        "the operator for another key",
+    )
