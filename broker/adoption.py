@@ -101,6 +101,7 @@ class Adoption:
         count = _num_entries(frames[3])
         session = self._session(header, fields.stream_id, (body.moves, count), now)
         if session is None:
+            worker.withdraw(header.address, fields.stream_id)
             self._drop(worker, header.request)
             return
         request = Request(
@@ -179,6 +180,7 @@ class Adoption:
         del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
         if worker is not None:
+            worker.withdraw(request.session.id, request.stream_id)
             self._drop(worker, request.id)
 
     def _journal(self) -> journal.Journal:

@@ -27,6 +27,7 @@ from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
 from .tables import SessionTable, Worker
+from .withdrawn import without_withdrawn
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +142,19 @@ class Back:
             self._counters.bad_worker_messages += 1
             self._lose_unread(worker, error)
             return
+        if worker.withdrawn:
+            try:
+                frames = without_withdrawn(frames, sessions, worker.withdrawn)
+            except RequestError as error:
+                self._lose_unread(worker, error)
+                return
         known = self._sessions.by_id
         out = self._out
         for i, session in enumerate(found, 2):
             if session is None or not session.alive:
                 session = known.get(sessions[i - 2])
-            if session is not None:
-                body = frames[i]
+            body = frames[i]
+            if session is not None and body:
                 out.tokens(session, body)
                 session.tail.append(body)
         self._counters.token_bodies += len(sessions)

@@ -112,7 +112,7 @@ class Dispatcher:
         self.deadlines.add(request)
         logs.begin(request.id, request.request_id, request.trace)
         request.worker, request.dispatched = worker, request.arrived
-        worker.requests[request.id] = request
+        worker.take(request)
         self.pools.note(worker)
         self.moves.sent(request, sent)
 
@@ -483,7 +483,7 @@ class Dispatcher:
         self.moves.quarantine.on_start(request, self.now)
         request.worker = worker
         request.dispatched = self.now
-        worker.requests[request.id] = request
+        worker.take(request)
         self.pools.note(worker)
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
         if log.isEnabledFor(logging.DEBUG):

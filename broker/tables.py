@@ -174,6 +174,18 @@ class Worker:
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
     """Of a controller worker: the requests whose controllers it runs, or has a place for."""
+    withdrawn: dict[int, set[int]] = field(default_factory=dict)
+    """By session: streams that it was told to drop, and may still send entries of."""
+
+    def take(self, request: Request) -> None:
+        """A request goes to it, or is with it already."""
+        self.requests[request.id] = request
+        if self.withdrawn:
+            self.withdrawn.get(request.session.id, set()).discard(request.stream_id)
+
+    def withdraw(self, session: int, stream_id: int) -> None:
+        """It is told to drop a stream, which another worker has."""
+        self.withdrawn.setdefault(session, set()).add(stream_id)
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""

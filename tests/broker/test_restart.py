@@ -78,6 +78,8 @@ class GpuWorker(Peer):
     def __init__(self, world: World, name: str = "gpu", role: str = "gpu") -> None:
         super().__init__(world, name, Side.BACK)
         self.role = role
+        self.drops = True
+        """Whether it drops what it is told to; a busy one does so only later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)
@@ -125,7 +127,7 @@ class GpuWorker(Peer):
                 self.out.append([b"TOKEN", encode_token_header([], [header.request])])
             case b"REGISTERED":
                 answer = decode_as(Registered, frames[2])
-                for request in answer.unknown:
+                for request in answer.unknown if self.drops else []:
                     self.running.pop(request, None)
                 for request in answer.wanted:
                     self._journal(self.running[request])
@@ -531,6 +533,27 @@ def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more
             world.run(peer, client)
         world.pass_time(4.0)
         assert stale.running == {}
+        steps(world, gpu, 5)
+        assert client.tokens[call] == expected()
+        assert client.ends == {call: None}
+
+
+def test_what_a_worker_still_sends_of_a_stream_that_it_is_told_to_drop_reaches_nobody() -> None:
+    """It computes on until it has handled that; the client has attached to the other worker."""
+    for stale_first in (True, False):
+        world, gpu, client = begun()
+        [call] = client.tokens
+        stale = GpuWorker(world, "stale")
+        stale.drops = False
+        world.kill()
+        moved_away(gpu, stale)
+        world.start()
+        for peer in (stale, gpu) if stale_first else (gpu, stale):
+            world.run(peer)
+        world.pass_time(4.0)
+        assert client.tokens[call] == expected(3)
+        assert stale.running
+        steps(world, stale, 3)
         steps(world, gpu, 5)
         assert client.tokens[call] == expected()
         assert client.ends == {call: None}

@@ -1,0 +1,37 @@
+"""What a worker still sends of streams that it was told to drop, as another worker has them.
+
+Bodies of TOKEN are passed on unread, by session: a worker with a lease has no streams but its own.
+After a restart of the broker a worker may report streams that went on elsewhere. Until it has
+dropped them, what it sends for their sessions is read, and their entries are taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from ..protocol.bodies import decode_as, encode_body, encoding_of
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
+
+
+def without_withdrawn(
+    frames: Sequence[bytes], sessions: Sequence[int], withdrawn: Mapping[int, Set[int]]
+) -> list[bytes]:
+    """The frames of a worker's TOKEN, the bodies of these sessions from the third on, without the
+    entries of the streams that are ``withdrawn``. A body of which nothing is left is empty.
+
+    Raises RequestError where a body is malformed.
+    """
+    kept = list(frames)
+    for i, session in enumerate(sessions, 2):
+        if session in withdrawn:
+            kept[i] = _without(frames[i], withdrawn[session])
+    return kept
+
+
+def _without(body: bytes, streams: Set[int]) -> bytes:
+    read: TokenBody = decode_as(TokenBody, body)
+    entries = column_entries(read) if isinstance(read, TokenColumns) else read
+    own = [entry for entry in entries if entry.stream_id not in streams]
+    if len(own) == len(entries):
+        return body
+    return encode_body(own, encoding_of(body)) if own else b""
