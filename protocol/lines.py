@@ -2,7 +2,8 @@
 
 For WebSocket, line-oriented stdio and in-process use. A line has no attachments; bodies have fields
 for their contents (token ids as a list, a module as base64). ``line_frames`` and ``frames_line``
-carry messages between lines and frames without decoding their bodies.
+carry messages between lines and frames without decoding their bodies. A carrier with binary
+messages (WebSocket) has ``frames_binary`` for clients that ask for tokens in columns.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ def split_line(line: str) -> tuple[bytes, bytes]:
         raise RequestError(Code.BAD_MESSAGE, f"the line is not valid text: {error}") from None
 
 
-def line_frames(line: str) -> Frames:
+def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    What comes back has to be text, so a ``HELLO`` may only choose JSON. The module of an ``UPLOAD``
-    becomes an attachment, which may be as large as modules are. Raises RequestError.
+    What comes back has to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also
+    choose msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an
+    attachment, which may be as large as modules are. Raises RequestError.
     """
     word, body = split_line(line)
     if word == b"HELLO":
-        return [word, _text_hello(body)]
+        return [word, _hello(body, binary)]
     if word == b"UPLOAD":
         return [word, *_attached_module(body)]
     if encoding_of(body) != "json":
@@ -66,14 +68,22 @@ def frames_line(frames: Sequence[bytes]) -> str:
     return b" ".join(frames[:2]).decode()
 
 
+def frames_binary(frames: Sequence[bytes]) -> bytes:
+    """The binary message of one from the broker to a client whose encoding is msgpack: the type, a
+    space, and the bodies, which say themselves where they end."""
+    return b"%b %b" % (frames[0], b"".join(frames[1:]))
+
+
 def error_line(error: TokenbusError, line: str) -> str:
     """The ``ERROR`` that answers a line which is refused before it is sent to the broker."""
     word = line.strip().partition(" ")[0].encode("utf-8", "replace")
     return encode_line(Message(b"ERROR", error_body(error, None, word)))
 
 
-def _text_hello(body: bytes) -> bytes:
+def _hello(body: bytes, binary: bool) -> bytes:
     hello: Hello = decode_as(Hello, body, "json")
+    if binary and "columns" in hello.capabilities:
+        return body
     if "json" not in hello.encodings:
         raise RequestError(
             Code.UNSUPPORTED,

@@ -2,7 +2,8 @@
 
 A WebSocket has a connection to the broker of its own, from its first message on. So all of LMTP
 works as it does on ZeroMQ, and the session is the client's own. Without ``HELLO`` a client gets
-what LMQL's client understands (``plain_lmtp.py``).
+what LMQL's client understands (``plain_lmtp.py``). What the client sends is text; what it gets is
+binary where it has asked for tokens in columns, which are msgpack.
 
 Flow control: while a client does not read, its tunnel takes nothing from the broker, and the
 broker's bound for slow clients applies. While the broker does not read, the tunnel takes nothing
@@ -20,9 +21,11 @@ from typing import Any
 import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from ...protocol.bodies import encoding_of
 from ...protocol.errors import Code, ConnectionLostError, RequestError
+from ...protocol.frames import Frames
 from ...protocol.keys import own_key
-from ...protocol.lines import error_line, frames_line, line_frames
+from ...protocol.lines import error_line, frames_binary, frames_line, line_frames
 from ...protocol.settings import Settings
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
@@ -136,7 +139,7 @@ class Tunnel:
     async def send(self, line: str) -> None:
         """Passes a client's message on, or answers what is wrong with it."""
         try:
-            frames = line_frames(line)
+            frames = line_frames(line, binary=True)
         except RequestError as error:
             await self._websocket.send_text(error_line(error, line))
             return
@@ -171,10 +174,7 @@ class Tunnel:
                 for frames in await self._dealer.receive():
                     if frames[0] == b"WELCOME":
                         self._plain = None
-                    plain = self._plain
-                    line = frames_line(frames) if plain is None else plain.line(frames)
-                    if line is not None:
-                        await self._websocket.send_text(line)
+                    await self._pass_on(frames)
                     if self.streams:
                         self.streams.received(frames)
                         if not self.streams:
@@ -185,6 +185,16 @@ class Tunnel:
             log.exception("a WebSocket was closed, as a message for it failed")
             await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
 
+    async def _pass_on(self, frames: Frames) -> None:
+        """A message of the broker, in the form that the client takes."""
+        plain = self._plain
+        if plain is None and encoding_of(frames[1]) == "msgpack":
+            await self._websocket.send_bytes(frames_binary(frames))
+            return
+        line = frames_line(frames) if plain is None else plain.line(frames)
+        if line is not None:
+            await self._websocket.send_text(line)
+
 
 async def close(websocket: WebSocket, code: int, reason: str) -> None:
     """Closes a WebSocket, unless it is closed already."""
@@ -193,5 +203,5 @@ async def close(websocket: WebSocket, code: int, reason: str) -> None:
 
 
 def _refuse_binary() -> str:
-    what = "the message is binary; LMTP over WebSocket is text, '<TYPE> <JSON>'"
+    what = "the message is binary; what a client sends must be text, '<TYPE> <JSON>'"
     return error_line(RequestError(Code.BAD_MESSAGE, what), "")

@@ -131,7 +131,7 @@ def run_websocket(data: bytes) -> None:
     while draws.left:
         text = draws.frame().decode("utf-8", "replace")
         try:
-            frames = line_frames(text)
+            frames = line_frames(text, binary=True)
         except TokenbusError as error:
             error_line(error, text)
             continue

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import Code, RequestError
-from tokenbus.protocol.lines import error_line, frames_line, line_frames
+from tokenbus.protocol.lines import error_line, frames_binary, frames_line, line_frames
 
 
 def test_a_body_passes_as_it_is() -> None:
@@ -45,6 +45,17 @@ def test_a_hello_chooses_json_whatever_it_prefers() -> None:
     with pytest.raises(RequestError) as refused:
         line_frames('HELLO {"encodings": ["msgpack"]}')
     assert (refused.value.code, refused.value.path) == (Code.UNSUPPORTED, "$.encodings")
+
+
+def test_where_messages_may_be_binary_a_hello_with_columns_chooses_msgpack() -> None:
+    hello = 'HELLO {"encodings": ["msgpack", "json"], "capabilities": ["columns"]}'
+    _, body = line_frames(hello, binary=True)
+    assert json.loads(body)["encodings"] == ["msgpack", "json"]
+    _, body = line_frames(hello)
+    assert json.loads(body)["encodings"] == ["json"]
+    _, body = line_frames('HELLO {"encodings": ["msgpack", "json"]}', binary=True)
+    assert json.loads(body)["encodings"] == ["json"]
+    assert frames_binary([b"TOKEN", b"\x80", b"\x90"]) == b"TOKEN \x80\x90"
 
 
 def test_a_module_becomes_an_attachment() -> None:

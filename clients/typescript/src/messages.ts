@@ -10,8 +10,11 @@ export type Json =
   | readonly Json[]
   | { readonly [name: string]: Json };
 
-/** What a message has of `T`, where the fields with defaults `D` may be absent. */
-type Sent<T, D> = Omit<T, keyof D> & Partial<T>;
+/** What a message has of `T`, where the fields `D`, which have defaults, may be absent. */
+type Sent<T, D extends keyof T> = Omit<T, D> & Partial<T>;
+
+/** `T` while it is made. */
+type Made<T> = { -readonly [F in keyof T]: T[F] };
 
 export const PROTOCOL_VERSION = 1;
 
@@ -448,22 +451,32 @@ export interface Welcome {
   readonly max_body_bytes: number;
 }
 
-const WELCOME_DEFAULTS = {
-  resumed: false,
-  streams: [],
-  recovering: false,
-  server: "",
-  capabilities: [],
-  ping_s: 2.0,
-  expiry_s: 10.0,
-  max_body_bytes: 16777216,
-} satisfies Partial<Welcome>;
-
 /** `Welcome` as it was sent, with the defaults of the fields that are absent. */
-export function readWelcome(sent: Sent<Welcome, typeof WELCOME_DEFAULTS>): Welcome {
+export function readWelcome(
+  sent: Sent<
+    Welcome,
+      | "resumed"
+      | "streams"
+      | "recovering"
+      | "server"
+      | "capabilities"
+      | "ping_s"
+      | "expiry_s"
+      | "max_body_bytes"
+  >,
+): Welcome {
   return {
-    ...WELCOME_DEFAULTS,
-    ...sent,
+    version: sent.version,
+    encoding: sent.encoding,
+    session: sent.session,
+    resumed: sent.resumed ?? false,
+    streams: sent.streams ?? [],
+    recovering: sent.recovering ?? false,
+    server: sent.server ?? "",
+    capabilities: sent.capabilities ?? [],
+    ping_s: sent.ping_s ?? 2.0,
+    expiry_s: sent.expiry_s ?? 10.0,
+    max_body_bytes: sent.max_body_bytes ?? 16777216,
   };
 }
 
@@ -522,30 +535,52 @@ export interface Token {
   readonly round_us: number;
 }
 
-const TOKEN_DEFAULTS = {
-  pos: 0,
-  seq: 0,
-  parent: null,
-  backtrack: 0,
-  logs: "",
-  storage: [],
-  error: null,
-  code: null,
-  live: 0,
-  stop: null,
-  prompt_tokens: 0,
-  cached_tokens: 0,
-  constraint: null,
-  cut: [],
-  round_us: 0,
-} satisfies Partial<Token>;
-
 /** `Token` as it was sent, with the defaults of the fields that are absent. */
-export function readToken(sent: Sent<Token, typeof TOKEN_DEFAULTS>): Token {
-  return {
-    ...TOKEN_DEFAULTS,
-    ...sent,
+export function readToken(
+  sent: Sent<
+    Token,
+      | "pos"
+      | "seq"
+      | "parent"
+      | "backtrack"
+      | "logs"
+      | "storage"
+      | "error"
+      | "code"
+      | "live"
+      | "stop"
+      | "prompt_tokens"
+      | "cached_tokens"
+      | "constraint"
+      | "cut"
+      | "round_us"
+  >,
+): Token {
+  const read: Made<Token> = {
+    token: sent.token,
+    stream_id: sent.stream_id,
+    logprob: sent.logprob,
+    finish_reason: sent.finish_reason,
+    pos: sent.pos ?? 0,
+    seq: sent.seq ?? 0,
+    parent: sent.parent ?? null,
+    backtrack: sent.backtrack ?? 0,
+    logs: sent.logs ?? "",
+    storage: sent.storage ?? [],
+    error: sent.error ?? null,
+    code: sent.code ?? null,
+    live: sent.live ?? 0,
+    stop: sent.stop ?? null,
+    prompt_tokens: sent.prompt_tokens ?? 0,
+    cached_tokens: sent.cached_tokens ?? 0,
+    constraint: sent.constraint ?? null,
+    cut: sent.cut ?? [],
+    round_us: sent.round_us ?? 0,
   };
+  if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
+  if (sent.text !== undefined) read.text = sent.text;
+  if (sent.allowed !== undefined) read.allowed = sent.allowed;
+  return read;
 }
 
 /** The properties of a model. */
@@ -562,18 +597,26 @@ export interface ModelInfo {
   readonly device: string;
 }
 
-const MODEL_INFO_DEFAULTS = {
-  architecture: "",
-  parameters: 0,
-  dtype: "",
-  device: "",
-} satisfies Partial<ModelInfo>;
-
 /** `ModelInfo` as it was sent, with the defaults of the fields that are absent. */
-export function readModelInfo(sent: Sent<ModelInfo, typeof MODEL_INFO_DEFAULTS>): ModelInfo {
+export function readModelInfo(
+  sent: Sent<
+    ModelInfo,
+      | "architecture"
+      | "parameters"
+      | "dtype"
+      | "device"
+  >,
+): ModelInfo {
   return {
-    ...MODEL_INFO_DEFAULTS,
-    ...sent,
+    name: sent.name,
+    vocab_size: sent.vocab_size,
+    context_length: sent.context_length,
+    eos_token_ids: sent.eos_token_ids,
+    fingerprint: sent.fingerprint,
+    architecture: sent.architecture ?? "",
+    parameters: sent.parameters ?? 0,
+    dtype: sent.dtype ?? "",
+    device: sent.device ?? "",
   };
 }
 
@@ -585,15 +628,12 @@ export interface Histogram {
   readonly total: number;
 }
 
-const HISTOGRAM_DEFAULTS = {
-  total: 0.0,
-} satisfies Partial<Histogram>;
-
 /** `Histogram` as it was sent, with the defaults of the fields that are absent. */
-export function readHistogram(sent: Sent<Histogram, typeof HISTOGRAM_DEFAULTS>): Histogram {
+export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
   return {
-    ...HISTOGRAM_DEFAULTS,
-    ...sent,
+    bounds: sent.bounds,
+    counts: sent.counts,
+    total: sent.total ?? 0.0,
   };
 }
 
@@ -605,17 +645,13 @@ export interface Series {
   readonly histogram: Histogram | null;
 }
 
-const SERIES_DEFAULTS = {
-  value: 0.0,
-  histogram: null,
-} satisfies Partial<Series>;
-
 /** `Series` as it was sent, with the defaults of the fields that are absent. */
-export function readSeries(sent: Sent<Series, typeof SERIES_DEFAULTS>): Series {
+export function readSeries(sent: Sent<Series, "value" | "histogram">): Series {
   return {
-    ...SERIES_DEFAULTS,
-    ...sent,
-    ...(sent.histogram && { histogram: readHistogram(sent.histogram) }),
+    name: sent.name,
+    labels: sent.labels,
+    value: sent.value ?? 0.0,
+    histogram: sent.histogram == null ? null : readHistogram(sent.histogram),
   };
 }
 
@@ -637,18 +673,28 @@ export interface WorkerStatus {
   readonly metrics: readonly Series[];
 }
 
-const WORKER_STATUS_DEFAULTS = {
-  step_age_s: null,
-  load: {},
-  metrics: [],
-} satisfies Partial<WorkerStatus>;
-
 /** `WorkerStatus` as it was sent, with the defaults of the fields that are absent. */
-export function readWorkerStatus(sent: Sent<WorkerStatus, typeof WORKER_STATUS_DEFAULTS>): WorkerStatus {
+export function readWorkerStatus(
+  sent: Sent<
+    WorkerStatus,
+      | "step_age_s"
+      | "load"
+      | "metrics"
+  >,
+): WorkerStatus {
   return {
-    ...WORKER_STATUS_DEFAULTS,
-    ...sent,
-    ...(sent.metrics && { metrics: sent.metrics.map(readSeries) }),
+    name: sent.name,
+    role: sent.role,
+    pid: sent.pid,
+    host: sent.host,
+    state: sent.state,
+    models: sent.models,
+    requests: sent.requests,
+    capacity: sent.capacity,
+    heartbeat_age_s: sent.heartbeat_age_s,
+    step_age_s: sent.step_age_s ?? null,
+    load: sent.load ?? {},
+    metrics: sent.metrics == null ? [] : sent.metrics.map(readSeries),
   };
 }
 
@@ -671,20 +717,29 @@ export interface StreamStatus {
   readonly priority: number;
 }
 
-const STREAM_STATUS_DEFAULTS = {
-  client: "",
-  model: "",
-  worker: "",
-  controller: "",
-  controller_worker: "",
-  priority: 0,
-} satisfies Partial<StreamStatus>;
-
 /** `StreamStatus` as it was sent, with the defaults of the fields that are absent. */
-export function readStreamStatus(sent: Sent<StreamStatus, typeof STREAM_STATUS_DEFAULTS>): StreamStatus {
+export function readStreamStatus(
+  sent: Sent<
+    StreamStatus,
+      | "client"
+      | "model"
+      | "worker"
+      | "controller"
+      | "controller_worker"
+      | "priority"
+  >,
+): StreamStatus {
   return {
-    ...STREAM_STATUS_DEFAULTS,
-    ...sent,
+    request: sent.request,
+    type: sent.type,
+    state: sent.state,
+    age_s: sent.age_s,
+    client: sent.client ?? "",
+    model: sent.model ?? "",
+    worker: sent.worker ?? "",
+    controller: sent.controller ?? "",
+    controller_worker: sent.controller_worker ?? "",
+    priority: sent.priority ?? 0,
   };
 }
 
@@ -706,20 +761,18 @@ export interface Status {
   readonly metrics: readonly Series[];
 }
 
-const STATUS_DEFAULTS = {
-  counters: {},
-  live: [],
-  metrics: [],
-} satisfies Partial<Status>;
-
 /** `Status` as it was sent, with the defaults of the fields that are absent. */
-export function readStatus(sent: Sent<Status, typeof STATUS_DEFAULTS>): Status {
+export function readStatus(sent: Sent<Status, "counters" | "live" | "metrics">): Status {
   return {
-    ...STATUS_DEFAULTS,
-    ...sent,
+    version: sent.version,
+    uptime_s: sent.uptime_s,
+    sessions: sent.sessions,
+    streams: sent.streams,
+    queued: sent.queued,
     workers: sent.workers.map(readWorkerStatus),
-    ...(sent.live && { live: sent.live.map(readStreamStatus) }),
-    ...(sent.metrics && { metrics: sent.metrics.map(readSeries) }),
+    counters: sent.counters ?? {},
+    live: sent.live == null ? [] : sent.live.map(readStreamStatus),
+    metrics: sent.metrics == null ? [] : sent.metrics.map(readSeries),
   };
 }
 
@@ -735,16 +788,19 @@ export interface TokenizerFiles {
   readonly special_tokens: Readonly<Record<string, string>>;
 }
 
-const TOKENIZER_FILES_DEFAULTS = {
-  chat_template: "",
-  special_tokens: {},
-} satisfies Partial<TokenizerFiles>;
-
 /** `TokenizerFiles` as it was sent, with the defaults of the fields that are absent. */
-export function readTokenizerFiles(sent: Sent<TokenizerFiles, typeof TOKENIZER_FILES_DEFAULTS>): TokenizerFiles {
+export function readTokenizerFiles(
+  sent: Sent<
+    TokenizerFiles,
+      | "chat_template"
+      | "special_tokens"
+  >,
+): TokenizerFiles {
   return {
-    ...TOKENIZER_FILES_DEFAULTS,
-    ...sent,
+    fingerprint: sent.fingerprint,
+    json: sent.json,
+    chat_template: sent.chat_template ?? "",
+    special_tokens: sent.special_tokens ?? {},
   };
 }
 
@@ -761,19 +817,18 @@ export interface Msg {
   readonly result?: Json;
 }
 
-const MSG_DEFAULTS = {
-  moves: 0,
-} satisfies Partial<Msg>;
-
 /** `Msg` as it was sent, with the defaults of the fields that are absent. */
-export function readMsg(sent: Sent<Msg, typeof MSG_DEFAULTS>): Msg {
-  return {
-    ...MSG_DEFAULTS,
-    ...sent,
-    ...(sent.model_info && { model_info: readModelInfo(sent.model_info) }),
-    ...(sent.status && { status: readStatus(sent.status) }),
-    ...(sent.tokenizer && { tokenizer: readTokenizerFiles(sent.tokenizer) }),
+export function readMsg(sent: Sent<Msg, "moves">): Msg {
+  const read: Made<Msg> = {
+    stream_id: sent.stream_id,
+    moves: sent.moves ?? 0,
   };
+  if (sent.model_info !== undefined) read.model_info = readModelInfo(sent.model_info);
+  if (sent.status !== undefined) read.status = readStatus(sent.status);
+  if (sent.attached !== undefined) read.attached = sent.attached;
+  if (sent.tokenizer !== undefined) read.tokenizer = readTokenizerFiles(sent.tokenizer);
+  if (sent.result !== undefined) read.result = sent.result;
+  return read;
 }
 
 /** `SYSTEM`: why a stream waits, or that it has moved. For display. */
@@ -796,22 +851,31 @@ export interface System {
   readonly moves: number;
 }
 
-const SYSTEM_DEFAULTS = {
-  stream_id: null,
-  model: "",
-  place: null,
-  progress: null,
-  left: "",
-  worker: "",
-  pause_s: null,
-  moves: 0,
-} satisfies Partial<System>;
-
 /** `System` as it was sent, with the defaults of the fields that are absent. */
-export function readSystem(sent: Sent<System, typeof SYSTEM_DEFAULTS>): System {
+export function readSystem(
+  sent: Sent<
+    System,
+      | "stream_id"
+      | "model"
+      | "place"
+      | "progress"
+      | "left"
+      | "worker"
+      | "pause_s"
+      | "moves"
+  >,
+): System {
   return {
-    ...SYSTEM_DEFAULTS,
-    ...sent,
+    event: sent.event,
+    message: sent.message,
+    stream_id: sent.stream_id ?? null,
+    model: sent.model ?? "",
+    place: sent.place ?? null,
+    progress: sent.progress ?? null,
+    left: sent.left ?? "",
+    worker: sent.worker ?? "",
+    pause_s: sent.pause_s ?? null,
+    moves: sent.moves ?? 0,
   };
 }
 
@@ -832,18 +896,23 @@ export interface ErrorMessage {
   readonly type: string | null;
 }
 
-const ERROR_MESSAGE_DEFAULTS = {
-  stream_id: null,
-  path: null,
-  retry_after_s: null,
-  type: null,
-} satisfies Partial<ErrorMessage>;
-
 /** `ErrorMessage` as it was sent, with the defaults of the fields that are absent. */
-export function readErrorMessage(sent: Sent<ErrorMessage, typeof ERROR_MESSAGE_DEFAULTS>): ErrorMessage {
+export function readErrorMessage(
+  sent: Sent<
+    ErrorMessage,
+      | "stream_id"
+      | "path"
+      | "retry_after_s"
+      | "type"
+  >,
+): ErrorMessage {
   return {
-    ...ERROR_MESSAGE_DEFAULTS,
-    ...sent,
+    code: sent.code,
+    message: sent.message,
+    stream_id: sent.stream_id ?? null,
+    path: sent.path ?? null,
+    retry_after_s: sent.retry_after_s ?? null,
+    type: sent.type ?? null,
   };
 }
 
@@ -857,16 +926,11 @@ export interface Pong {
   readonly session: boolean;
 }
 
-const PONG_DEFAULTS = {
-  n: 0,
-  session: true,
-} satisfies Partial<Pong>;
-
 /** `Pong` as it was sent, with the defaults of the fields that are absent. */
-export function readPong(sent: Sent<Pong, typeof PONG_DEFAULTS>): Pong {
+export function readPong(sent: Sent<Pong, "n" | "session">): Pong {
   return {
-    ...PONG_DEFAULTS,
-    ...sent,
+    n: sent.n ?? 0,
+    session: sent.session ?? true,
   };
 }
 
@@ -878,16 +942,11 @@ export interface Tagged {
   readonly by: string;
 }
 
-const TAGGED_DEFAULTS = {
-  at: 0.0,
-  by: "",
-} satisfies Partial<Tagged>;
-
 /** `Tagged` as it was sent, with the defaults of the fields that are absent. */
-export function readTagged(sent: Sent<Tagged, typeof TAGGED_DEFAULTS>): Tagged {
+export function readTagged(sent: Sent<Tagged, "at" | "by">): Tagged {
   return {
-    ...TAGGED_DEFAULTS,
-    ...sent,
+    at: sent.at ?? 0.0,
+    by: sent.by ?? "",
   };
 }
 
@@ -912,22 +971,30 @@ export interface StoredModule {
   readonly tagged: Readonly<Record<string, Tagged>>;
 }
 
-const STORED_MODULE_DEFAULTS = {
-  tags: [],
-  size: 0,
-  uploaded: 0.0,
-  abi: "",
-  forks: true,
-  compiled_size: 0,
-  compile_ms: 0.0,
-  tagged: {},
-} satisfies Partial<StoredModule>;
-
 /** `StoredModule` as it was sent, with the defaults of the fields that are absent. */
-export function readStoredModule(sent: Sent<StoredModule, typeof STORED_MODULE_DEFAULTS>): StoredModule {
+export function readStoredModule(
+  sent: Sent<
+    StoredModule,
+      | "tags"
+      | "size"
+      | "uploaded"
+      | "abi"
+      | "forks"
+      | "compiled_size"
+      | "compile_ms"
+      | "tagged"
+  >,
+): StoredModule {
   return {
-    ...STORED_MODULE_DEFAULTS,
-    ...sent,
+    module: sent.module,
+    tags: sent.tags ?? [],
+    size: sent.size ?? 0,
+    uploaded: sent.uploaded ?? 0.0,
+    abi: sent.abi ?? "",
+    forks: sent.forks ?? true,
+    compiled_size: sent.compiled_size ?? 0,
+    compile_ms: sent.compile_ms ?? 0.0,
+    tagged: sent.tagged ?? {},
   };
 }
 
@@ -966,7 +1033,7 @@ export type ServerMessage = {
   [T in keyof ServerMessages]: { readonly type: T; readonly body: ServerMessages[T] };
 }[keyof ServerMessages];
 
-/** The message with this type and body, as parsed from JSON; null if the type is unknown. */
+/** The message with this type and decoded body; null if the type is unknown. */
 export function readMessage(type: string, body: unknown): ServerMessage | null {
   switch (type) {
     case "WELCOME":

@@ -109,10 +109,10 @@ export class Session {
         type: "HELLO",
         body: {
           versions: [PROTOCOL_VERSION],
-          encodings: ["json"],
+          encodings: ["msgpack", "json"],
           session: this.#token ?? undefined,
           client: "tokenbus-typescript",
-          capabilities: ["ping", "recover"],
+          capabilities: ["ping", "bodies", "columns", "recover"],
         },
       },
     ];

@@ -2,7 +2,9 @@
 
 import type { Outgoing } from "./calls.js";
 import type { TokenbusError } from "./errors.js";
+import { type TokenColumns, columnEntries } from "./columns.js";
 import { type ServerMessage, readMessage } from "./messages.js";
+import { unpackAll } from "./msgpack.js";
 
 /** Opens connections to one broker or gateway. */
 export interface Transport {
@@ -32,11 +34,23 @@ export interface Link {
   close(): void;
 }
 
-/** The message of this type and with this body in JSON; null if it is not valid or not known. */
-export function decodeMessage(type: string, body: string): ServerMessage | null {
+/**
+ * The messages of this type: a text is the body of one in JSON, bytes have the bodies of one or
+ * several in MessagePack. What is not valid, or of an unknown type, is left out.
+ */
+export function decodeMessages(type: string, bodies: string | Uint8Array): ServerMessage[] {
+  const messages: ServerMessage[] = [];
   try {
-    return readMessage(type, JSON.parse(body));
+    const found: unknown[] = typeof bodies === "string" ? [JSON.parse(bodies)] : unpackAll(bodies);
+    for (const body of found) {
+      const message =
+        type === "TOKEN" && !Array.isArray(body)
+          ? { type, body: columnEntries(body as TokenColumns) } as const
+          : readMessage(type, body);
+      if (message !== null) messages.push(message);
+    }
   } catch {
-    return null;
+    // Left out.
   }
+  return messages;
 }

@@ -1,11 +1,16 @@
-/** The protocol over a WebSocket of the gateway: one line for each message, `<TYPE> <JSON>`. */
+/**
+ * The protocol over a WebSocket of the gateway: a text is one message, `<TYPE> <JSON>`; a binary
+ * message is the type, a space, and one or several bodies in MessagePack.
+ */
 
 import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
-import { type Link, type Listener, type Transport, decodeMessage } from "./transport.js";
+import type { ServerMessage } from "./messages.js";
+import { type Link, type Listener, type Transport, decodeMessages } from "./transport.js";
 
 /** What is used of a WebSocket: a browser's, Node's own, or that of the package `ws`. */
 export interface WebSocketLike {
+  binaryType: string;
   onopen: ((event: never) => void) | null;
   onmessage: ((event: never) => void) | null;
   onerror: ((event: never) => void) | null;
@@ -26,12 +31,11 @@ class Line implements Link {
     readonly socket: WebSocketLike,
     listener: Listener,
   ) {
+    socket.binaryType = "arraybuffer";
     socket.onopen = () => listener.opened();
     socket.onmessage = ({ data }: { data: unknown }) => {
-      if (typeof data !== "string") return;
-      const space = data.indexOf(" ");
-      const message = decodeMessage(data.slice(0, space), data.slice(space + 1));
-      if (message !== null) listener.received([message]);
+      const messages = received(data);
+      if (messages.length > 0) listener.received(messages);
     };
     socket.onerror = ({ message }: { message?: unknown }) => {
       if (typeof message === "string") this.#reason = message;
@@ -54,6 +58,19 @@ class Line implements Link {
     socket.onerror = () => {};
     socket.close();
   }
+}
+
+/** The messages in what has arrived. */
+function received(data: unknown): ServerMessage[] {
+  if (typeof data === "string") {
+    const space = data.indexOf(" ");
+    return decodeMessages(data.slice(0, space), data.slice(space + 1));
+  }
+  if (!(data instanceof ArrayBuffer)) return [];
+  const bytes = new Uint8Array(data);
+  const space = bytes.indexOf(0x20);
+  const type = String.fromCharCode(...bytes.subarray(0, Math.min(Math.max(space, 0), 32)));
+  return decodeMessages(type, bytes.subarray(space + 1));
 }
 
 /**

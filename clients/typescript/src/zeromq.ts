@@ -1,10 +1,13 @@
-/** The protocol on ZeroMQ: a DEALER socket, `[TYPE][body][attachment]`, bodies as JSON. */
+/**
+ * The protocol on ZeroMQ: a DEALER socket, `[TYPE][body][attachment]`. Bodies are sent as JSON; those
+ * that arrive, one or several in a message, are JSON or MessagePack.
+ */
 
 import { Dealer } from "zeromq";
 
 import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
-import { type Link, type Listener, type Transport, decodeMessage } from "./transport.js";
+import { type Link, type Listener, type Transport, decodeMessages } from "./transport.js";
 
 /** How long a socket that is closed goes on sending, in milliseconds. */
 const LINGER_MS = 500;
@@ -60,10 +63,12 @@ class Socket implements Link {
     if (this.#closed) return;
     this.listener.opened();
     try {
-      for await (const [type, body] of this.#dealer) {
+      for await (const [type, ...bodies] of this.#dealer) {
         if (this.#closed) return;
-        const message = decodeMessage(String(type), String(body));
-        if (message !== null) this.listener.received([message]);
+        const messages = bodies.flatMap((body) =>
+          decodeMessages(String(type), (body[0] ?? 0) < 0x80 ? String(body) : body),
+        );
+        if (messages.length > 0) this.listener.received(messages);
       }
     } catch (error) {
       this.#fail(error);

@@ -8,10 +8,50 @@ import {
   RequestError,
   RequestTimeoutError,
   TokenbusError,
+  type Token,
+  type TokenStream,
 } from "../src/node.js";
-import { PROMPT, clientOf, guest, overEachTransport, proxyTo, until } from "./running.js";
+import { PROMPT, clientOf, guest, jsonClientOf, overEachTransport, proxyTo, until } from "./running.js";
 
 const LONG = { max_tokens: 150, ignore_eos: true };
+
+/** What came of a sequence: its entries without what differs from run to run. */
+interface Came {
+  readonly entries: object[];
+  /** Log-probabilities, whose last bits depend on what else is in the batch. */
+  readonly logprobs: number[];
+}
+
+/** All entries of a stream, by sequence. */
+async function entriesOf(
+  stream: TokenStream,
+  seen: (entry: Token) => void = () => {},
+): Promise<Map<number, Came>> {
+  const came = new Map<number, Came>();
+  for await (const entry of stream) {
+    seen(entry);
+    const { entries, logprobs } = came.get(entry.seq) ?? { entries: [], logprobs: [] };
+    const { logprob, top_logprobs = {} } = entry;
+    const unlike = { stream_id: 0, cached_tokens: 0, round_us: 0, live: 0 };
+    const numbers = { logprob: logprob === null, top_logprobs: Object.keys(top_logprobs) };
+    entries.push({ ...entry, ...unlike, ...numbers });
+    logprobs.push(logprob ?? NaN, ...Object.values(top_logprobs));
+    came.set(entry.seq, { entries, logprobs });
+  }
+  return came;
+}
+
+function assertSame(came: Map<number, Came>, expected: Map<number, Came>): void {
+  assert.deepEqual([...came.keys()].sort(), [...expected.keys()].sort());
+  for (const [seq, { entries, logprobs }] of came) {
+    const other = expected.get(seq);
+    assert.deepEqual(entries, other?.entries);
+    logprobs.forEach((logprob, index) => {
+      const far = Math.abs(logprob - (other?.logprobs[index] ?? NaN)) > 1e-3;
+      assert.ok(!far, `${logprob} at ${index} of ${seq}`);
+    });
+  }
+}
 
 overEachTransport((test, address) => {
   test("tokens stream, and their texts make the text", async (t) => {
@@ -213,18 +253,45 @@ overEachTransport((test, address) => {
     assert.throws(() => client.generate("x", { controller_arg: "y" }), { code: "invalid_field" });
   });
 
-  test("a stream goes on where it was when its connection is cut", async (t) => {
-    const whole = await clientOf(t, address).generate(PROMPT, LONG).tokens();
+  test("in columns a stream has the same entries as in JSON", async (t) => {
+    const client = clientOf(t, address);
+    const json = jsonClientOf(t, address);
+    const { module } = await client.upload(await guest("forks"));
+    const ids = [5, 6, 7];
+    const sampled = { temperature: 1.2, seed: 11, n: 3 } as const;
+    const requests = [
+      [ids, {}],
+      [ids, sampled],
+      [ids, { ...sampled, top_logprobs: 2 }],
+      [PROMPT, sampled],
+      [PROMPT, { controller: "regex", controller_arg: "[a-z]{20}", inspect: true }],
+      [PROMPT, { controller: module, text: false }],
+    ] as const;
+    // All at once, so that a step has tokens of many streams, in columns and as entries.
+    const read = (one: Pick<typeof client, "generate">) =>
+      Promise.all(
+        requests.map(([prompt, options]) =>
+          entriesOf(one.generate(prompt, { max_tokens: 24, ignore_eos: true, ...options })),
+        ),
+      );
+    const [columns, entries] = [await read(client), await read(json)];
+    columns.forEach((one, index) => assertSame(one, entries[index] ?? new Map()));
+    assert.ok(columns.every((one) => (one.get(0)?.entries.length ?? 0) >= 3));
+  });
+
+  test("streams go on where they were when their connection is cut", async (t) => {
+    const json = jsonClientOf(t, address);
+    const whole = await entriesOf(json.generate(PROMPT, LONG));
+    const wholeOfIds = await entriesOf(json.generate([5, 6, 7], LONG));
     const proxy = await proxyTo(t, address);
     const client = clientOf(t, proxy.address);
     await client.buffer("kept", "import ");
-    const stream = client.generate(PROMPT, LONG);
-    const tokens = [];
-    for await (const { token, pos } of stream) {
-      tokens.push(token);
+    const inColumns = entriesOf(client.generate([5, 6, 7], LONG));
+    const entries = await entriesOf(client.generate(PROMPT, LONG), ({ pos }) => {
       if (pos === 5) assert.equal(proxy.cut(), 1);
-    }
-    assert.deepEqual(tokens, whole);
+    });
+    assertSame(entries, whole);
+    assertSame(await inColumns, wholeOfIds);
     assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
   });
 

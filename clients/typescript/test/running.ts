@@ -5,7 +5,12 @@ import { readFile } from "node:fs/promises";
 import { type AddressInfo, type Socket, connect, createServer } from "node:net";
 import { type TestContext, describe, test } from "node:test";
 
+import WebSocket from "ws";
+
+import { BaseClient } from "../src/client.js";
 import { Client, type Status } from "../src/node.js";
+import { webSocket } from "../src/websocket.js";
+import { zeroMq } from "../src/zeromq.js";
 
 /** The address for each transport; without one, its tests are skipped. */
 const ADDRESSES = {
@@ -31,6 +36,34 @@ export function overEachTransport(define: (run: typeof test, address: string) =>
 /** A client that is closed with the test. */
 export function clientOf(t: TestContext, address: string, patience_s = 100): Client {
   const client = new Client(address, { patience_s });
+  t.after(() => client.close());
+  return client;
+}
+
+/** A client that gets each entry in JSON, as one without columns does. It is closed with the test. */
+export function jsonClientOf(t: TestContext, address: string): BaseClient {
+  const transport = address.startsWith("ws")
+    ? webSocket(address, (url) => new WebSocket(url, { perMessageDeflate: false }))
+    : zeroMq(address);
+  const json = { encodings: ["json"], capabilities: ["ping", "recover"] };
+  const client = new BaseClient(
+    {
+      address,
+      open: (listener) => {
+        const link = transport.open(listener);
+        return {
+          send: (message) =>
+            link.send(
+              message.type === "HELLO"
+                ? { ...message, body: { ...message.body, ...json } }
+                : message,
+            ),
+          close: () => link.close(),
+        };
+      },
+    },
+    { patience_s: 100 },
+  );
   t.after(() => client.close());
   return client;
 }

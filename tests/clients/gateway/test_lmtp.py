@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenbus.clients import Client
+from tokenbus.protocol.columns import TokenColumns, column_entries
+from tokenbus.protocol.messages import Token
 from tokenbus.workers.gpu import embedded
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
@@ -112,6 +115,58 @@ def test_after_hello_messages_are_the_protocol_s_own(socket: ClientConnection) -
     send(socket, "GENERATE", stream_id=3, prompt=[1], max_tokens=0)
     kind, error = receive(socket)
     assert (kind, error["path"]) == ("ERROR", "$.max_tokens")
+
+
+def test_a_client_that_asks_for_columns_gets_them_in_binary_messages(
+    gateway: Gateway, socket: ClientConnection
+) -> None:
+    send(socket, "HELLO", encodings=["msgpack", "json"], capabilities=["columns"])
+    kind, welcome = receive_binary(socket)
+    assert (kind, welcome["encoding"]) == ("WELCOME", "msgpack")
+    assert "columns" in welcome["capabilities"]
+    request: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    send(socket, "GENERATE", stream_id=1, prompt=[263, 305], **request)
+    bodies = list(token_bodies(socket))
+    assert any(isinstance(body, dict) and body.get("s") for body in bodies)
+    columns = [entry for body in bodies for entry in entries_of(body)]
+    with connect(gateway.ws_url) as other:
+        send(other, "GENERATE", stream_id=1, prompt=[263, 305], **request)
+        entries: list[Any] = []
+        while not (entries and entries[-1]["finish_reason"]):
+            entries += receive(other)[1]
+    assert [entry.token for entry in columns] == [entry["token"] for entry in entries]
+    logprobs = [entry["logprob"] for entry in entries]
+    assert [entry.logprob for entry in columns] == pytest.approx(logprobs, abs=1e-3)
+    send(socket, "GENERATE", stream_id=2, prompt=[1], max_tokens=0)
+    kind, error = receive_binary(socket)
+    assert (kind, error["path"]) == ("ERROR", "$.max_tokens")
+    socket.send(b"PING {}")
+    assert receive(socket)[0] == "ERROR"  # Of the gateway itself, which speaks in text.
+    send(socket, "PING", n=3)
+    assert receive_binary(socket) == ("PONG", {"n": 3})
+
+
+def receive_binary(socket: ClientConnection) -> tuple[str, Any]:
+    """The type and the body of a binary message."""
+    message = socket.recv(WAIT_S)
+    assert isinstance(message, bytes)
+    kind, _, body = message.partition(b" ")
+    return kind.decode(), msgspec.msgpack.decode(body, strict=False)
+
+
+def token_bodies(socket: ClientConnection) -> Iterator[Any]:
+    """The bodies of the only stream, to its end."""
+    while True:
+        kind, body = receive_binary(socket)
+        assert kind == "TOKEN"
+        yield body
+        if any(entry.finish_reason for entry in entries_of(body)):
+            return
+
+
+def entries_of(body: Any) -> list[Token]:
+    tokens: Any = msgspec.convert(body, TokenColumns if isinstance(body, dict) else list[Token])
+    return column_entries(tokens) if isinstance(tokens, TokenColumns) else tokens
 
 
 def test_a_binary_message_is_refused_and_the_next_one_is_served(socket: ClientConnection) -> None:
