@@ -10,18 +10,28 @@ PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install demo test test-quick test-long fuzz chaos lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-long fuzz chaos lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
 
 # torch goes first and alone: it is most of the download, and what follows then finds it there.
 # The guest that runs grammars is compiled with the package.
+define with_extra
+test -x $(PY) || $(PYTHON) -m venv $(VENV)
+$(PY) -m pip install --quiet $(TORCH)
+$(PY) -m pip install --quiet --editable '.[$(1)]'
+endef
+
 $(INSTALLED): pyproject.toml setup.py $(GUEST)
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet $(TORCH)
-	$(PY) -m pip install --quiet --editable '.[dev]'
+	$(call with_extra,dev)
 	touch $@
+
+# What Containerfile makes of a bare Python: no tools for tests, and modules that are compiled, as the
+# image's user can write to none of their folders.
+image:
+	$(call with_extra,all)
+	$(PY) -m compileall -q $(PACKAGES)
 
 demo: install
 	@$(PY) -m tokenbus.clients.demo

@@ -1,0 +1,237 @@
+"""The manifests are valid for Kubernetes, and say what the programs understand."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml  # type: ignore[import-untyped]
+from tokenbus.clients.gateway.metrics import FAMILIES, PREFIX
+from tokenbus.clients.gateway.server import READY_SEEN_S
+from tokenbus.protocol.settings import Settings, resolve
+
+from .manifests import (
+    COMPONENT,
+    FOLDER,
+    OVERLAYS,
+    Object,
+    containers,
+    environment,
+    of_kind,
+    pods,
+    rendered,
+)
+
+pytestmark = pytest.mark.process
+
+KUBERNETES = "1.37"
+KILL_MARGIN_S = 10
+"""How long after ``drain_s`` a process has to end, as under supervisord."""
+MADE_BY_HAND = {
+    "secretName": {
+        "tokenbus-broker-key",
+        "tokenbus-worker-key",
+        "tokenbus-client-key",
+        "tokenbus-api-keys",
+    },
+    "configMap": {"tokenbus-clients", "tokenbus-workers"},
+    "claimName": {"tokenbus-models"},
+}
+"""What is no part of the manifests: secrets.sh makes the first two (its test has their names)."""
+
+
+def settings_of(overlay: str, container: Object) -> Settings:
+    """The settings in force in a container; raises SettingError where one is not valid."""
+    return resolve({}, environment(overlay, container), {}, "")
+
+
+def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_object_is_valid_for_kubernetes(overlay: str) -> None:
+    for found in rendered(overlay):
+        kubernetes_validate.validate(found, KUBERNETES, strict=True)
+
+
+def test_an_unknown_field_is_not_valid() -> None:
+    """So that the test above tests something."""
+    found = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "x", "colour": "red"}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(found, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS])
+def test_every_file_is_named_by_its_kustomization(folder: str) -> None:
+    kustomization = yaml.safe_load((FOLDER / folder / "kustomization.yaml").read_text())
+    patches = [patch["path"] for patch in kustomization.get("patches", ())]
+    files = {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
+    assert files <= {*kustomization["resources"], *patches}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_container_runs_a_program_of_ours_with_valid_settings(overlay: str) -> None:
+    for _, container in containers(overlay):
+        python, flag, module, *arguments = container["command"]
+        assert (python, flag) == ("python", "-m")
+        assert find_spec(f"{module}.__main__") is not None
+        assert arguments in ([], ["--standby"])
+        settings = settings_of(overlay, container)
+        assert settings.health_file or module == "tokenbus.clients.gateway"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_variable_of_a_service_is_taken_for_a_setting(overlay: str) -> None:
+    """Kubernetes would set TOKENBUS_BROKER_PORT in every pod, and an unknown setting is refused."""
+    assert all(pod["spec"]["enableServiceLinks"] is False for pod in pods(overlay).values())
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_has_the_time_that_its_processes_need_to_drain(overlay: str) -> None:
+    for spec, container in containers(overlay):
+        needed = settings_of(overlay, container).drain_s + KILL_MARGIN_S
+        before = container.get("lifecycle", {}).get("preStop", {})
+        if "sleep" in before:
+            needed += before["sleep"]["seconds"] + READY_SEEN_S
+        assert spec["terminationGracePeriodSeconds"] >= needed, container["name"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_liveness_waits_for_longer_than_a_lease(overlay: str) -> None:
+    """A process that only waits for CPU time or for a broker is not restarted."""
+    for _, container in containers(overlay):
+        probe = container["livenessProbe"]
+        waits_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert waits_s >= 4 * settings_of(overlay, container).expiry_s
+        assert container["startupProbe"]["failureThreshold"] * 2 >= 120
+        assert "readinessProbe" in container
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_keep_to_the_restricted_security_standard(overlay: str) -> None:
+    for pod in pods(overlay).values():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not spec["automountServiceAccountToken"]
+        for container in (*spec["initContainers"], *spec["containers"]):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def references(value: Any, key: str) -> list[str]:
+    """All values of ``key`` within an object."""
+    if isinstance(value, list):
+        return [name for item in value for name in references(item, key)]
+    if not isinstance(value, dict):
+        return []
+    found = [value[key]] if isinstance(value.get(key), str) else []
+    return [*found, *(name for item in value.values() for name in references(item, key))]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
+    names = {(found["kind"], found["metadata"]["name"]) for found in rendered(overlay)}
+    for pod in pods(overlay).values():
+        spec = pod["spec"]
+        for name in references(spec, "secretName"):
+            assert name in MADE_BY_HAND["secretName"]
+        for name in references(spec, "claimName"):
+            there = ("PersistentVolumeClaim", name) in names
+            assert there or name in MADE_BY_HAND["claimName"]
+        for volume in spec["volumes"]:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in MADE_BY_HAND["configMap"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_mount_has_its_volume(overlay: str) -> None:
+    for found in of_kind(overlay, "Deployment", "StatefulSet"):
+        spec = found["spec"]["template"]["spec"]
+        claims = found["spec"].get("volumeClaimTemplates", ())
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        volumes |= {claim["metadata"]["name"] for claim in claims}
+        mounted = {
+            mount["name"]
+            for container in (*spec["initContainers"], *spec["containers"])
+            for mount in container["volumeMounts"]
+        }
+        assert mounted == volumes
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_services_budgets_and_policies_select_the_pods_that_they_are_for(overlay: str) -> None:
+    templates = pods(overlay)
+    for found in of_kind(overlay, "Service", "PodDisruptionBudget", "NetworkPolicy"):
+        spec, component = found["spec"], found["metadata"]["labels"].get(COMPONENT)
+        selector = spec.get("podSelector", spec.get("selector"))
+        if found["kind"] != "Service":
+            if component is None:  # That of all workers.
+                (expression,) = selector["matchExpressions"]
+                assert set(expression["values"]) == set(templates) - {"broker", "gateway"}
+                continue
+            selector = selector["matchLabels"]
+        chosen = [
+            name
+            for name, pod in templates.items()
+            if labels_match(selector, pod["metadata"]["labels"])
+        ]
+        assert chosen == [component]
+        ports = {
+            port["name"]
+            for container in templates[component]["spec"]["containers"]
+            for port in container.get("ports", ())
+        }
+        targets = [port["targetPort"] for port in spec.get("ports", ())]
+        targets += [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
+        assert set(targets) <= ports
+    budgets = {b["metadata"]["labels"][COMPONENT] for b in of_kind(overlay, "PodDisruptionBudget")}
+    assert budgets == set(templates)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_clients_and_workers_connect_to_the_ports_of_the_broker(overlay: str) -> None:
+    (service,) = [s for s in of_kind(overlay, "Service") if s["metadata"]["name"] == BROKER]
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    for _, container in containers(overlay):
+        settings = settings_of(overlay, container)
+        host = "0.0.0.0" if container["name"] == "broker" else BROKER
+        assert settings.front == f"tcp://{host}:{ports['front']}"
+        assert settings.back == f"tcp://{host}:{ports['back']}"
+
+
+BROKER = "tokenbus-broker"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_autoscalers_have_targets_and_metrics(overlay: str) -> None:
+    deployments = {found["metadata"]["name"]: found for found in of_kind(overlay, "Deployment")}
+    scaled = set()
+    adapter = yaml.safe_load((FOLDER / "prometheus" / "adapter.yaml").read_text())
+    offered = {rule["name"]["as"] for rule in adapter["externalRules"]}
+    used = set()
+    for found in of_kind(overlay, "HorizontalPodAutoscaler"):
+        target = found["spec"]["scaleTargetRef"]["name"]
+        scaled.add(target)
+        # Else each 'kubectl apply' would undo what the autoscaler has done.
+        assert "replicas" not in deployments[target]["spec"]
+        for metric in found["spec"]["metrics"]:
+            if metric["type"] == "External":
+                used.add(metric["external"]["metric"]["name"])
+    assert scaled == set(deployments)
+    assert used == offered
+
+
+def test_the_metrics_of_prometheus_are_those_of_the_gateways() -> None:
+    adapter = yaml.safe_load((FOLDER / "prometheus" / "adapter.yaml").read_text())
+    text = str(adapter)
+    names = re.findall(rf"{PREFIX}(\w+)", text)
+    assert names
+    assert set(names) <= set(FAMILIES)
