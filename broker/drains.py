@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from ..protocol.errors import Code, RequestError
+from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import DrainWorker, Msg
 from ..protocol.worker_messages import Drain, Handover
 from .dispatch import Dispatcher
 from .moves import REPEATABLE, STREAMS
 from .outgoing import Outgoings
-from .tables import Session, Worker, WorkerState
+from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
 
 log = logging.getLogger(__name__)
+
+MOST_ASKED = 64
+"""Requests that wait for the end of one worker."""
 
 
 class Drains:
@@ -22,13 +25,15 @@ class Drains:
         self._dispatcher = dispatcher
         self._out = out
         self._draining: dict[int, Worker] = {}
-        self._asked: dict[int, list[tuple[Session, int, int]]] = {}
-        """By worker: who waits for its end, with the stream_id, and how many requests it had."""
+        self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
+        """By worker, and by session and stream_id: who waits for its end, and how many requests it
+        had."""
 
     def ask(self, session: Session, message: DrainWorker) -> None:
         """A client asks for a worker to be drained; it is answered when the worker has left.
 
-        Raises RequestError where no such worker is there.
+        Raises RequestError where no such worker is there, UnavailableError where too many wait for
+        the end of this one.
         """
         workers = self._dispatcher.workers.values()
         worker = next((w for w in workers if w.name == message.worker), None)
@@ -40,7 +45,18 @@ class Drains:
                 path="$.worker",
             )
         requests = len(worker.requests) + len(worker.steers)
-        self._asked.setdefault(worker.id, []).append((session, message.stream_id, requests))
+        asked = self._asked.setdefault(worker.id, {})
+        for key, (other, _) in list(asked.items()):
+            if not other.alive:
+                del asked[key]
+        if len(asked) >= MOST_ASKED:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"{len(asked)} requests wait for the end of the worker {worker.name} already, and "
+                f"{MOST_ASKED} may; it is draining",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        asked[session.id, message.stream_id] = session, requests
         self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
 
     def begin(self, worker: Worker) -> None:
@@ -76,6 +92,6 @@ class Drains:
     def on_lost(self, worker: Worker) -> None:
         """A worker has left, or is lost: who asked for it is answered."""
         self._draining.pop(worker.id, None)
-        for session, stream_id, requests in self._asked.pop(worker.id, ()):
+        for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():
             result = {"worker": worker.name, "requests": requests}
             self._out.to_session(session, b"MSG", Msg(stream_id=stream_id, result=result))

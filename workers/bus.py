@@ -158,12 +158,15 @@ class Bus:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step, so that heartbeats report for how long it has been running."""
-        self._step_started = time.monotonic()
+        """Around a step, or whatever else may hang, so that heartbeats report for how long it has
+        been running. Within another one, it is a part of that."""
+        outer = self._step_started
+        if outer is None:
+            self._step_started = time.monotonic()
         try:
             yield
         finally:
-            self._step_started = None
+            self._step_started = outer
 
     def changed(self) -> None:
         """Registers again, as what the worker registered with has changed."""

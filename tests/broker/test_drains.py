@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenbus.broker.drains import MOST_ASKED
 from tokenbus.protocol.header import Flag, Header
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.worker_messages import Drain, Unregister
@@ -106,6 +107,21 @@ def test_a_client_that_drains_a_worker_is_answered_when_it_has_left(bench: Bench
     [(kind, answer)] = bench.to_client("operator")
     assert (kind, answer["stream_id"]) == ("MSG", 5)
     assert answer["result"] == {"worker": "a", "requests": 1}
+
+
+def test_so_many_wait_for_the_end_of_a_worker_and_none_whose_session_has_ended(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    for stream in range(MOST_ASKED):
+        assert bench.client("impatient", "DRAIN", {"stream_id": stream, "worker": "a"}) == []
+    [(_, error)] = bench.client("c", "DRAIN", {"stream_id": 1, "worker": "a"})
+    assert error["code"] == "queue_full"
+    bench.client("impatient", "BYE")
+    assert bench.client("c", "DRAIN", {"stream_id": 1, "worker": "a"}) == []
+    bench.send("a", "UNREGISTER", Unregister())
+    assert bench.to_client("impatient") == []
+    assert [kind for kind, _ in bench.to_client("c")] == ["MSG"]
 
 
 def test_who_may_drain_what(bench: Bench) -> None:

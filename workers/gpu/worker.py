@@ -136,7 +136,9 @@ class GpuWorker:
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
-                self._on_message(message)
+                # A prompt may hang its tokenizer.
+                with self._bus.stepping():
+                    self._on_message(message)
             except Exception as error:
                 self._message_failed(message, error)
         self._bus.flush()
@@ -145,7 +147,8 @@ class GpuWorker:
         while not self._models.events.empty():
             event = self._models.events.get()
             try:
-                self._failed = self._arrivals.on_load_event(event) or self._failed
+                with self._bus.stepping():
+                    self._failed = self._arrivals.on_load_event(event) or self._failed
             except Exception as error:
                 self._arrivals.fail_model(event.model, error)
             self._bus.flush()

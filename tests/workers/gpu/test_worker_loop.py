@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,27 @@ def embedded() -> LoadedModel:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+def test_a_message_that_hangs_counts_as_a_step_that_does(
+    embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path, embedded)
+    bus = loop.worker._bus
+    ages = []
+    handle = loop.worker._on_message
+
+    def note(message: FromBus) -> None:
+        ages.append(bus._beat(time.monotonic()).step_age_s)
+        handle(message)
+        ages.append(bus._beat(time.monotonic()).step_age_s)
+
+    monkeypatch.setattr(loop.worker, "_on_message", note)
+    loop.generate(1)
+    loop.turn()
+    assert len(ages) == 2
+    assert None not in ages
+    assert bus._beat(time.monotonic()).step_age_s is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
