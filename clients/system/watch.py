@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from socket import create_connection, gethostname
 
 from ...protocol.endpoints import host_and_port
 from ...protocol.errors import TokenbusError
-from ...protocol.messages import Status
+from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .. import Client
 from .supervisor import Control, ProcessState
@@ -112,6 +113,8 @@ class Watcher:
         here = gethostname()
         worker = next((w for w in workers if w.pid == process.pid and w.host == here), None)
         if worker is None:
+            if process.state == "RUNNING" and _stands_by(process, workers, here):
+                return Shown(process, True, "stands by")
             return Shown(process, False, "starting")
         if worker.state != "ready":
             return Shown(process, False, worker.state)
@@ -125,6 +128,12 @@ class Watcher:
         part = LOADING.search(self._run_dir.last_line(process.name))
         progress = int(part[1]) / 100 if part else 0.0
         return Shown(process, False, "loading the model", progress)
+
+
+def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
+    """Whether a process is a state worker beside another one, which has the variables."""
+    has_them = any(w.role == "state" and w.host == host for w in workers)
+    return process.group == "state-worker" and has_them
 
 
 def load_line(status: Status | None) -> str:
