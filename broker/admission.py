@@ -20,6 +20,7 @@ from ..protocol.messages import (
 )
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .quotas import Quotas
 from .settings import BrokerSettings
 from .status import Counters
 from .tables import Request, Session, SessionTable
@@ -70,6 +71,7 @@ class Admission:
         buffers: Buffers,
         ids: Iterator[int],
         counters: Counters,
+        quotas: Quotas,
     ) -> None:
         self._settings = settings
         self._sessions = sessions
@@ -77,6 +79,7 @@ class Admission:
         self._buffers = buffers
         self._ids = ids
         self._counters = counters
+        self._quotas = quotas
         self._closed: TokenbusError | None = None
         self._leaving: TokenbusError | None = None
 
@@ -96,7 +99,7 @@ class Admission:
                 raise too_large
         controller = (fields.controller or "") if message_type == b"GENERATE" else ""
         role = ROLES[message_type]
-        tenant = [session.tenant] if role == "controller" else []
+        tenant = [self._quotas.tenant(session.key).encode()] if role == "controller" else []
         request = Request(
             id=next(self._ids),
             session=session,
@@ -114,6 +117,7 @@ class Admission:
             request_id=fields.request_id,
         )
         self._check_streams(request, now)
+        self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
         self._counters.requests += 1

@@ -23,6 +23,7 @@ from .buffers import Buffers
 from .dispatch import Dispatcher
 from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
+from .quotas import Quotas
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
@@ -58,6 +59,7 @@ class Back:
         ids: Iterator[int],
         counters: Counters,
         drains: Drains,
+        quotas: Quotas,
     ) -> None:
         self._settings = settings
         self._attaches = attaches
@@ -69,6 +71,7 @@ class Back:
         self._ids = ids
         self._counters = counters
         self._drains = drains
+        self._quotas = quotas
         self._by_peer: dict[bytes, Worker] = {}
         self._by_name: dict[str, Worker] = {}
         self._leases = Sweep(self._by_peer, LEASES_AT_ONCE)
@@ -318,6 +321,8 @@ class Back:
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
             worker.load, worker.metrics = beat.load, beat.metrics
+            if beat.sandbox_ms:
+                self._quotas.on_sandbox(worker, beat.sandbox_ms, self._dispatcher.now)
             if self._dispatcher.is_hung(worker):
                 if worker.requests:
                     self._lose(worker, f"its step has run for {beat.step_age_s:.0f} s", died=True)

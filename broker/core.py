@@ -21,6 +21,7 @@ from .front import Front
 from .keyring import Keyring, revoked
 from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
+from .quotas import Quotas
 from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters
@@ -61,7 +62,8 @@ class Broker:
         buffers = Buffers(settings)
         attaches = Attaches(dispatcher, self._out)
         self._adoption = adoption = Adoption(settings, table, dispatcher, attaches, self._out, now)
-        self._admission = Admission(settings, table, dispatcher, buffers, ids, counters)
+        self._quotas = quotas = Quotas(keyring, table)
+        self._admission = Admission(settings, table, dispatcher, buffers, ids, counters, quotas)
         self._sessions = Sessions(settings, table, dispatcher, buffers, adoption, self._out)
         drains = Drains(dispatcher, self._out)
         self._front = Front(
@@ -90,6 +92,7 @@ class Broker:
             ids,
             counters,
             drains,
+            quotas,
         )
         self._settings = settings
         self._places_at = self._ticked_at = now
@@ -120,13 +123,21 @@ class Broker:
 
     def on_workers(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
         """Several messages of workers, each packed as it is on a socket."""
+        return self._on_workers(messages, self._back.on_tokens, now)
+
+    def _on_workers(
+        self,
+        messages: Iterable[Message],
+        on_tokens: Callable[[bytes, list[bytes], float], None],
+        now: float,
+    ) -> list[Outgoing]:
         self._at(now)
         back = self._back
         for peer, received in messages:
             try:
                 frames = unpack(received)
                 if frames[0] == b"TOKEN":
-                    back.on_tokens(peer, frames, now)
+                    on_tokens(peer, frames, now)
                 else:
                     back.on_frames(peer, frames, now)
             except RequestError as error:
@@ -155,7 +166,13 @@ class Broker:
                 served.append((peer, frames))
             else:
                 self._guarded(self._back.revoke, peer, revoked("worker", key), now)
-        return self.on_workers(served, now)
+        counted = self._quotas.counts_tokens
+        on_tokens = self._on_counted_tokens if counted else self._back.on_tokens
+        return self._on_workers(served, on_tokens, now)
+
+    def _on_counted_tokens(self, peer: bytes, frames: list[bytes], now: float) -> None:
+        self._back.on_tokens(peer, frames, now)
+        self._quotas.on_tokens(frames, now)
 
     def on_keys(
         self, clients: Mapping[str, Allowed], workers: Mapping[str, Allowed], now: float

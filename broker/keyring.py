@@ -12,6 +12,8 @@ class Keyring:
     """The public keys that may connect, by role. Empty where the broker has no keys."""
 
     def __init__(self) -> None:
+        self.counts_tokens = False
+        """Whether any client has a quota of tokens."""
         self._allowed: dict[Role, dict[str, tuple[str, Allowed]]] = {"client": {}, "worker": {}}
 
     def admits(self, role: Role, key: str) -> bool:
@@ -29,6 +31,8 @@ class Keyring:
         before = self._allowed[role]
         now = {entry.public: (name, entry) for name, entry in allowed.items()}
         self._allowed[role] = now
+        if role == "client":
+            self.counts_tokens = any(a.tokens_per_minute is not None for _, a in now.values())
         return before.keys() - now.keys()
 
 

@@ -105,6 +105,8 @@ class SessionTable:
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
+        self._by_key: dict[str, dict[int, Session]] = {}
+        """Those of clients with a key."""
         self.unread = UnreadAnswers()
 
     def __len__(self) -> int:
@@ -117,6 +119,7 @@ class SessionTable:
     def add(self, session: Session) -> None:
         """Adds a new session, with the connection that it has."""
         self.by_id[session.id] = session
+        self._add_key(session)
         if session.token:
             self.by_token[session.token] = session
         if session.peer is not None:
@@ -127,12 +130,30 @@ class SessionTable:
         session.alive = False
         self.by_id.pop(session.id, None)
         self.by_token.pop(session.token, None)
+        self._remove_key(session)
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
         """The client of a session of an earlier run has come back."""
+        self._remove_key(session)
         session.token, session.key = token, key
+        self._add_key(session)
         self.by_token[token] = session
+
+    def of_key(self, key: str) -> list[Session]:
+        """The sessions of the clients with a key."""
+        return list(self._by_key.get(key, {}).values())
+
+    def _add_key(self, session: Session) -> None:
+        if session.key:
+            self._by_key.setdefault(session.key, {})[session.id] = session
+
+    def _remove_key(self, session: Session) -> None:
+        same = self._by_key.get(session.key)
+        if same is not None:
+            same.pop(session.id, None)
+            if not same:
+                del self._by_key[session.key]
 
     def attach(self, session: Session, peer: bytes) -> None:
         """Gives a session the connection ``peer`` in place of the one it had, if any."""

@@ -118,6 +118,9 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Gauges for the operator: running, waiting, pages, tokens per second."""
     metrics: list[Series] = []
     """Counters and histograms since the worker started, for ``STATUS`` to show."""
+    sandbox_ms: dict[str, int] = {}
+    """Of a controller worker: CPU time of controllers since it started, by the key of the client;
+    none of clients without a key."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):

@@ -62,6 +62,7 @@ class Bus:
     must not wait for another thread. Where it raises, it gets the same messages again one by one,
     so that only the one at fault is dropped. ``health`` is kept up to date with each heartbeat.
     so that only the one at fault is dropped. ``key``: the worker's, where the broker has keys.
+    ``sandbox_ms``: the CPU time of controllers for the heartbeat.
     Raises AddressError.
     """
 
@@ -74,6 +75,7 @@ class Bus:
         metrics: Callable[[], list[Series]] = list,
         health: HealthFile | None = None,
         key: OwnKey | None = None,
+        sandbox_ms: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
         """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
@@ -89,6 +91,7 @@ class Bus:
         self._step_started: float | None = None
         self._load = load
         self._metrics = metrics
+        self._sandbox_ms = sandbox_ms
         self._health = health
         self._serves = False
         """Whether it can be given requests: a GPU worker has a model, or loads any on demand."""
@@ -230,6 +233,7 @@ class Bus:
             step_age_s=step_age_s,
             load=load,
             metrics=self._metrics(),
+            sandbox_ms=self._sandbox_ms(),
         )
 
 

@@ -61,7 +61,7 @@ class FirstRounds:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
             program = self._programs.get(tenant, start.controller)
-            group.meter = self._meters.of(start.controller)
+            group.meter = self._meters.of(start.controller, tenant)
             if not start.replay:
                 with group.meter.measured():
                     return group.begin(program, vocabulary, start.prompt, start.n)

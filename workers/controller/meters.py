@@ -59,7 +59,9 @@ class Meters:
     """The meters of a worker."""
 
     def __init__(self) -> None:
-        self._meters: dict[str, Meter] = {}
+        self._meters: dict[tuple[str, str], Meter] = {}
+        """By controller and tenant."""
+        self._names: set[str] = set()
         self._errors = Tally("errors", "code")
         self._lock = threading.Lock()
 
@@ -68,19 +70,35 @@ class Meters:
         with self._lock:
             self._errors.add(code)
 
-    def of(self, controller: str) -> Meter:
-        """That of one controller."""
-        meter = self._meters.get(controller)
+    def of(self, controller: str, tenant: str = "") -> Meter:
+        """That of one controller, for the clients of one tenant."""
+        meter = self._meters.get((controller, tenant))
         if meter is None:
-            name = controller if len(self._meters) < MOST_CONTROLLERS else OTHER
-            meter = self._meters.setdefault(name, Meter())
+            with self._lock:
+                if len(self._names) < MOST_CONTROLLERS:
+                    self._names.add(controller)
+                name = controller if controller in self._names else OTHER
+            meter = self._meters.setdefault((name, tenant), Meter())
         return meter
+
+    def cpu_ms(self) -> dict[str, int]:
+        """The CPU time of each tenant that has a key, in milliseconds; safe on another thread."""
+        total: dict[str, float] = {}
+        for (_, tenant), meter in list(self._meters.items()):
+            if tenant:
+                total[tenant] = total.get(tenant, 0.0) + meter.cpu_s
+        return {tenant: int(1000 * cpu_s) for tenant, cpu_s in total.items()}
 
     def series(self) -> list[Series]:
         """All of it; safe on another thread."""
         found = self._errors.series()
-        for name, meter in list(self._meters.items()):
+        rounds: dict[str, int] = {}
+        cpu_s: dict[str, float] = {}
+        for (name, _), meter in list(self._meters.items()):
+            rounds[name] = rounds.get(name, 0) + meter.rounds
+            cpu_s[name] = cpu_s.get(name, 0.0) + meter.cpu_s
+        for name, number in rounds.items():
             labels = {"module": name}
-            found.append(Series("controller_rounds", labels, meter.rounds))
-            found.append(Series("controller_cpu_seconds", labels, meter.cpu_s))
+            found.append(Series("controller_rounds", labels, number))
+            found.append(Series("controller_cpu_seconds", labels, cpu_s[name]))
         return found

@@ -31,6 +31,7 @@ from ...protocol.messages import (
 )
 from ...protocol.metrics import Series
 from ...protocol.settings import Settings
+from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     ANY_MODULE,
     End,
@@ -116,6 +117,7 @@ class ControllerWorker:
         """Separate threads for START: it may take a second, and more where a grammar has to be
         compiled, and no round waits behind it."""
         self._store_calls = ThreadPoolExecutor(2, "store")
+        self._meters = Meters()
         self._bus = Bus(
             settings.back_endpoint,
             self._registration,
@@ -124,8 +126,8 @@ class ControllerWorker:
             self._series,
             HealthFile(settings),
             own_key(settings, "worker"),
+            self._meters.cpu_ms,
         )
-        self._meters = Meters()
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
         self._variable_calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._request_tokenizer)
@@ -375,7 +377,7 @@ class ControllerWorker:
         try:
             stream_id = decode_as(Tags, message.body).stream_id
             *attachments, tenant = message.attachments
-            result = self._store_result(message, attachments, tenant.decode())
+            result = self._store_result(message, attachments, Tenant.decode(tenant))
             answer = Msg(stream_id=stream_id, result=result)
             frames = [b"MSG", head, encode_body(answer, encoding)]
         except TokenbusError as error:
@@ -388,20 +390,20 @@ class ControllerWorker:
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames)
 
-    def _store_result(self, message: FromBus, attachments: list[bytes], tenant: str) -> Any:
+    def _store_result(self, message: FromBus, attachments: list[bytes], tenant: Tenant) -> Any:
         assert self._store is not None
         match message.type:
             case b"UPLOAD":
                 upload = decode_as(Upload, message.body)
                 wasm = upload.data if upload.data is not None else b"".join(attachments[:1])
-                return self._store.put(tenant, wasm, upload.tag, upload.by)
+                return self._store.put(tenant.key, wasm, upload.tag, upload.by, tenant.upload_bytes)
             case b"TAG":
                 tag = decode_as(Tag, message.body)
-                return self._store.tag(tenant, tag.module, tag.tags, tag.by)
+                return self._store.tag(tenant.key, tag.module, tag.tags, tag.by)
             case b"DELETE":
-                return self._store.delete(tenant, decode_as(Delete, message.body).module)
+                return self._store.delete(tenant.key, decode_as(Delete, message.body).module)
             case _:
-                return self._store.list(tenant)
+                return self._store.list(tenant.key)
 
     # --- registration and heartbeat (on the bus thread) -------------------------------------------
 

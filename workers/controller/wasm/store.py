@@ -25,8 +25,15 @@ import msgspec
 import wasmtime
 from msgspec import Struct
 
-from ....protocol.errors import Code, RequestError, ServiceError, UnavailableError
+from ....protocol.errors import (
+    Code,
+    RequestError,
+    ServiceError,
+    TokenbusError,
+    UnavailableError,
+)
 from ....protocol.messages import StoredModule, Tagged, module_too_large
+from ....protocol.pace import RETRY_AFTER_S
 from ..limits import Limits
 from .abis import examine
 from .compiled_modules import CompiledModules, Loaded
@@ -144,11 +151,19 @@ class ModuleStore:
 
     # --- what clients ask for -------------------------------------------------------------------
 
-    def put(self, tenant: str, wasm: bytes, tag: str | None = None, by: str = "") -> StoredModule:
+    def put(
+        self,
+        tenant: str,
+        wasm: bytes,
+        tag: str | None = None,
+        by: str = "",
+        upload_bytes: int | None = None,
+    ) -> StoredModule:
         """Stores a module for a tenant, and lets ``tag`` name it; one that is there stays.
 
         Refuses one that is too large, not valid, no controller of an ABI that this worker speaks,
-        or beyond the tenant's quota. UnavailableError where others are being compiled.
+        or for which the store has no room. UnavailableError where others are being compiled, or
+        beyond the tenant's quota of ``upload_bytes``.
         """
         if tag is not None:
             _check_tag(tag)
@@ -156,7 +171,7 @@ class ModuleStore:
             raise too_large
         module = hashlib.sha256(wasm).hexdigest()
         found = examine(wasm, self._limits)
-        _check_quota(self._read(tenant), module, len(wasm))
+        _check_quota(self._read(tenant), module, len(wasm), upload_bytes)
         began = time.perf_counter()
         size = self._compiled.prepare(module, wasm, found)
         compile_ms = 1000 * (time.perf_counter() - began)
@@ -165,12 +180,12 @@ class ModuleStore:
         with self._locked():
             index = self._read(tenant)
             try:
-                _check_quota(index, module, entry.size + entry.compiled)
+                _check_quota(index, module, entry.size + entry.compiled, upload_bytes)
                 index.modules.setdefault(module, entry)
                 if tag is not None:
                     index.assign([tag], module, by)
                 _check_tags(index)
-            except RequestError:
+            except TokenbusError:
                 self._drop_unused(module)
                 raise
             file = self._file(module)
@@ -376,7 +391,7 @@ def _check_tags(index: Index) -> None:
         )
 
 
-def _check_quota(index: Index, module: str, more: int) -> None:
+def _check_quota(index: Index, module: str, more: int, upload_bytes: int | None) -> None:
     """Refuses a module for which a tenant has no room; ``more``: its bytes."""
     if module in index.modules:
         return
@@ -386,6 +401,14 @@ def _check_quota(index: Index, module: str, more: int) -> None:
             f"{len(index.modules)} modules are stored, and no more are allowed; delete some first",
         )
     used = sum(entry.size + entry.compiled for entry in index.modules.values())
+    if upload_bytes is not None and used + more > upload_bytes:
+        raise UnavailableError(
+            Code.CLIENT_LIMIT,
+            f"the quota upload_bytes of this key is used up: the stored modules have {used} bytes "
+            f"with their compiled forms, this one {more}, and it is {upload_bytes}; try again when "
+            "some are deleted",
+            retry_after_s=RETRY_AFTER_S,
+        )
     if used + more > MOST_BYTES:
         raise RequestError(
             Code.TOO_LARGE,

@@ -309,6 +309,18 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
     assert {f.name.split("-")[0] for f in (modules._folder / "compiled").glob("*-*")} == kept
 
 
+def test_the_quota_of_a_key_is_named_and_says_when_to_try_again(modules: ModuleStore) -> None:
+    first = modules.put("anna", module(1), upload_bytes=10**6)
+    with pytest.raises(UnavailableError, match="the quota upload_bytes of this key") as caught:
+        modules.put("anna", module(2), upload_bytes=len(module(2)) + 1)
+    assert caught.value.code == "client_limit"
+    assert caught.value.retry_after_s
+    assert modules.put("ben", module(2))
+    assert [m.module for m in modules.list("anna")] == [first.module]
+    modules.delete("anna", first.module)
+    assert modules.put("anna", module(2), upload_bytes=10**6)
+
+
 def slow_module(loops: int) -> bytes:
     """Small, and very long to compile: loops over many locals."""
     variables = 2000

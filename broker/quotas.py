@@ -1,0 +1,182 @@
+"""Quotas: what each tenant, that is each key of a client, may use over all of its sessions.
+
+What is used up in a minute is known only afterwards: tokens when they pass, CPU time of controllers
+when a controller worker reports it. So a request that runs is finished, and a tenant that has used
+more than its quota is refused until that much time has passed. As in a leaky bucket, what was used
+drains at the rate of the quota.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from ..protocol.bodies import decode_as
+from ..protocol.errors import Code, TokenbusError, UnavailableError
+from ..protocol.header import decode_manifest
+from ..protocol.keys import Allowed
+from ..protocol.tenants import Tenant
+from .keyring import Keyring
+from .tables import Session, SessionTable, Worker
+
+TOKEN_BYTES = 4
+"""Of a token in columns."""
+MOST_PROCESSES = 4_096
+"""Controller workers whose last report is kept: those that reported last."""
+
+
+class _Entry(Struct):
+    """An entry of TOKEN, as far as it is counted."""
+
+    token: int | None = None
+
+
+class _Columns(Struct, rename={"tokens": "t", "entries": "e"}):
+    """A body of TOKEN in columns, as far as it is counted."""
+
+    tokens: bytes = b""
+    entries: list[_Entry] = []
+
+
+_Counted = list[_Entry] | _Columns
+
+
+class _Used:
+    """What a tenant has used of something that it gets anew every minute."""
+
+    __slots__ = ("_amount", "_at")
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._at = 0.0
+
+    def level(self, per_minute: int, now: float) -> float:
+        """What has not drained yet."""
+        drained = (now - self._at) * per_minute / 60
+        self._amount, self._at = max(0.0, self._amount - drained), now
+        return self._amount
+
+    def add(self, amount: float, per_minute: int, now: float) -> None:
+        """So much was used."""
+        self._amount = self.level(per_minute, now) + amount
+
+    def full_s(self, per_minute: int, now: float) -> float:
+        """For how long nothing more may be used, in seconds; 0: something may."""
+        over = self.level(per_minute, now) - per_minute
+        return 0.0 if over < 0 else (over + 1) * 60 / per_minute
+
+
+class Quotas:
+    """Checks requests of tenants with quotas, and counts what they use."""
+
+    def __init__(self, keyring: Keyring, sessions: SessionTable) -> None:
+        self._keyring = keyring
+        self._sessions = sessions
+        self._tokens: dict[str, _Used] = {}
+        self._sandbox: dict[str, _Used] = {}
+        self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
+        """Of each controller worker, by name and process: the CPU time of each tenant that it last
+        reported. It outlives a lease, as the worker goes on counting."""
+
+    def check(self, session: Session, controller: bool, now: float) -> None:
+        """Raises UnavailableError where the tenant of a session may not begin another request.
+
+        ``controller``: whether the request runs one.
+        """
+        allowed = self._keyring.client(session.key)
+        if allowed is None:
+            return
+        quota = allowed.streams
+        if quota is not None:
+            sessions = self._sessions.of_key(session.key)
+            live = sum(len(s.streams) for s in sessions)
+            if live >= quota:
+                waits = [s.pace.retry_after_s(now) for s in sessions if s.streams]
+                raise _used_up("streams", f"{live} streams are live", quota, min(waits))
+        self._check_minute("tokens_per_minute", "tokens", self._tokens, session.key, allowed, now)
+        if controller:
+            what = "ms of CPU time of controllers"
+            self._check_minute(
+                "sandbox_ms_per_minute", what, self._sandbox, session.key, allowed, now
+            )
+
+    def tenant(self, key: str) -> Tenant:
+        """What a controller worker is to know of the tenant with this key."""
+        allowed = self._keyring.client(key)
+        return Tenant(key, allowed.upload_bytes if allowed is not None else None)
+
+    def _check_minute(
+        self,
+        name: str,
+        what: str,
+        table: dict[str, _Used],
+        key: str,
+        allowed: Allowed,
+        now: float,
+    ) -> None:
+        quota: int | None = getattr(allowed, name)
+        used = table.get(key)
+        if quota is None or used is None:
+            return
+        wait_s = used.full_s(quota, now)
+        if wait_s:
+            level = math.floor(used.level(quota, now))
+            raise _used_up(name, f"{level} {what} were used of late", quota, wait_s)
+
+    # --- counts ---------------------------------------------------------------------------------
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether any tenant has a quota of tokens."""
+        return self._keyring.counts_tokens
+
+    def on_tokens(self, frames: Sequence[bytes], now: float) -> None:
+        """A TOKEN of a worker has passed: counts the tokens of tenants with such a quota."""
+        try:
+            sessions = decode_manifest(frames[1]).sessions
+        except (TokenbusError, IndexError):
+            return
+        for number, body in zip(sessions, frames[2:], strict=False):
+            session = self._sessions.by_id.get(number)
+            allowed = self._keyring.client(session.key) if session is not None else None
+            if session is None or allowed is None or allowed.tokens_per_minute is None:
+                continue
+            used = self._tokens.setdefault(session.key, _Used())
+            used.add(_tokens_in(body), allowed.tokens_per_minute, now)
+
+    def on_sandbox(self, worker: Worker, cpu_ms: Mapping[str, int], now: float) -> None:
+        """A controller worker reports the CPU time of controllers since it started, by key."""
+        process = worker.name, worker.pid
+        before = self._reported.pop(process, {})
+        self._reported[process] = cpu_ms
+        if len(self._reported) > MOST_PROCESSES:
+            del self._reported[next(iter(self._reported))]
+        for key, total in cpu_ms.items():
+            allowed = self._keyring.client(key)
+            if allowed is not None and allowed.sandbox_ms_per_minute is not None:
+                used = self._sandbox.setdefault(key, _Used())
+                used.add(max(0, total - before.get(key, 0)), allowed.sandbox_ms_per_minute, now)
+
+
+def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> UnavailableError:
+    return UnavailableError(
+        Code.CLIENT_LIMIT,
+        f"the quota {name} of this key is used up: {state}, and it is {quota}; try again later",
+        retry_after_s=round(max(retry_after_s, 0.1), 3),
+    )
+
+
+def _tokens_in(body: bytes) -> int:
+    """The tokens in a body of TOKEN; 0 where it cannot be decoded, as the broker passes it on."""
+    try:
+        counted: _Counted = decode_as(_Counted, body)
+    except TokenbusError:
+        return 0
+    columns = 0
+    entries = counted
+    if isinstance(counted, _Columns):
+        columns, entries = len(counted.tokens) // TOKEN_BYTES, counted.entries
+    assert isinstance(entries, list)
+    return columns + sum(entry.token is not None for entry in entries)
