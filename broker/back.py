@@ -10,6 +10,7 @@ from ..protocol.bodies import decode_as, encode_body, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import PROTOCOL_VERSION, Buffer
+from ..protocol.tenants import Tenant
 from ..protocol.worker_messages import (
     Drain,
     Heartbeat,
@@ -405,15 +406,18 @@ class Back:
     def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
         """Passes a message from one worker to another; its address becomes the sender's."""
         header = decode_header(head)
+        tenant: Tenant | None = None
         if message_type == b"VARIABLE":
             # Without a state worker it is dropped: the controller worker sends it again.
             receiver = self._dispatcher.controllers.state_worker()
+            tenant = self._quotas.variables(self._dispatcher.requests.get(header.request))
         else:
             receiver = self._dispatcher.workers.get(header.address)
         if receiver is not None:
             sent_by = encode_header(header.request, worker.id, header.flags)
+            whose = () if tenant is None else (tenant.encode(),)
             self._out.append(
-                Outgoing(_BACK, receiver.peer, (message_type, sent_by, *frames[2:]), True)
+                Outgoing(_BACK, receiver.peer, (message_type, sent_by, *frames[2:], *whose), True)
             )
 
     def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:

@@ -19,7 +19,7 @@ from ..protocol.header import decode_manifest
 from ..protocol.keys import Allowed
 from ..protocol.tenants import Tenant
 from .keyring import Keyring
-from .tables import Session, SessionTable, Worker
+from .tables import Request, Session, SessionTable, Worker
 
 TOKEN_BYTES = 4
 """Of a token in columns."""
@@ -103,9 +103,17 @@ class Quotas:
             )
 
     def tenant(self, key: str) -> Tenant:
-        """What a controller worker is to know of the tenant with this key."""
+        """What the store of modules is to know of the tenant with this key."""
         allowed = self._keyring.client(key)
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
+
+    def variables(self, request: Request | None) -> Tenant | None:
+        """What the state worker is to know of the tenant of a request: None without a quota."""
+        key = request.session.key if request is not None else ""
+        allowed = self._keyring.client(key) if key else None
+        if allowed is None or allowed.variable_bytes is None:
+            return None
+        return Tenant(key, allowed.variable_bytes)
 
     def _check_minute(
         self,

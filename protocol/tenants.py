@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 
 class Tenant(NamedTuple):
-    """A tenant: the clients of one key, or all without a key. The last attachment of what concerns
-    the store of modules and of ``START``: the key, then a quota of the store if it has one."""
+    """A tenant: the clients of one key, or all without a key.
+
+    As the last attachment: of ``START``, of what concerns the store of modules, with the quota of
+    the store, and of a ``VARIABLE`` of a tenant that has a quota of variables, with that.
+    """
 
     key: str = ""
-    upload_bytes: int | None = None
-    """Of its modules in the store, their compiled forms included."""
+    quota_bytes: int | None = None
+    """Its quota of what the message is about; None: it has none."""
 
     def encode(self) -> bytes:
         """As an attachment."""
-        quota = "" if self.upload_bytes is None else f" {self.upload_bytes}"
+        quota = "" if self.quota_bytes is None else f" {self.quota_bytes}"
         return f"{self.key}{quota}".encode()
 
     @classmethod

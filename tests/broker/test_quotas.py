@@ -142,6 +142,21 @@ def test_a_controller_worker_learns_the_quota_of_the_store() -> None:
     assert sent == [Tenant(ANN, 1_000), Tenant(BEN, None)]
 
 
+def test_the_state_worker_learns_the_quota_of_variables() -> None:
+    bench = Bench(expiry_s=600)
+    bench.worker("w", capacity=9)
+    bench.worker("c", role="controller", patterns=["*"], capacity=9)
+    bench.worker("s", role="state", patterns=[], capacity=9)
+    tenants(bench, variable_bytes=5_000)
+    for client, key in (("one", ANN), ("other", BEN)):
+        bench.client(client, "GENERATE", generate(1, controller="m"), key)
+    for _, header in bench.to_worker("w"):
+        message = [b"VARIABLE", encode_header(header.request), b"op"]
+        bench.sent += bench.broker.on_worker(peer_of("c"), message, bench.now)
+    sent = [m.frames[2:] for m in bench.sent if m.frames[0] == b"VARIABLE"]
+    assert sent == [(b"op", Tenant(ANN, 5_000).encode()), (b"op",)]
+
+
 def test_a_quota_that_is_changed_holds_at_once() -> None:
     bench = Bench(expiry_s=600)
     bench.worker("w", capacity=9)

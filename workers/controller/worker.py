@@ -396,7 +396,7 @@ class ControllerWorker:
             case b"UPLOAD":
                 upload = decode_as(Upload, message.body)
                 wasm = upload.data if upload.data is not None else b"".join(attachments[:1])
-                return self._store.put(tenant.key, wasm, upload.tag, upload.by, tenant.upload_bytes)
+                return self._store.put(tenant.key, wasm, upload.tag, upload.by, tenant.quota_bytes)
             case b"TAG":
                 tag = decode_as(Tag, message.body)
                 return self._store.tag(tenant.key, tag.module, tag.tags, tag.by)

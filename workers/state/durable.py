@@ -90,6 +90,14 @@ class DurableVariables:
         storage = self._storage
         return Counts(len(storage), storage.variables, storage.bytes, self._log.size)
 
+    def size(self, request: int) -> int:
+        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown one."""
+        return self._storage.size(request)
+
+    def answered(self, op: Variable) -> bool:
+        """Whether the operation was already applied, so that it only gets the same answer again."""
+        return self._storage.answered(op)
+
     def apply(self, ops: Sequence[tuple[Variable, bytes]]) -> list[VariableAnswer]:
         """Applies operations in order, each given decoded and as received; their answers.
 

@@ -19,6 +19,7 @@ from ...protocol.health_file import HealthFile
 from ...protocol.keys import own_key
 from ...protocol.messages import PROTOCOL_VERSION
 from ...protocol.settings import Settings
+from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     End,
     LiveRequest,
@@ -29,6 +30,8 @@ from ...protocol.worker_messages import (
 )
 from ..bus import Bus, FromBus
 from .durable import DurableVariables
+from .tenant_requests import TenantRequests
+from .variables import VariableStorage
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class StateWorker:
             health=HealthFile(settings),
             key=own_key(settings, "worker"),
         )
+        self._tenants = TenantRequests()
         self._ops = 0
         self._stop_reason = ""
 
@@ -104,10 +108,13 @@ class StateWorker:
             run = []
             try:
                 if message.type == b"END":
-                    self._variables.end(decode_as(End, message.body, "msgpack").requests)
+                    ended = decode_as(End, message.body, "msgpack").requests
+                    self._variables.end(ended)
+                    self._tenants.end(ended)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
                     self._variables.end(answer.unknown)
+                    self._tenants.end(answer.unknown)
                     self._bus.registered(answer)
                 else:
                     others.append(message)
@@ -140,6 +147,10 @@ class StateWorker:
                     f"{message.header.request} in its header; both must be the same",
                 )
                 continue
+            beyond = self._beyond_quota(op, message)
+            if beyond is not None:
+                self._refuse(message, beyond)
+                continue
             ops.append((op, message.body))
             asked.append(message)
         try:
@@ -153,6 +164,17 @@ class StateWorker:
         self._ops += len(answers)
         for message, answer in zip(asked, answers, strict=True):
             self._post(message, answer)
+
+    def _beyond_quota(self, op: Variable, message: FromBus) -> str | None:
+        """Why an operation is refused that its tenant's quota has no room for."""
+        if not message.attachments or self._variables.answered(op):
+            return None
+        try:
+            tenant = Tenant.decode(message.attachments[-1])
+        except ValueError:
+            return "the tenant of the operation is not well-formed"
+        cost = VariableStorage.cost(op)
+        return self._tenants.refusal(tenant, op.request, cost, self._variables.size)
 
     def _refuse(self, message: FromBus, error: str) -> None:
         """Answers an operation with an error, if its ids can be decoded."""
