@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
@@ -87,6 +87,16 @@ async def _each(stream: AsyncStream) -> int:
 
 
 WAYS: dict[str, Callable[[AsyncStream], Any]] = {"whole": _whole, "each": _each}
+
+
+class Pipe(Protocol):
+    """To a process with a client."""
+
+    def send(self, value: Any, /) -> None:
+        """Sends an order."""
+
+    def recv(self) -> Any:
+        """The next answer."""
 
 
 # --- the broker and the worker --------------------------------------------------------------------
@@ -159,8 +169,8 @@ def _body(entries: list[Token], flags: int) -> bytes:
     return encode_body(entries, "msgpack" if flags & Flag.MSGPACK else "json")
 
 
-def _run(
-    worker: Worker, pipe: Connection, way: str, steps: int, per_s: float | None = None
+def cpu_us(
+    worker: Worker, pipe: Pipe, way: str, steps: int, per_s: float | None = None
 ) -> tuple[float, float]:
     """The client's CPU time for each token, in microseconds; and as a part of the time it took."""
     pipe.send(way)
@@ -187,13 +197,13 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
             process = spawn.Process(target=_client, args=(front, form, theirs), daemon=True)
             process.start()
             processes.append(process)
-            _run(worker, pipes[form], "each", 20)
+            cpu_us(worker, pipes[form], "each", 20)
         for _ in range(rounds):
             for way in WAYS:
                 for form in FORMS:
-                    us, _ = _run(worker, pipes[form], way, steps)
+                    us, _ = cpu_us(worker, pipes[form], way, steps)
                     found.setdefault((way, form), []).append(us)
-            cores.append(_run(worker, pipes["columns"], "each", steps // 2, STEPS_PER_S)[1])
+            cores.append(cpu_us(worker, pipes["columns"], "each", steps // 2, STEPS_PER_S)[1])
         for pipe in pipes.values():
             pipe.send(None)
         for process in processes:

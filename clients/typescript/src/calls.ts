@@ -1,5 +1,6 @@
 /** A call: a request of this client, and its state over all connections and attempts. */
 
+import type { Row } from "./columns.js";
 import type { TokenbusError } from "./errors.js";
 import type { ClientMessages, Msg, System, Token } from "./messages.js";
 
@@ -33,6 +34,7 @@ export type Request = Extract<
 
 /** What happens to a call, in order; the last event is an `ended`. */
 export type Event =
+  | Row
   | { readonly kind: "entry"; readonly entry: Token }
   | { readonly kind: "answer"; readonly answer: Msg }
   | { readonly kind: "notice"; readonly notice: System }
@@ -106,7 +108,7 @@ export class Call {
   }
 
   /** Counts an entry; whether no earlier attempt has delivered it. */
-  isNew(entry: Token): boolean {
+  isNew(entry: Row | Token): boolean {
     this.received += 1;
     const count = (this.#came.get(entry.seq) ?? 0) + 1;
     this.#came.set(entry.seq, count);

@@ -1,4 +1,4 @@
-/** Tokens in columns, as `protocol/columns.py` has them, and the entries that they stand for. */
+/** Tokens in columns, as `protocol/columns.py` has them: rows, and the entries that they stand for. */
 
 import { type Token, readToken } from "./messages.js";
 
@@ -20,14 +20,32 @@ export interface TokenColumns {
   readonly e?: readonly Parameters<typeof readToken>[0][];
 }
 
+/** A row: a token with nothing that no column has. An entry has five times as many fields. */
+export class Row {
+  constructor(
+    readonly stream_id: number,
+    readonly token: number,
+    readonly logprob: number,
+    readonly pos: number,
+    readonly seq: number,
+  ) {}
+
+  /** The entry that this row stands for. */
+  entry(): Token {
+    const { stream_id, token, logprob, pos, seq } = this;
+    const top_logprobs = { [token]: logprob };
+    return readToken({ stream_id, token, logprob, finish_reason: null, top_logprobs, pos, seq });
+  }
+}
+
 const NONE = new Uint8Array(0);
 
 /**
- * The entries of a body: those of the rows, then the others. Throws RangeError where the columns do
- * not have the same length.
+ * What a body has: its rows, then its entries. Throws RangeError where the columns do not have the
+ * same length.
  */
-export function columnEntries(body: TokenColumns): Token[] {
-  const entries: Token[] = [];
+export function readColumns(body: TokenColumns): (Row | Token)[] {
+  const found: (Row | Token)[] = [];
   const { s = NONE, t = NONE, l = NONE, p = NONE, q = NONE, e = [] } = body;
   const rows = s.length / 8;
   const seqs = q.length > 0;
@@ -44,23 +62,18 @@ export function columnEntries(body: TokenColumns): Token[] {
   const positions = viewOf(p);
   const numbers = viewOf(q);
   for (let row = 0; row < rows; row += 1) {
-    const token = tokens.getUint32(4 * row, true);
-    const logprob = logprobs.getFloat64(8 * row, true);
-    entries.push(
-      readToken({
-        token,
-        stream_id:
-          streams.getUint32(8 * row, true) + 2 ** 32 * streams.getUint32(8 * row + 4, true),
-        logprob,
-        finish_reason: null,
-        top_logprobs: { [token]: logprob },
-        pos: positions.getUint32(4 * row, true),
-        seq: seqs ? numbers.getUint32(4 * row, true) : 0,
-      }),
+    found.push(
+      new Row(
+        streams.getUint32(8 * row, true) + 2 ** 32 * streams.getUint32(8 * row + 4, true),
+        tokens.getUint32(4 * row, true),
+        logprobs.getFloat64(8 * row, true),
+        positions.getUint32(4 * row, true),
+        seqs ? numbers.getUint32(4 * row, true) : 0,
+      ),
     );
   }
-  for (const entry of e) entries.push(readToken(entry));
-  return entries;
+  for (const entry of e) found.push(readToken(entry));
+  return found;
 }
 
 function viewOf(column: Uint8Array): DataView {

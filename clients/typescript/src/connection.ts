@@ -2,9 +2,8 @@
 
 import type { Call } from "./calls.js";
 import { ConnectionLostError, type TokenbusError } from "./errors.js";
-import type { ServerMessage } from "./messages.js";
 import { Session } from "./session.js";
-import type { Link, Transport } from "./transport.js";
+import type { Link, Received, Transport } from "./transport.js";
 
 /** The pause after the first failure of a row, and the longest; each is twice the one before. */
 const PAUSES_S = [0.05, 2] as const;
@@ -65,7 +64,7 @@ export class Connection {
         this.#session.connected(now());
         this.#turn();
       },
-      received: (messages: readonly ServerMessage[]) => {
+      received: (messages: readonly Received[]) => {
         this.#pauseS = 0;
         for (const message of messages) this.#session.onMessage(message, now());
         this.#turn();

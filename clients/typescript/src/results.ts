@@ -1,5 +1,6 @@
 /** The results of a stream so far: its sequences, put together from the entries. */
 
+import { Row } from "./columns.js";
 import { RequestTimeoutError, type TokenbusError, errorFor } from "./errors.js";
 import type { Json, Token } from "./messages.js";
 
@@ -14,8 +15,6 @@ export class GeneratedSequence {
   readonly tokens: number[] = [];
   /** One per token; NaN for a token that was appended, not sampled. */
   readonly logprobs: number[] = [];
-  /** For each token the most likely ones and itself, with their log-probabilities, by id. */
-  readonly top_logprobs: Readonly<Record<string, number>>[] = [];
   /** The text of each token, in text mode. */
   readonly texts: string[] = [];
   /** The output of the controller. */
@@ -33,6 +32,9 @@ export class GeneratedSequence {
   /** How many of them were in the worker's cache already. */
   cached_tokens = 0;
 
+  /** Of each token; null: the token alone. */
+  readonly #top_logprobs: (Readonly<Record<string, number>> | null)[] = [];
+
   constructor(
     readonly seq: number,
     /** The sequence from which it was forked; null for the first one. */
@@ -42,6 +44,13 @@ export class GeneratedSequence {
   /** The text so far, in text mode; without it, empty. */
   get text(): string {
     return this.texts.join("");
+  }
+
+  /** For each token the most likely ones and itself, with their log-probabilities, by id. */
+  get top_logprobs(): Readonly<Record<string, number>>[] {
+    return this.#top_logprobs.map(
+      (top, at) => top ?? { [String(this.tokens[at])]: this.logprobs[at] ?? NaN },
+    );
   }
 
   /** The log-probability of all sampled tokens together. */
@@ -54,15 +63,22 @@ export class GeneratedSequence {
     const child = new GeneratedSequence(seq, this.seq);
     child.tokens.push(...this.tokens.slice(0, at));
     child.logprobs.push(...this.logprobs.slice(0, at));
-    child.top_logprobs.push(...this.top_logprobs.slice(0, at));
+    child.#top_logprobs.push(...this.#top_logprobs.slice(0, at));
     child.texts.push(...this.texts.slice(0, at));
     return child;
   }
 
   /** @internal */
-  add(entry: Token): void {
+  add(entry: Row | Token): void {
+    if (entry instanceof Row) {
+      this.tokens.push(entry.token);
+      this.logprobs.push(entry.logprob);
+      this.#top_logprobs.push(null);
+      this.texts.push("");
+      return;
+    }
     if (entry.backtrack > 0) {
-      for (const parts of [this.tokens, this.logprobs, this.top_logprobs, this.texts]) {
+      for (const parts of [this.tokens, this.logprobs, this.#top_logprobs, this.texts]) {
         parts.length = Math.max(0, parts.length - entry.backtrack);
       }
     }
@@ -70,7 +86,7 @@ export class GeneratedSequence {
     if (entry.token !== null) {
       this.tokens.push(entry.token);
       this.logprobs.push(entry.logprob ?? NaN);
-      this.top_logprobs.push(entry.top_logprobs ?? {});
+      this.#top_logprobs.push(entry.top_logprobs ?? {});
       this.texts.push(text);
     } else if (text && this.texts.length > 0) {
       // Text that was held back until the end belongs to the last token.
@@ -94,9 +110,15 @@ export class Sequences {
   #first: Token | null = null;
 
   /** Adds one entry. */
-  add(entry: Token): void {
+  add(sent: Row | Token): void {
+    const known = this.#bySeq.get(sent.seq);
+    if (sent instanceof Row && known !== undefined) {
+      known.add(sent);
+      return;
+    }
+    const entry = sent instanceof Row ? sent.entry() : sent;
     if (entry.prompt_tokens > 0) this.#first ??= entry;
-    let sequence = this.#bySeq.get(entry.seq);
+    let sequence = known;
     if (sequence === undefined) {
       const parent = entry.parent === null ? undefined : this.#bySeq.get(entry.parent);
       sequence =

@@ -8,6 +8,7 @@
  */
 
 import type { Call, Event, Outgoing } from "./calls.js";
+import { Row } from "./columns.js";
 import {
   ConnectionLostError,
   RequestTimeoutError,
@@ -20,10 +21,10 @@ import {
   type Msg,
   PROTOCOL_VERSION,
   type Pong,
-  type ServerMessage,
   type Token,
   type Welcome,
 } from "./messages.js";
+import type { Received } from "./transport.js";
 
 /** After this long without an answer to HELLO a new connection is opened, in seconds. */
 const HELLO_AGAIN_S = 5;
@@ -211,7 +212,7 @@ export class Session {
   // --- messages ----------------------------------------------------------------------------------
 
   /** A message from the broker. */
-  onMessage(message: ServerMessage, now: number): void {
+  onMessage(message: Received, now: number): void {
     this.#heard = now;
     switch (message.type) {
       case "TOKEN":
@@ -239,18 +240,19 @@ export class Session {
     }
   }
 
-  #onTokens(entries: readonly Token[], now: number): void {
+  #onTokens(entries: readonly (Row | Token)[], now: number): void {
     const perCall = new Map<Call, Event[]>();
     for (const entry of entries) {
       const call = this.#calls.get(entry.stream_id);
       if (call === undefined) continue;
-      const ended = entry.finish_reason !== null && entry.live === 0;
+      const row = entry instanceof Row;
+      const ended = !row && entry.finish_reason !== null && entry.live === 0;
       if (call.attaching) continue;
       call.heard = now;
       call.failedAt = null;
       let events = perCall.get(call);
       if (events === undefined) perCall.set(call, (events = []));
-      if (call.isNew(entry)) events.push({ kind: "entry", entry });
+      if (call.isNew(entry)) events.push(row ? entry : { kind: "entry", entry });
       if (ended) {
         call.over = true;
         events.push({ kind: "ended", error: null });

@@ -1,6 +1,7 @@
 /** The tokens of one request, as they arrive. */
 
 import type { Call, Event } from "./calls.js";
+import { Row } from "./columns.js";
 import type { Connection } from "./connection.js";
 import type { Msg, System, Token } from "./messages.js";
 import { type GeneratedSequence, Sequences } from "./results.js";
@@ -17,7 +18,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   readonly #call: Call;
   readonly #signal: AbortSignal | undefined;
   readonly #notify: ((notice: System) => void) | undefined;
-  readonly #entries: Token[] = [];
+  readonly #entries: (Row | Token)[] = [];
   readonly #read = new Sequences();
   #answer: Msg | null = null;
   #waiting: (() => void)[] = [];
@@ -48,7 +49,12 @@ export class TokenStream implements AsyncIterableIterator<Token> {
 
   /** Reads to the end; all sequences. */
   async wait(): Promise<GeneratedSequence[]> {
-    while (!(await this.next()).done);
+    for (;;) {
+      for (const entry of this.#entries.splice(0)) this.#read.add(entry);
+      if (this.#state !== "running") break;
+      await this.#arrival();
+    }
+    await this.next(); // Throws where the stream failed.
     if (this.#state === "cancelled") {
       throw new Error(
         "this stream was cancelled before its end; its sequences have what was read of it",
@@ -87,10 +93,10 @@ export class TokenStream implements AsyncIterableIterator<Token> {
       const entry = this.#entries.shift();
       if (entry !== undefined) {
         this.#read.add(entry);
-        return { done: false, value: entry };
+        return { done: false, value: entry instanceof Row ? entry.entry() : entry };
       }
       if (this.#state !== "running") break;
-      await new Promise<void>((wake) => this.#waiting.push(wake));
+      await this.#arrival();
     }
     const failure = this.#failure ?? (this.#state === "ended" ? this.#read.failure() : null);
     if (failure !== null) throw failure;
@@ -113,6 +119,11 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return this.#answer ?? { stream_id: 0, moves: 0 };
   }
 
+  /** Resolved when something has happened since. */
+  #arrival(): Promise<void> {
+    return new Promise((wake) => this.#waiting.push(wake));
+  }
+
   readonly #onAbort = (): void => {
     this.cancel();
     this.#failure = this.#signal?.reason;
@@ -120,6 +131,10 @@ export class TokenStream implements AsyncIterableIterator<Token> {
 
   #take(events: readonly Event[]): void {
     for (const event of events) {
+      if (event instanceof Row) {
+        this.#entries.push(event);
+        continue;
+      }
       switch (event.kind) {
         case "entry":
           this.#entries.push(event.entry);

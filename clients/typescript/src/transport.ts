@@ -2,9 +2,14 @@
 
 import type { Outgoing } from "./calls.js";
 import type { TokenbusError } from "./errors.js";
-import { type TokenColumns, columnEntries } from "./columns.js";
-import { type ServerMessage, readMessage } from "./messages.js";
+import { type Row, type TokenColumns, readColumns } from "./columns.js";
+import { type ServerMessage, type Token, readMessage } from "./messages.js";
 import { unpackAll } from "./msgpack.js";
+
+/** What arrives: a message to a client, a TOKEN with rows in place of entries where it can. */
+export type Received =
+  | Exclude<ServerMessage, { readonly type: "TOKEN" }>
+  | { readonly type: "TOKEN"; readonly body: readonly (Row | Token)[] };
 
 /** Opens connections to one broker or gateway. */
 export interface Transport {
@@ -19,7 +24,7 @@ export interface Listener {
   /** Messages can be sent. */
   opened(): void;
   /** Messages have arrived, in this order. */
-  received(messages: readonly ServerMessage[]): void;
+  received(messages: readonly Received[]): void;
   /**
    * The connection has failed or was closed by the other side. With `refused`, there is no use in
    * opening another one: every call ends with this error.
@@ -38,14 +43,14 @@ export interface Link {
  * The messages of this type: a text is the body of one in JSON, bytes have the bodies of one or
  * several in MessagePack. What is not valid, or of an unknown type, is left out.
  */
-export function decodeMessages(type: string, bodies: string | Uint8Array): ServerMessage[] {
-  const messages: ServerMessage[] = [];
+export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
+  const messages: Received[] = [];
   try {
     const found: unknown[] = typeof bodies === "string" ? [JSON.parse(bodies)] : unpackAll(bodies);
     for (const body of found) {
       const message =
         type === "TOKEN" && !Array.isArray(body)
-          ? { type, body: columnEntries(body as TokenColumns) } as const
+          ? ({ type, body: readColumns(body as TokenColumns) } as const)
           : readMessage(type, body);
       if (message !== null) messages.push(message);
     }

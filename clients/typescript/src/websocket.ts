@@ -5,8 +5,7 @@
 
 import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
-import type { ServerMessage } from "./messages.js";
-import { type Link, type Listener, type Transport, decodeMessages } from "./transport.js";
+import { type Link, type Listener, type Received, type Transport, decodeMessages } from "./transport.js";
 
 /** What is used of a WebSocket: a browser's, Node's own, or that of the package `ws`. */
 export interface WebSocketLike {
@@ -61,7 +60,7 @@ class Line implements Link {
 }
 
 /** The messages in what has arrived. */
-function received(data: unknown): ServerMessage[] {
+function received(data: unknown): Received[] {
   if (typeof data === "string") {
     const space = data.indexOf(" ");
     return decodeMessages(data.slice(0, space), data.slice(space + 1));

@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { Call, type Event, type Outgoing } from "../src/calls.js";
+import { Row } from "../src/columns.js";
 import { type ServerMessages, readMessage, readToken } from "../src/messages.js";
 import { bufferCall, generateCall } from "../src/requests.js";
 import { Session } from "../src/session.js";
@@ -56,6 +57,7 @@ class Bench {
     }
     this.session.ready = [];
     return (this.#events.get(call) ?? []).flatMap((event): (number | null | string)[] => {
+      if (event instanceof Row) return [event.token];
       if (event.kind === "entry") return [event.entry.token];
       return event.kind === "ended" ? [event.error?.code ?? "ended"] : [];
     });
