@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...protocol.keys import OwnKey
 from ...protocol.settings import Settings
 from ..gateway.keys import hash_of, new_key
 from .exits import WRONG_USAGE
@@ -31,6 +32,11 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="where its hash goes (./api-keys); made where it does not exist",
     )
+    parser.add_argument(
+        "--tenant",
+        metavar="FILE",
+        help="a key file of the bus: requests with this API key are those of its tenant",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -43,9 +49,13 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
         return WRONG_USAGE
     key = new_key()
     path = Path(args.file)
+    tenant = ""
+    if args.tenant is not None:
+        OwnKey.read(Path(args.tenant))  # Raises KeyFault, which main reports.
+        tenant = f" {os.path.relpath(args.tenant, path.parent)}"
     try:
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
-            file.write(f"{args.name} {hash_of(key)}\n")
+            file.write(f"{args.name} {hash_of(key)}{tenant}\n")
     except OSError as error:
         print(f"tokenbus: cannot write {path}: {error.strerror}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from .models import ModelTable
 from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
+from .turns import current_tenant
 from .user_shares import SharedClient, UserShares
 
 
@@ -20,9 +21,10 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.shares = UserShares(settings.max_streams)
-        self.client = SharedClient(settings.front, self.shares, settings.max_unread)
-        """The connection to the broker that all requests over HTTP share."""
-        self.models = ModelTable(self.client)
+        self._own = SharedClient(settings.front, self.shares, settings.max_unread)
+        self._tenants: dict[str, SharedClient] = {}
+        """By public key: those of API keys that have one."""
+        self.models = ModelTable(self._own)
         self.traffic = Counts()
         self.templates = Templates()
         self.tunnels = Tunnels(settings)
@@ -34,11 +36,26 @@ class Gateway:
         self.drain_seen = asyncio.Event()
         """Such a probe was answered while draining."""
 
+    @property
+    def client(self) -> SharedClient:
+        """The connection to the broker that all requests over HTTP of a tenant share: of the tenant
+        of the current task's API key, or else the gateway's own."""
+        key = current_tenant.get()
+        if key is None:
+            return self._own
+        client = self._tenants.get(key.public)
+        if client is None:
+            settings = self.settings
+            client = SharedClient(settings.front, self.shares, settings.max_unread, key)
+            self._tenants[key.public] = client
+        return client
+
     async def close(self) -> None:
         """Ends the session at the broker, and with it what still runs."""
         await self.templates.close()
         await self.tunnels.close()
-        await self.client.close()
+        for client in (self._own, *self._tenants.values()):
+            await client.close()
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:

@@ -7,7 +7,9 @@ import re
 import secrets
 from pathlib import Path
 
-LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})")
+from ...protocol.keys import KeyFault, OwnKey
+
+LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})(\s+(?P<key>\S.*))?")
 
 
 class KeyFileError(ValueError):
@@ -15,14 +17,17 @@ class KeyFileError(ValueError):
 
 
 class ApiKeys:
-    """The API keys of a file: on each line a name and the SHA-256 of a key, hexadecimal.
+    """The API keys of a file: on each line a name and the SHA-256 of a key, hexadecimal; then,
+    where its holder is a tenant of the bus, the path of that tenant's key file, seen from this one.
 
     The keys themselves, 256 random bits each, are not in the file. Empty lines and those that begin
     with ``#`` are skipped.
     """
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[str, str], tenants: dict[str, OwnKey] | None = None) -> None:
         self._names = names
+        self._tenants = tenants or {}
+        """The keys of the bus, by the names of holders."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
@@ -32,6 +37,7 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise KeyFileError(f"cannot read the API keys of {path}: {error}") from None
         names: dict[str, str] = {}
+        tenants: dict[str, OwnKey] = {}
         for number, line in enumerate(lines, 1):
             text = line.strip()
             if not text or text.startswith("#"):
@@ -43,13 +49,22 @@ class ApiKeys:
                     "'tokenbus api-key NAME' makes such a line"
                 )
             names[entry["hash"]] = entry["name"]
+            if entry["key"]:
+                try:
+                    tenants[entry["name"]] = OwnKey.read(path.parent / entry["key"])
+                except KeyFault as fault:
+                    raise KeyFileError(f"line {number} of {path}: {fault}") from None
         if not names:
             raise KeyFileError(f"{path} has no API key; 'tokenbus api-key NAME' makes one")
-        return cls(names)
+        return cls(names, tenants)
 
     def name_of(self, key: str) -> str | None:
         """The name of the holder of a key; None if it is not one of these."""
         return self._names.get(hash_of(key))
+
+    def tenant_of(self, name: str) -> OwnKey | None:
+        """The key of the bus with which requests of a holder are sent; None: the gateway's own."""
+        return self._tenants.get(name)
 
 
 def new_key() -> str:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...protocol.endpoints import is_loopback
 from .errors import ApiError
 from .keys import ApiKeys
-from .turns import current_user
+from .turns import current_tenant, current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
 """Paths that need no key: probes of a cluster have none."""
@@ -42,6 +42,7 @@ class RequireKey:
         if name is not None:
             scope["api_key_name"] = name
             current_user.set(f"key {name}")
+            current_tenant.set(self._keys.tenant_of(name))
             return await self._app(scope, receive, send)
         what = "the API key is not valid" if given else "an API key is needed"
         page = scope["type"] == "http" and "text/html" in headers.get("accept", "")

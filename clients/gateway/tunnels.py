@@ -32,6 +32,7 @@ from ...transport.dealer import Context
 from .broker_watch import BrokerWatch
 from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
+from .turns import current_tenant
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Tunnels:
 
     def _connect(self, websocket: WebSocket) -> Tunnel:
         self._watch.start()
-        dealer = AsyncDealer(self._context, self._front, self._key)
+        dealer = AsyncDealer(self._context, self._front, current_tenant.get() or self._key)
         tunnel = Tunnel(websocket, dealer, self._rested)
         self._open.add(tunnel)
         return tunnel

@@ -8,8 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
+from ...protocol.keys import OwnKey
+
 current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
 """Whose request the current task serves: the name of an API key, or the address of a client."""
+
+current_tenant: ContextVar[OwnKey | None] = ContextVar("tokenbus_tenant", default=None)
+"""With which key of the bus the current task's request is sent; None: with the gateway's own."""
 
 
 class Turns:

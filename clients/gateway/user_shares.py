@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ...protocol.errors import Code, UnavailableError
+from ...protocol.keys import OwnKey
 from ...protocol.pace import Pace
 from ...protocol.shares import fits_share
 from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
@@ -134,8 +135,10 @@ class SharedClient(AsyncClient):
     """The client of the bus that all requests over HTTP share: what they begin counts towards the
     shares of their users, and takes turns with that of others at the broker."""
 
-    def __init__(self, front: str, shares: UserShares, max_unread: int) -> None:
-        super().__init__(front, max_unread=max_unread, wait_for_room=False)
+    def __init__(
+        self, front: str, shares: UserShares, max_unread: int, key: OwnKey | None = None
+    ) -> None:
+        super().__init__(front, max_unread=max_unread, wait_for_room=False, key=key)
         self._shares = shares
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:

@@ -21,6 +21,7 @@ from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.keys import Allowed, KeyFolder, Quotas, Role
 from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
+from tokenbus.protocol.worker_messages import Role as WorkerRole
 from tokenbus.transport.dealer import open_dealer
 
 Socket = zmq.Socket[bytes]
@@ -118,9 +119,9 @@ class Worker:
         self.socket.close(0)
 
 
-def registration(name: str, patterns: tuple[str, ...] = ("m",)) -> Frames:
-    """The registration of a GPU worker."""
+def registration(name: str, patterns: tuple[str, ...] = ("m",), role: WorkerRole = "gpu") -> Frames:
+    """The registration of a worker."""
     body = Register(
-        name=name, role="gpu", version=1, pid=1, host="h", capacity=9, patterns=list(patterns)
+        name=name, role=role, version=1, pid=1, host="h", capacity=9, patterns=list(patterns)
     )
     return [b"REGISTER", encode_header(), encode_body(body, "msgpack")]

@@ -1,0 +1,86 @@
+"""API keys of several tenants at one gateway: each request is sent with its tenant's key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenbus.clients import OwnKey
+from tokenbus.clients.cli.main import main
+from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError
+from tokenbus.protocol.tenants import Tenant
+from websockets.sync.client import connect
+
+from ...broker.keyed import KeyedBroker, Worker, registration
+from ...processes import Gateway, Process, clean_environment, free_port, until
+
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def tenants(
+    processes: None, capsys: pytest.CaptureFixture[str]
+) -> Iterator[tuple[Gateway, Worker, dict[str, tuple[str, str]]]]:
+    """A gateway with API keys, a controller worker, and the API key and the public key of each
+    tenant: Ann, Ben, and the gateway's own (an API key without a tenant)."""
+    with KeyedBroker() as broker:
+        found = {}
+        api_keys = broker.path / "api-keys"
+        for name in ("ann", "ben", "own"):
+            arguments = ["api-key", name, "--file", str(api_keys)]
+            own = OwnKey.read(broker.keys.own("client"))
+            if name != "own":
+                own = broker.new_key(name)
+                own.write(broker.path / f"{name}.key")
+                arguments += ["--tenant", str(broker.path / f"{name}.key")]
+            assert main(arguments) == 0
+            found[name] = capsys.readouterr().out.strip(), own.public
+        ring = broker.server.core.keyring
+        until(lambda: all(ring.admits("client", k) for _, k in found.values()), 60.0, "all keys")
+        worker = Worker(broker.back, OwnKey.read(broker.keys.own("worker")))
+        worker.send(registration("c", ("*",), "controller"))
+        worker.receive(b"REGISTERED")
+        http = f"127.0.0.1:{free_port()}"
+        environment = clean_environment(
+            front=broker.front, run_dir=broker.path, http=http, api_keys=api_keys
+        )
+        process = Process("tokenbus.clients.gateway", broker.path / "gateway.log", environment)
+        gateway = Gateway(process, f"http://{http}")
+        try:
+            until(lambda: gateway.answers, WAIT_S, "a gateway that answers")
+            yield gateway, worker, found
+        finally:
+            process.kill()
+            worker.close()
+
+
+def test_each_api_key_is_the_tenant_of_its_key(
+    tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
+) -> None:
+    gateway, worker, keys = tenants
+    for api_key, public in keys.values():
+        # Nobody answers the request, which only has to reach the worker.
+        def ask(api_key: str = api_key) -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                headers = {"authorization": f"Bearer {api_key}"}
+                httpx.get(f"{gateway.url}/v1/controllers/tags", headers=headers, timeout=WAIT_S)
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert Tenant.decode(worker.receive(b"TAGS")[-1]).key == public
+    for api_key, public in keys.values():
+        headers = {"authorization": f"Bearer {api_key}"}
+        with connect(gateway.ws_url, additional_headers=headers) as websocket:
+            websocket.send("TAGS " + json.dumps({"stream_id": 1}))
+            assert Tenant.decode(worker.receive(b"TAGS")[-1]).key == public
+
+
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "api-keys"
+    file.write_text(f"ann {'0' * 64} ann.key\n")
+    with pytest.raises(KeyFileError, match=r"line 1 of .*cannot read the key .*ann\.key"):
+        ApiKeys.read(file)
