@@ -246,7 +246,14 @@ def test_the_receipt_says_if_the_end_was_appended_or_is_missing(api: openai.Open
     how, reason, text = ended({"regex": "[a-z]+;"}, 12)
     assert (how, reason) == ("closed", "stop")
     assert re.fullmatch("[a-z]+;", text)
-    assert ended({"json": PERSON}, 4)[:2] == ("cut", "length")
+    how, reason, text = ended(
+        {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 9}}, 36
+    )
+    assert (how, reason) == ("closed", "stop")
+    assert len(json.loads(text)) >= 9
+    assert ended({"regex": "[a-z]{40};"}, 4)[:2] == ("cut", "length")
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 4, but the shortest text"):
+        ended({"json": PERSON}, 4)
 
 
 def test_a_controller_can_be_named(api: openai.OpenAI) -> None:

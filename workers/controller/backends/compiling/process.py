@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -18,14 +19,23 @@ from .....protocol.errors import RequestError
 from .bounds import STACK_BYTES
 from .tasks import Done, Task, read, write
 
+SHARE = 0.75
+"""Share of the CPU time of a task after which no shortest text is searched for any more."""
+
 
 def _done(task: Task) -> Done:
     """Does a task. What it needs is imported now: a process may never get a task of that kind."""
     match task.kind:
         case "llguidance":
-            from ..llguidance.trial import check
+            from ..llguidance.completion import shortest_text
+            from ..llguidance.trial import compiled
 
-            return Done(refused=check(task.grammar.decode()))
+            grammar, until = task.grammar.decode(), time.process_time() + SHARE * task.cpu_s
+            matcher, refused = compiled(grammar)
+            return Done(
+                refused=refused,
+                shortest=None if refused else shortest_text(grammar, matcher, until),
+            )
         case "blame":
             from ..llguidance.blame import blamed
 

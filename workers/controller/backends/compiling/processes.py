@@ -38,16 +38,29 @@ class Processes:
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    def check(self, grammar: str) -> None:
-        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken.
+    def check(self, grammar: str) -> bytes | None:
+        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken; the
+        shortest text of it that a search finds, or None if it finds none.
 
         Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the part of
         the grammar that is at fault. UnavailableError if no process becomes free in time.
         """
-        self.run("llguidance", grammar.encode())
+        return self._done("llguidance", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
         """The tables that a task makes; raises as ``check`` does."""
+        return self._done(kind, grammar).tables
+
+    def close(self) -> None:
+        """Ends the idle processes."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _done(self, kind: Kind, grammar: bytes) -> Done:
         with waiting():
             if not self._turns.acquire(timeout=bounds.WALL_S):
                 raise UnavailableError(
@@ -64,16 +77,7 @@ class Processes:
                 self._turns.release()
         if done.refused:
             raise RefusedGrammar(done.refused)
-        return done.tables
-
-    def close(self) -> None:
-        """Ends the idle processes."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            _end(process)
-
-    # --- inside ---------------------------------------------------------------------------------
+        return done
 
     def _blame(self, grammar: bytes, reason: str) -> str:
         """Which part of a grammar is at fault, to be put behind the reason; empty if unknown."""

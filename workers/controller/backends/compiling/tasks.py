@@ -28,6 +28,8 @@ class Done(msgspec.Struct):
 
     tables: bytes = b""
     refused: str = ""
+    shortest: bytes | None = None
+    """Of ``llguidance``: the shortest text that a search found."""
 
 
 def read(source: IO[bytes]) -> bytes | None:

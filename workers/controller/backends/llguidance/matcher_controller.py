@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-from .....protocol.errors import Code, ControllerError
+from .....protocol.errors import Code, ControllerError, RequestError
 from .....protocol.messages import ConstraintEnd
 from ...host import Host
 from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
 from ..text_before import tokens_before
+from .closing import Closing
 from .matchers import Grammar
 from .trial import reason
 
@@ -26,14 +27,23 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class MatcherController:
-    """One sequence: its matcher, and its text so far."""
+    """One sequence: its matcher, and its text so far. ``name`` is that of the constraint."""
 
     def __init__(
-        self, grammar: Grammar, matcher: LLMatcher, host: Host, text: Sequence[int] = ()
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher,
+        host: Host,
+        closing: Closing,
+        name: str,
+        text: Sequence[int] = (),
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._host = host
+        self.closing = closing
+        """When and how the text is closed."""
+        self._name = name
         self._text = list(text)
         self._mask: memoryview | None = None
         """The mask that ``_words`` and ``_address`` refer to."""
@@ -43,23 +53,44 @@ class MatcherController:
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
         """Used if llguidance's vocabulary has one token more than the model's."""
 
+    @property
+    def shortest(self) -> Sequence[int] | None:
+        """The tokens of the shortest text that a search found; None if it found none."""
+        return self._grammar.shortest_tokens
+
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Does nothing: the grammar constrains only what comes after the prompt."""
+        """Raises RequestError if even the shortest text has more than ``max_tokens``. Not called
+        for a part of another constraint, which may be left out."""
+        takes, most = len(self._grammar.shortest_tokens or ()), self._host.max_tokens
+        if takes > most:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"{self._name}: max_tokens is {most}, but the shortest text takes {takes} tokens; "
+                f"it must be at least {takes}",
+                path="$.max_tokens",
+            )
 
     def pre_process(self) -> Answer:
         """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask; appends forced tokens, and stops if no token is allowed.
+        """Writes the token mask; appends forced tokens, closes the text before ``max_tokens`` are
+        used up, and stops if no token is allowed.
 
         compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
         forced, the mask has only that one, so compute_ff_tokens is called only if the mask has
         hardly any words set.
         """
+        if self.closing.end is not None:
+            return COMPLETE
         left = self._host.max_tokens - len(self._text)
         if left <= 0:
             return STOP
+        if len(self._text) >= self.closing.check_at:
+            closed = self.closing.look(self._text)
+            if closed is not None:
+                return closed
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
@@ -71,7 +102,8 @@ class MatcherController:
             if self._matcher.is_error():
                 raise self._failed()
         if forced:
-            return Answer(Action.SPLICE, tokens=forced[:left])
+            # One token is left for the round in which a text that does not fit is closed.
+            return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
         if not complete:
@@ -82,6 +114,8 @@ class MatcherController:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
             return STOP
+        if self.closing.end is not None:
+            return CONTINUE
         matcher = self._matcher
         for at in range(0, len(tokens), AT_ONCE):
             some = list(tokens[at : at + AT_ONCE])
@@ -97,7 +131,9 @@ class MatcherController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """Whether the grammar accepts the text; llguidance's texts are not closed."""
+        """``closed`` if closing has changed the text; else whether the grammar accepts it."""
+        if not stop and self.closing.end is not None:
+            return self.closing.end
         matcher = self._matcher
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
@@ -113,7 +149,10 @@ class MatcherController:
 
     def fork(self, host: Host) -> MatcherController:
         """A controller with a copy of the matcher."""
-        return MatcherController(self._grammar, self._grammar.copy(self._matcher), host, self._text)
+        matcher = self._grammar.copy(self._matcher)
+        return MatcherController(
+            self._grammar, matcher, host, self.closing.copy(host), self._name, self._text
+        )
 
     def close(self) -> None:
         """Does nothing: the matcher is freed with this object."""

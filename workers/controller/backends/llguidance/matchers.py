@@ -14,12 +14,14 @@ from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 
+from .....protocol.errors import ControllerError
 from ...host import Vocabulary
 from ..compiling import bounds
 from ..compiling.bounds import Bounds, RefusedGrammar
 from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
+from .completion import Completion, Completions
 from .trial import parser_limits, reason
 
 KEPT_TOKENIZERS = 4
@@ -27,7 +29,7 @@ KEPT_TEXTS = 1024
 SHORT = 100
 """Most characters of a forced text whose tokens are cached."""
 KEPT_GRAMMARS = 32
-"""Most cached grammars, each of up to ``trial.MAX_LEXER_STATES`` lexer states."""
+"""Most cached grammars, each of up to ``MAX_LEXER_STATES`` lexer states."""
 
 
 class _Wrapper:
@@ -86,12 +88,24 @@ class Grammar:
     this, but a thread that waits for it holds the interpreter lock.
     """
 
-    def __init__(self, matchers: Matchers, key: bytes, tokens: Tokens, matcher: LLMatcher) -> None:
+    def __init__(
+        self,
+        matchers: Matchers,
+        key: bytes,
+        tokens: Tokens,
+        matcher: LLMatcher,
+        text: str,
+        shortest: list[int] | None,
+    ) -> None:
         self.lock = threading.Lock()
         self.tokens = tokens
+        self.shortest_tokens = shortest
+        """The shortest text that a search found; None if it found none."""
         self._matchers = matchers
         self._key = key
         self._matcher = matcher
+        self._text = text
+        self._completions: Completions | None = None
 
     def start(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
@@ -101,6 +115,13 @@ class Grammar:
         """A copy of a matcher with its state."""
         with self.lock:
             return matcher.deep_copy()
+
+    def completion(self) -> Completion:
+        """The completion of a text that begins. Its calls need ``lock``, as those of matchers."""
+        with self.lock:
+            if self._completions is None:
+                self._completions = Completions(self._text)
+            return self._completions.start()
 
     def give_up(self) -> None:
         """Removes it from the cache after a matcher failed, as the shared lexer may be full: the
@@ -150,12 +171,13 @@ class Matchers:
             return found
 
     def _make(self, vocabulary: Vocabulary, name: object, key: bytes, grammar: str) -> Grammar:
-        self.processes.check(grammar)
+        shortest = self.processes.check(grammar)
         tokens = self._tokens_of(name, vocabulary)
         matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise RefusedGrammar(reason(matcher.get_error()))
-        made = Grammar(self, key, tokens, matcher)
+        written = _tokenized(vocabulary, shortest)
+        made = Grammar(self, key, tokens, matcher, grammar, written)
         with self._lock:
             self._grammars[key] = made
             if len(self._grammars) > KEPT_GRAMMARS:
@@ -181,3 +203,10 @@ class Matchers:
                     self._tokens.popitem(last=False)
             self._tokens.move_to_end(name)
             return tokens
+
+
+def _tokenized(vocabulary: Vocabulary, text: bytes | None) -> list[int] | None:
+    try:
+        return None if text is None else vocabulary.tokenize(text)
+    except ControllerError:
+        return None

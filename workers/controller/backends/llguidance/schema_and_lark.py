@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 from .....protocol.errors import Code, RequestError
 from ...host import Host
 from ..compiling.bounds import RefusedGrammar
+from .closing import Closing
 from .matcher_controller import MatcherController
 from .matchers import Matchers
 from .spacing import spaced_lark, spaced_schema
@@ -81,7 +82,7 @@ def _start(matchers: Matchers, host: Host, name: str, grammar: str) -> MatcherCo
         made = matchers.get(host.vocabulary, grammar, name)
     except RefusedGrammar as error:
         raise _refusal(f"{name}: {error}") from None
-    return MatcherController(made, made.start(), host)
+    return MatcherController(made, made.start(), host, Closing(made, host), name)
 
 
 def _argument(host: Host, name: str, what: str) -> str:

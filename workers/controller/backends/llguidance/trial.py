@@ -33,20 +33,27 @@ def reason(error: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
-def check(grammar: str) -> str:
-    """The error of compiling a grammar and taking one step; empty if there is none."""
-    tokenizer = _bytes()
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+def compiled(grammar: str) -> tuple[LLMatcher, str]:
+    """A matcher of a grammar over bytes, and the error of compiling it and taking one step; empty
+    if there is none."""
+    made = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
+    matcher = made if made.is_error() else made.deep_copy()
     if not matcher.is_error():
         matcher.consume_tokens(matcher.compute_ff_tokens())
     if not matcher.is_stopped():
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         token = (mask & -mask).bit_length() - 1
-        if not matcher.is_error() and token != tokenizer.eos_token:
+        if not matcher.is_error() and token != byte_tokenizer().eos_token:
             matcher.consume_token(token)
-    return reason(matcher.get_error()) if matcher.is_error() else ""
+    return made, reason(matcher.get_error()) if matcher.is_error() else ""
+
+
+def check(grammar: str) -> str:
+    """The error of ``compiled``."""
+    return compiled(grammar)[1]
 
 
 @cache
-def _bytes() -> LLTokenizer:
+def byte_tokenizer() -> LLTokenizer:
+    """A vocabulary of the 256 bytes."""
     return LLTokenizer("byte")

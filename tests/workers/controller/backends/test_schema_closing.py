@@ -1,0 +1,238 @@
+"""Texts under schemas and Lark grammars are whole within ``max_tokens``, whatever is sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from tokenbus.protocol.errors import RequestError
+from tokenbus.workers.controller.backends.llguidance.closing import Closing
+from tokenbus.workers.controller.backends.llguidance.completion import Completions
+from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
+from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
+    JsonSchemaProgram,
+    LarkProgram,
+)
+from tokenbus.workers.controller.backends.llguidance.spacing import spaced_lark, spaced_schema
+from tokenbus.workers.controller.interface import Action
+
+from ..played import BYTES, vocabulary
+from .llguidance_streams import TOKENS, Stream
+
+pytestmark = pytest.mark.process
+
+LETTERS = vocabulary(BYTES)
+SHORT = vocabulary(TOKENS)
+
+TREE = {
+    "$defs": {
+        "node": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "kind": {"const": "branch"},
+                        "left": {"$ref": "#/$defs/node"},
+                        "right": {"$ref": "#/$defs/node"},
+                    },
+                    "required": ["kind", "left", "right"],
+                    "additionalProperties": False,
+                },
+                {"enum": ["leaf", "some other leaf"]},
+            ]
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+OPTIONAL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "when": {"type": "string", "format": "date-time"},
+        "mail": {"type": "string", "pattern": "^[a-z]+@[a-z]+\\.(org|net)$"},
+        "tags": {"type": "array", "items": {"enum": ["one", "another"]}, "minItems": 3},
+        "place": {"type": "object", "required": ["far", "away"], "additionalProperties": False},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+OPTIONAL["properties"]["place"]["properties"] = {  # type: ignore[index]
+    "far": {"type": "integer", "minimum": 1000},
+    "away": {"type": "string", "minLength": 12},
+}
+SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
+    "any": ({}, r"\d|\"\"|\[\]|\{\}"),
+    "object": ({"type": "object"}, r"\{\}"),
+    "tree": (TREE, '"leaf"'),
+    "optional": (OPTIONAL, r'\{"name": ""\}'),
+    "string": ({"type": "string", "minLength": 30}, '"[^"]{30}"'),
+    "number": ({"type": "number", "exclusiveMinimum": 2.5, "maximum": 2.75}, r"2\.[67]"),
+    "integers": ({"type": "array", "items": {"type": "integer"}, "minItems": 3}, r"\[\d, \d, \d\]"),
+    "anywhere": ({"type": "string", "pattern": "long|[0-9]+:[0-9]{2}"}, '"([0-9]:[0-9]{2}|long)"'),
+}
+
+
+@pytest.fixture(scope="module")
+def matchers() -> Iterator[Matchers]:
+    made = Matchers()
+    yield made
+    made.close()
+
+
+def schema_grammar(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(*spaced_schema(json.dumps(schema)))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_search_finds_a_shortest_value(name: str) -> None:
+    schema, shortest = SCHEMAS[name]
+    found = Completions(schema_grammar(schema)).start().find()
+    assert found is not None
+    assert re.fullmatch(shortest, found.decode())
+    jsonschema.validate(json.loads(found), schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "completion"),
+    [
+        ("", '{"name": ""}'),
+        ('{"na', 'me": ""}'),
+        ('{"name": "some free text', '"}'),
+        ('{"name": "\\', '""}'),
+        ('{"name": "", "when": "1999-1', '0-30T00:00:00+00:00"}'),
+        ('{"name": "", "tags": [', '"one", "one", "one"]}'),
+        ('{"name": "", "place": {"', 'far": 1000, "away": "000000000000"}}'),
+    ],
+)
+def test_a_text_is_completed_from_where_it_is(text: str, completion: str) -> None:
+    one = Completions(schema_grammar(OPTIONAL)).start()
+    assert one.append(text.encode())
+    found = one.find()
+    assert found is not None
+    jsonschema.validate(json.loads(text.encode() + found), OPTIONAL)
+    assert len(found) <= len(completion)
+
+
+def test_a_completion_stays_where_the_text_goes_its_way_and_beside_it() -> None:
+    one = Completions(schema_grammar(OPTIONAL)).start()
+    for part, completion in (
+        (b"", b'{"name": ""}'),
+        (b'{"name"', b': ""}'),
+        (b': "free', b'"}'),
+        (b" text", b'"}'),
+        ("ü".encode()[:1], None),
+        ("ü".encode()[1:], b'"}'),
+        (b'"}', b""),
+    ):
+        assert one.append(part)
+        found = one.find()
+        assert found is not None
+        assert completion in (None, found)
+    assert not one.append(b"x")
+
+
+GRAMMARS = {
+    "nested": ('start: "a" | "(" start ")" | "[" start "]]]]"', r"[(\[]*a[)\]]*"),
+    "sum": ('start: T ("+" T)*\nT: /[0-9]{2,4}/', r"[0-9]{2,4}(\+[0-9]{2,4})*"),
+    "json": ('start: "=" %json {"type": "array", "minItems": 2}', r"=\[.*,.*\]"),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_text_of_a_lark_grammar_is_whole(matchers: Matchers, name: str) -> None:
+    grammar, pattern = GRAMMARS[name]
+    for seed in range(12):
+        rng = random.Random(seed)
+        text = walked(Stream(LarkProgram(matchers), grammar, SHORT, rng.randint(9, 60)), rng)
+        assert re.fullmatch(pattern, text.decode(), re.DOTALL)
+        one = Completions(
+            json.dumps({"grammars": [{"lark_grammar": spaced_lark(grammar)}]})
+        ).start()
+        assert one.append(text)
+        assert one.find() == b""
+
+
+def walked(stream: Stream, rng: random.Random) -> bytes:
+    """A text whose tokens are chosen by chance, which ends only where it must; in half of its
+    steps, brackets and what begins a value are preferred."""
+    begin = {number for number, token in enumerate(TOKENS) if token[:1] in (b"{", b"[", b",", b"(")}
+    most = stream.controller._host.max_tokens  # type: ignore[attr-defined]
+    while len(stream.tokens) < most:
+        answer = stream.mid()
+        if answer.action is Action.STOP:
+            return stream.text
+        if answer.action is Action.SPLICE:
+            push(stream, answer.tokens, answer.backtrack)
+            continue
+        allowed = stream.allowed - {0}
+        preferred = allowed & begin if rng.random() < 0.5 else set[int]()
+        if not allowed:
+            return stream.text
+        push(stream, [rng.choice(sorted(preferred or allowed))])
+    return stream.text
+
+
+def push(stream: Stream, tokens: Sequence[int], backtrack: int = 0) -> None:
+    assert stream.controller.post_process(tokens, backtrack).action is Action.CONTINUE
+    del stream.tokens[len(stream.tokens) - backtrack :]
+    stream.tokens += tokens
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_value_of_a_schema_is_whole_at_every_limit(matchers: Matchers, name: str) -> None:
+    schema, _ = SCHEMAS[name]
+    program = JsonSchemaProgram(matchers)
+    shortest = Stream(program, schema, SHORT).controller._grammar.shortest_tokens  # type: ignore[attr-defined]
+    assert shortest is not None
+    for seed in range(12):
+        rng = random.Random(seed)
+        most = len(shortest) + (seed if seed < 4 else rng.randint(4, 150))
+        stream = Stream(program, schema, SHORT, most)
+        text = walked(stream, rng)
+        assert len(stream.tokens) <= most
+        jsonschema.validate(json.loads(text), schema)
+        assert stream.controller.text_end() in ("closed", "complete")  # type: ignore[attr-defined]
+
+
+def test_a_limit_below_the_shortest_value_is_refused_with_what_it_takes(matchers: Matchers) -> None:
+    program = JsonSchemaProgram(matchers)
+    with pytest.raises(RequestError, match="is 9, but the shortest text takes 10 tokens; it must"):
+        Stream(program, {"type": "string", "minLength": 8}, LETTERS, 9)
+    Stream(program, {"type": "string", "minLength": 8}, LETTERS, 10)
+
+
+def test_a_fork_is_closed_as_the_sequence_is(matchers: Matchers) -> None:
+    stream = Stream(JsonSchemaProgram(matchers), OPTIONAL, SHORT, 60)
+    rng = random.Random(3)
+    for _ in range(6):
+        answer = stream.mid()
+        push(stream, answer.tokens or [rng.choice(sorted(stream.allowed - {0}))])
+    controller = stream.controller
+    other = controller.fork(controller._host)  # type: ignore[attr-defined]
+    for one in (controller, other):
+        stream.controller, text = one, list(stream.tokens)
+        jsonschema.validate(json.loads(walked(stream, rng)), OPTIONAL)
+        stream.tokens = text
+
+
+def test_completions_are_not_searched_for_while_there_is_much_room(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = Closing.look
+
+    def counted(self: Closing, text: Sequence[int]) -> Any:
+        looks.append(len(text))
+        return look(self, text)
+
+    monkeypatch.setattr(Closing, "look", counted)
+    stream = Stream(JsonSchemaProgram(matchers), {"type": "string"}, LETTERS, 4000)
+    for _ in range(640):
+        push(stream, stream.mid().tokens or [1 + ord("a")])
+    assert len(looks) <= 20

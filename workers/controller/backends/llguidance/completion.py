@@ -1,0 +1,363 @@
+"""A short completion of a text under an llguidance grammar, by a bounded search over its masks.
+
+llguidance has no call for it. The search runs over a matcher of the same grammar whose vocabulary
+is the 256 bytes: a step of it takes a microsecond. It goes from place to place: from where the text
+is to the nearest place where a closing bracket, or the quote that ends a string, is allowed, by the
+fewest bytes; there it takes that byte and begins anew, until the text may end. Every beginning of a
+text that a grammar allows has a completion, so no step has to be taken back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from llguidance import LLMatcher
+
+from .patterns import Pattern, patterns_of
+from .trial import byte_tokenizer, parser_limits
+
+MOST_BYTES = 16_384
+"""Longest completion."""
+MOST_STEPS = 4_000
+"""Most states that one search visits."""
+MOST_NEAR = 200
+"""Most states that are visited on the way to one place; then the way that is best so far is gone
+on with."""
+FEW_NEAR = 30
+"""After so many of them in a string, matches of the schema's patterns are tried."""
+FEW_BYTES = 20
+"""Where no more may follow, each of them is tried."""
+FEW_BRANCHES = 4
+"""Where no more may follow, none is put off as one after which the same bytes may follow."""
+MOST_RUN = 1_024
+"""Longest part of a string that is filled with one character."""
+FREE_BYTES = 128
+"""More bytes than that may follow in a text of any kind."""
+MOST_TAILS = 8
+"""How many ends of the last completion are tried at each place."""
+
+_END = byte_tokenizer().eos_token
+_QUOTE = 1 << ord('"')
+
+
+def _bits(characters: str) -> int:
+    return sum(1 << ord(character) for character in characters)
+
+
+_BRACKETS, _COMMA = _bits("}])"), _bits(",")
+_ALL_BYTES = (1 << 256) - 1
+_CLASSES = tuple(
+    map(
+        _bits,
+        (
+            *('"', "0", "123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+            *"-:./@_ ,+#=;|$%&*()[]{}<>?!^~`'",
+        ),
+    )
+)
+"""Bytes that a grammar rarely distinguishes; the first of each that is allowed is tried."""
+_LISTED = sum(_CLASSES)
+_DIGITS = _bits("0123456789")
+
+_STAY, _ADVANCED = -1, -2
+"""Instead of the next byte of a way: none, and none after the forced bytes."""
+_Mask = int
+
+
+def shortest_text(grammar: str, matcher: LLMatcher, until: float) -> bytes | None:
+    """The shortest text of a grammar that a search finds, with its matcher over bytes; None if it
+    finds none before this process has used ``until`` seconds of CPU time."""
+    return Completions(grammar, matcher).start().find(until)
+
+
+class Completions:
+    """Finds completions of texts under one grammar. The caller serializes the calls of all that
+    comes from one object, as their matchers share the lexer's states."""
+
+    def __init__(self, grammar: str, matcher: LLMatcher | None = None) -> None:
+        """``matcher``: one over bytes; by default the grammar is compiled."""
+        self._grammar = grammar
+        if matcher is None:
+            matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
+        self._matcher = matcher
+        self._patterns: list[Pattern] | None = None
+
+    def start(self) -> Completion:
+        """At the beginning of a text."""
+        return Completion(self, self._matcher.deep_copy())
+
+    @property
+    def patterns(self) -> list[Pattern]:
+        """Those of the schema, compiled when a search first needs them."""
+        if self._patterns is None:
+            self._patterns = patterns_of(self._grammar)
+        return self._patterns
+
+
+class Completion:
+    """A text, and the last completion of it that was found."""
+
+    def __init__(self, shared: Completions, matcher: LLMatcher) -> None:
+        self._shared = shared
+        self._matcher = matcher
+        self._quoted = 0
+        """1 in a string of JSON, 2 after its backslash, 0 elsewhere."""
+        self._string = b""
+        """In a string: its beginning."""
+        self._known: bytes | None = None
+        self._since = 0
+        """Bytes that were appended since then, if it does not begin with them."""
+
+    def copy(self) -> Completion:
+        """The same text and completion."""
+        other = Completion(self._shared, self._matcher.deep_copy())
+        other._quoted, other._string = self._quoted, self._string
+        other._known, other._since = self._known, self._since
+        return other
+
+    def append(self, text: bytes) -> bool:
+        """Appends to the text; whether the grammar allows it."""
+        if not self._matcher.consume_tokens(list(text)):
+            return False
+        self._quoted = _quotes(self._quoted, text)
+        self._string = _string(self._string, self._quoted, text)
+        if self._known is not None and not self._since and self._known.startswith(text):
+            self._known = self._known[len(text) :]
+        else:
+            self._since += len(text)
+        return True
+
+    @property
+    def free(self) -> bool:
+        """Whether the text may end here, and nearly any text may follow: as in the answer of a
+        model that may call a tool."""
+        return self._matcher.is_accepting() and _mask(self._matcher).bit_count() > FREE_BYTES
+
+    def find(self, until: float = math.inf) -> bytes | None:
+        """Bytes that make the text complete. The last ones found are kept where they still do: in
+        the middle of a string, for example. None if the search found none, or none before the
+        process has used ``until`` seconds of CPU time."""
+        known, since = self._known or b"", self._since
+        if self._known is not None and not since:
+            return known
+        # Bytes of a free text are beside it; those of a date take the place of some of its own.
+        for text in (known, known[since:]) if since else ():
+            if _completes(self._matcher, text):
+                self._known, self._since = text, 0
+                return text
+        search = _Search(self._shared, self._matcher, self._quoted, self._string)
+        self._known, self._since = search.run(known, until), 0
+        return self._known
+
+
+class _Way(NamedTuple):
+    """A way to the next place."""
+
+    length: int
+    others: int
+    """How often its next byte is not the first that was tried."""
+    repeats: int
+    """How often that byte may be followed by the same bytes as one that was tried before it."""
+    byte: int
+    """What is still to be taken, or one of the above."""
+    path: bytes
+    matcher: LLMatcher
+    """Before ``byte``."""
+    quoted: int
+    before: _Mask
+    """The mask before that of the matcher."""
+
+    def cost(self, near: bool) -> int:
+        """The lower, the sooner it is gone on with. At first the length counts, so that the
+        shortest way is found; ``near``: then above all how often another byte was tried, so that
+        some way is."""
+        return self.length + (12 * self.others if near else 4 * self.repeats)
+
+
+class _Search:
+    def __init__(self, shared: Completions, matcher: LLMatcher, quoted: int, string: bytes) -> None:
+        self._shared = shared
+        self._matcher = matcher.deep_copy()
+        self._quoted = quoted
+        self._string = string
+        self._path = b""
+        self._steps = 0
+        self._until = math.inf
+
+    def run(self, known: bytes, until: float) -> bytes | None:
+        """A completion; ``known`` is one of an earlier text, whose end may be the end of this."""
+        self._until = until
+        starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
+        tails = [known[at:] for at in starts[:MOST_TAILS]]
+        while len(self._path) < MOST_BYTES and self._steps < MOST_STEPS:
+            for tail in tails:
+                if _completes(self._matcher, tail):
+                    return self._path + tail
+            if self._matcher.is_accepting():
+                return self._path
+            if not self._go_on():
+                return None
+        return None
+
+    def _take(self, matcher: LLMatcher, quoted: int, path: bytes) -> bool:
+        self._matcher, self._quoted = matcher, quoted
+        self._string = _string(self._string, quoted, path)
+        self._path += path
+        return True
+
+    def _match(self, matcher: LLMatcher, path: bytes) -> bool:
+        """Ends the string in which a way is by a match of a pattern, if one can."""
+        string = _string(self._string, 1, path)
+        ends = {end for one in self._shared.patterns for end in one.ends(string)}
+        for end in sorted(sorted(ends), key=len):
+            last = end + b'"'
+            if matcher.validate_tokens(list(last)) == len(last):
+                matcher.consume_tokens(list(last))
+                return self._take(matcher, 0, path + last)
+        return False
+
+    def _go_on(self) -> bool:
+        """To the next place; False if no byte may follow."""
+        few, most = self._steps + FEW_NEAR, self._steps + MOST_NEAR
+        near, ran = False, False
+        string: tuple[LLMatcher, bytes] | None = None
+        first = _Way(0, 0, 0, _STAY, b"", self._matcher.deep_copy(), self._quoted, 0)
+        ways = [(0, 0, first)]
+        number = 0
+        while ways:
+            length, others, repeats, byte, path, matcher, quoted, before = heapq.heappop(ways)[2]
+            self._steps += 1
+            if byte >= 0:
+                matcher = matcher.deep_copy()
+                matcher.consume_token(byte)
+            if byte != _ADVANCED and (forced := matcher.compute_ff_bytes()):
+                matcher.consume_tokens(list(forced))
+                path += forced
+                length += len(forced)
+                number += 1
+                way = _Way(
+                    length,
+                    others,
+                    repeats,
+                    _ADVANCED,
+                    path,
+                    matcher,
+                    _quotes(quoted, forced),
+                    before,
+                )
+                heapq.heappush(ways, (way.cost(near), number, way))
+                continue
+            mask = _mask(matcher)
+            whole = matcher.is_accepting()
+            closing = mask & _QUOTE if quoted == 1 else 0
+            if not quoted:
+                closing = mask & _BRACKETS or mask & _COMMA
+            if whole or closing or self._steps >= most:
+                if not whole:
+                    if not mask:
+                        return False
+                    byte = _lowest(closing or mask)
+                    matcher.consume_token(byte)
+                    path += bytes((byte,))
+                    quoted = _quotes(quoted, path[-1:])
+                return self._take(matcher, quoted, path)
+            if quoted == 1 and string is None:
+                string = matcher.deep_copy(), path
+            if self._steps >= few and not near:
+                if string is not None and self._match(*string):
+                    return True
+                near = True
+                ways = [(way.cost(near), at, way) for _, at, way in ways]
+                heapq.heapify(ways)
+            followed: set[tuple[_Mask, bool]] = set()
+            repeated = mask.bit_count() > FEW_BRANCHES
+            for byte in _tried(mask, before, quoted):
+                if self._until < math.inf and time.process_time() > self._until:
+                    return False
+                matcher.consume_token(byte)
+                after = _mask(matcher), matcher.is_accepting()
+                matcher.rollback(1)
+                number += 1
+                step = path + bytes((byte,))
+                way = _Way(
+                    length + 1,
+                    others + bool(followed),
+                    repeats + (repeated and after in followed),
+                    byte,
+                    step,
+                    matcher,
+                    _quotes(quoted, step[-1:]),
+                    mask,
+                )
+                followed.add(after)
+                heapq.heappush(ways, (way.cost(near), number, way))
+            if followed == {(mask, False)} and not ran:
+                ran = True
+                matcher = matcher.deep_copy()
+                run = self._run(matcher, mask)
+                if run is not None:
+                    number += 1
+                    way = _Way(0, 0, 0, _STAY, path + run, matcher, quoted, 0)
+                    heapq.heappush(ways, (0, number, way))
+        return False
+
+    def _run(self, matcher: LLMatcher, mask: _Mask) -> bytes | None:
+        """Advances by one byte again and again until the mask changes, as in a string with a least
+        length; the bytes, or None where it does not change."""
+        byte = _lowest(mask)
+        run = b""
+        while len(run) < MOST_RUN:
+            run += bytes((byte,))
+            matcher.consume_token(byte)
+            if _mask(matcher) != mask:
+                return run
+        return None
+
+
+def _completes(matcher: LLMatcher, text: bytes) -> bool:
+    return matcher.validate_tokens([*text, _END]) == len(text) + 1
+
+
+def _mask(matcher: LLMatcher) -> _Mask:
+    return int.from_bytes(matcher.compute_bitmask(), "little") & _ALL_BYTES
+
+
+def _lowest(mask: _Mask) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _tried(mask: _Mask, before: _Mask, quoted: int) -> Iterator[int]:
+    """The bytes of a mask that are tried: those that the mask before it had not come first."""
+    if not mask & _LISTED or (mask.bit_count() <= FEW_BYTES and not (quoted and mask & _DIGITS)):
+        groups: Sequence[_Mask] = [1 << byte for byte in range(256) if mask >> byte & 1]
+    else:
+        groups = _CLASSES
+    for part in (mask & ~before, mask & before):
+        for group in groups:
+            if part & group:
+                yield _lowest(part & group)
+
+
+def _string(string: bytes, quoted: int, text: bytes) -> bytes:
+    """``Completion._string`` after a text that leads to ``quoted``."""
+    if not quoted:
+        return b""
+    # An escaped quote cuts it too: a match then begins behind it.
+    _, quote, inside = text.rpartition(b'"')
+    return inside if quote else string + text
+
+
+def _quotes(quoted: int, text: bytes) -> int:
+    """``Completion._quoted`` after a text."""
+    if b'"' not in text and b"\\" not in text:
+        return 1 if quoted == 2 and text else quoted
+    for byte in text:
+        if quoted == 1:
+            quoted = 0 if byte == 34 else 2 if byte == 92 else 1
+        elif quoted == 2 or byte == 34:
+            quoted = 1
+    return quoted

@@ -1,0 +1,85 @@
+"""Short matches of the patterns in a schema, which a search over masks alone hardly finds.
+
+A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
+so that masks do not lead to it. What is found here is only tried: the matcher decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from .....grammars.regex import Dfa, RegexError, compile_regex
+
+MOST_PATTERNS = 32
+"""Patterns of a schema that are compiled."""
+MOST_CHARACTERS = 1_000
+"""Longest pattern that is compiled."""
+MOST_STATES = 5_000
+"""Most states of the automaton of one."""
+
+_WRITTEN = [byte for byte in range(0x20, 0x7F) if byte not in b'"\\']
+"""Bytes that stand for themselves in a string of JSON."""
+
+
+class Pattern:
+    """A pattern, and from each state of its automaton the first byte of a shortest match."""
+
+    def __init__(self, automaton: Dfa) -> None:
+        self._automaton = automaton
+        self._nearest: dict[int, int] = {
+            state: -1 for state in range(1, automaton.num_states) if automaton.accepting[state]
+        }
+        """The next byte, by state; -1 where a match may end."""
+        before: dict[int, list[tuple[int, int]]] = {}
+        seen = {automaton.classes[byte]: byte for byte in reversed(_WRITTEN)}
+        for state in range(1, automaton.num_states):
+            for byte in seen.values():
+                if after := automaton.step(state, byte):
+                    before.setdefault(after, []).append((state, byte))
+        states = list(self._nearest)
+        for state in states:  # It grows while it is read: a search by breadth.
+            for origin, byte in before.get(state, ()):
+                if origin not in self._nearest:
+                    self._nearest[origin] = byte
+                    states.append(origin)
+
+    def ends(self, beginning: bytes) -> Iterator[bytes]:
+        """What may end a string with this beginning: a match that goes on with it, and one that
+        begins behind it."""
+        for text in (beginning, b"") if beginning else (b"",):
+            state = self._automaton.walk(text)
+            if state not in self._nearest:
+                continue
+            end = bytearray()
+            while (byte := self._nearest[state]) >= 0:
+                end.append(byte)
+                state = self._automaton.step(state, byte)
+            yield bytes(end)
+
+
+def patterns_of(grammar: str) -> list[Pattern]:
+    """The patterns of a schema in an ``LLMatcher.grammar_from_json_schema`` text, as far as their
+    syntax is that of ``grammars.regex``; none of other grammars."""
+    found: dict[str, None] = {}
+    left = [json.loads(grammar)] if grammar.startswith("{") else []
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if isinstance(pattern := value.get("pattern"), str):
+                found[pattern] = None
+            if isinstance(named := value.get("patternProperties"), dict):
+                found |= dict.fromkeys(named)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    short = [pattern for pattern in found if len(pattern) <= MOST_CHARACTERS][:MOST_PATTERNS]
+    return [made for pattern in short if (made := _pattern(pattern)) is not None]
+
+
+def _pattern(text: str) -> Pattern | None:
+    try:
+        automaton = compile_regex(f"(?a){text}")
+    except RegexError:
+        return None
+    return Pattern(automaton) if automaton.num_states <= MOST_STATES else None
