@@ -15,6 +15,7 @@ from ..protocol.settings import load
 from .calls import Call
 from .connection import Connection
 from .lanes import Delivery, hand_out
+from .recording import Recorder, note_buffer
 from .request_options import (
     ASK_S,
     DRAIN_S,
@@ -83,10 +84,25 @@ class AsyncClient:
             key or own_key(settings, "client"),
         )
         self._close = weakref.finalize(self, self._connection.close)
+        self._sent_buffers: dict[str, Prompt] = {}
+        """For recordings."""
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        record: str | Path | Recorder | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
         """Begins a stream of tokens that continue ``prompt``; see ``Client.generate``."""
-        return self._stream(generate_call(prompt, options), options.get("on_system"))
+        call = generate_call(prompt, options)
+        recorder = None
+        if record is not None:
+            recorder = record if isinstance(record, Recorder) else Recorder(record)
+            recorder.begin(call, None, self._sent_buffers)
+            model = self._stream(model_info_call(options.get("model", ""), ASK_S), None)
+            recorder.served_by = lambda: _model_info(model)
+        return self._stream(call, options.get("on_system"), recorder)
 
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
@@ -125,6 +141,7 @@ class AsyncClient:
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
         """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         await self._ask(buffer_call(name, content, timeout_s))
+        note_buffer(self._sent_buffers, name, content)
 
     async def upload_controller(
         self,
@@ -183,7 +200,16 @@ class AsyncClient:
         await stream.wait()
         return stream.answer or Msg(stream_id=0)
 
-    def _stream(self, call: Call, on_system: OnSystem | None) -> AsyncStream:
+    def _stream(
+        self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
+    ) -> AsyncStream:
         self._enter_loop()
         call.waits_for_room = self._wait_for_room
-        return AsyncStream(self, self._connection, call, on_system, self._max_unread)
+        return AsyncStream(self, self._connection, call, on_system, self._max_unread, recorder)
+
+
+def _model_info(stream: AsyncStream) -> ModelInfo | None:
+    """The answer to MODEL_INFO, if it has arrived."""
+    stream.read_arrived()
+    info = stream.answer.model_info if stream.answer is not None else None
+    return info if isinstance(info, ModelInfo) else None

@@ -15,7 +15,7 @@ from ..protocol.settings import load
 from .calls import Call
 from .connection import Connection
 from .lanes import hand_out
-from .recording import Recorder
+from .recording import Recorder, note_buffer
 from .request_options import (
     ASK_S,
     DRAIN_S,
@@ -140,10 +140,7 @@ class Client:
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
         """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         self._ask(buffer_call(name, content, timeout_s))
-        if content is None:
-            self._sent_buffers.pop(name, None)
-        else:
-            self._sent_buffers[name] = content
+        note_buffer(self._sent_buffers, name, content)
 
     def upload_controller(
         self,

@@ -14,7 +14,7 @@ import os
 import platform
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +29,7 @@ from ..protocol.bodies import unpack_tokens
 from ..protocol.columns import Row, plain_entry
 from ..protocol.errors import Code, RequestError, TokenbusError
 from ..protocol.messages import PROTOCOL_VERSION, Generate, ModelInfo, Token
+from ..protocol.sampling import MAX_TOP_LOGPROBS
 from .calls import Call
 from .results import Sequences
 
@@ -96,6 +97,8 @@ class Recorder(Sequences):
         self._only_failures = only_failures
         self._came: list[Token | Row] = []
         self._recording: Recording | None = None
+        self.served_by: Callable[[], ModelInfo | None] | None = None
+        """The model, for clients that do not know it before the request is sent."""
         rows, came = self.add_row, self._came
 
         def add_row(row: Row) -> None:
@@ -142,6 +145,8 @@ class Recorder(Sequences):
             recording.error, recording.code = error.message, str(error.code)
         if self._only_failures and not recording.failure:
             return
+        if recording.model is None and self.served_by is not None:
+            recording.model = self.served_by()
         _write(self._file, recording)
 
 
@@ -191,8 +196,9 @@ def again(
     """The entries of the same request, run again; at most ``until`` of them.
 
     ``module``: another controller in place of the recorded one. ``inspect``: entries say what their
-    masks did. ``model``: the name of the model here. Raises what the stream raises; RequestError
-    where the model here has another tokenizer.
+    masks did, with as many of the likeliest tokens as there may be. ``model``: the name of the
+    model here. Raises what the stream raises; RequestError where the model here has another
+    tokenizer.
     """
     request = recording.request
     named = request.model if model is None else model
@@ -214,7 +220,7 @@ def again(
     }
     options.update(model=named, text=request.text)
     if inspect:
-        options["inspect"] = True
+        options |= {"inspect": True, "top_logprobs": MAX_TOP_LOGPROBS}
     wasm = module if module is not None else recording.module
     if wasm is not None:
         options["controller"] = client.upload_controller(wasm).module
@@ -231,6 +237,14 @@ def again(
         for name in names:
             with suppress(TokenbusError):
                 client.buffer(name, None)
+
+
+def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> None:
+    """A client has sent a buffer, or deleted it; ``sent`` are those that it can record."""
+    if content is None:
+        sent.pop(name, None)
+    else:
+        sent[name] = content
 
 
 def first_difference(

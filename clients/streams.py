@@ -83,7 +83,7 @@ class _Reader:
             self._read(event)
         return None
 
-    def _read_all(self) -> None:
+    def read_arrived(self) -> None:
         """Reads all that has arrived, and makes no entries of rows."""
         while not self._over and (event := self._collect(pop_other=True)) is not None:
             self._read(event)
@@ -188,10 +188,10 @@ class Stream(_Reader):
         """Reads to the end; all sequences. Interrupted, by Ctrl-C for one, it closes the stream."""
         self._to_end, self._unread.watched = True, False
         try:
-            self._read_all()
+            self.read_arrived()
             while not self._over:
                 self._wakes.get()
-                self._read_all()
+                self.read_arrived()
             self._wakes.put(None)  # For another thread that waits for an entry.
             self._raise_failure()
         except BaseException:
@@ -242,8 +242,9 @@ class AsyncStream(_Reader):
         call: Call,
         on_system: OnSystem | None,
         max_unread: int | None = None,
+        collected: Sequences | None = None,
     ) -> None:
-        super().__init__(client, connection, call, on_system)
+        super().__init__(client, connection, call, on_system, collected)
         self._max_unread = max_unread
         self._overflowed = False
         self._waiters: list[asyncio.Future[None]] = []
@@ -353,10 +354,10 @@ class AsyncStream(_Reader):
         self._to_end = True
         self._unread.watched = self._max_unread is not None
         try:
-            self._read_all()
+            self.read_arrived()
             while not self._over:
                 await self._arrival()
-                self._read_all()
+                self.read_arrived()
             self._raise_failure()
         except BaseException:
             self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from .exits import FAILED, OK
 from .module_files import FileFault, read_module
 from .options import add_connection, client_for
 from .own_system import broker_answers, own_system
+
+SHOWN = 8
+"""How many tokens that a mask allowed ``--show masks`` has, and how many that it forbade."""
 
 _TEST = '''\
 """{what}
@@ -114,18 +117,20 @@ def _replay(
 ) -> int:
     came: list[Token] = []
     failed: TokenbusError | None = None
+    masks = args.show == "masks"
+    texts = _texts(client, args.request_model or recording.request.model) if masks else None
     try:
         for entry in again(
             client,
             recording,
             module=module,
             until=args.until,
-            inspect=args.show == "masks",
+            inspect=masks,
             model=args.request_model,
         ):
             came.append(entry)
             if args.show:
-                print(_line(entry, args.show == "masks"), flush=True)
+                print(_line(entry, texts), flush=True)
     except TokenbusError as error:
         failed = error
         if not came and not recording.failure:
@@ -147,7 +152,20 @@ def _replay(
     return OK
 
 
-def _line(entry: Token, masks: bool) -> str:
+def _texts(client: Client, model: str) -> Callable[[int], str]:
+    """The text of a token of this model; its id, where the model has no tokenizer to ask for, or
+    the package tokenizers is not installed."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(client.tokenizer(model).json)
+    except (ImportError, TokenbusError):
+        return str
+    return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
+    """What an entry has; with ``texts``, also what its mask allowed and forbade."""
     what = f"{entry.seq}:{entry.pos}"
     if entry.parent is not None:
         what += f"  fork of {entry.parent}"
@@ -157,11 +175,19 @@ def _line(entry: Token, masks: bool) -> str:
         text = "" if entry.text is UNSET else f" {entry.text!r}"
         chance = "appended" if entry.logprob is None else f"{entry.logprob:.3f}"
         what += f"  {entry.token}{text}  {chance}"
-    if masks and entry.logprob is not None:
-        allowed = "every token" if entry.allowed is UNSET else f"{entry.allowed} tokens"
-        what += f"  of {allowed} allowed"
+    if texts is not None and entry.logprob is not None:
+        if entry.allowed is UNSET:
+            what += "  of every token allowed"
+        else:
+            # The entry has the likeliest tokens, and which of them the mask forbade.
+            likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
+            ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
+            shown = ", ".join(map(texts, ids[:SHOWN]))
+            more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""
+            what += f"  of {entry.allowed} tokens allowed ({shown}{more})"
         if entry.cut:
-            what += f", forbidden {', '.join(map(str, entry.cut))}"
+            more = ", …" if len(entry.cut) > SHOWN else ""
+            what += f", forbidden {', '.join(map(texts, entry.cut[:SHOWN]))}{more}"
         if entry.round_us:
             what += f", {entry.round_us} us"
     if entry.logs:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Unpack
 
 from ...protocol.errors import Code, UnavailableError
@@ -19,6 +20,7 @@ from ...protocol.keys import OwnKey
 from ...protocol.pace import Pace
 from ...protocol.shares import fits_share
 from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
+from ..recording import Recorder
 from ..request_options import Prompt
 from .errors import UserLimitError
 from .turns import current_user
@@ -141,11 +143,17 @@ class SharedClient(AsyncClient):
         super().__init__(front, max_unread=max_unread, wait_for_room=False, key=key)
         self._shares = shares
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        record: str | Path | Recorder | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
         """As ``AsyncClient.generate``; raises UnavailableError where the share is used up."""
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
-        return super().generate(prompt, **options)
+        return super().generate(prompt, record=record, **options)
 
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tokenbus.clients import Client, ControllerError, RequestError
+from tokenbus.clients import AsyncClient, Client, ControllerError, GenerateOptions, RequestError
 from tokenbus.clients.cli.main import main
 from tokenbus.clients.recording import (
     Recorder,
@@ -62,6 +63,22 @@ def test_a_stream_that_is_read_entry_by_entry_is_recorded_as_it_was_read(
     recording = read_recording(file)
     assert recording.entries == entries
     assert recording.request.prompt == [5, 6, 7]
+    assert_the_same_again(client, recording)
+
+
+@pytest.mark.anyio
+async def test_an_async_client_records_too(client: Client, steered: Bus, file: Path) -> None:
+    async with AsyncClient(steered.front) as other:
+        await other.buffer("recorded", "import os\n")
+        options: GenerateOptions = {"temperature": 1.0, "n": 2, "max_tokens": 8}
+        options["buffers"] = ["recorded"]
+        stream = other.generate(PROMPT, record=file, **options)
+        entries = [entry async for entry in stream]
+        with pytest.raises(RequestError, match="'unknown' cannot be recorded"):
+            other.generate(PROMPT, record=file, buffers=["unknown"])
+    recording = read_recording(file)
+    assert recording.entries == entries
+    assert recording.model == client.model_info()
     assert_the_same_again(client, recording)
 
 
@@ -157,7 +174,13 @@ def test_the_commands_record_replay_and_show(
     assert main(["replay", str(file), *front, "--until", "2", "--show", "masks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert "tokens allowed" in lines[0]
+    # The texts of what the mask allowed, the sampled token among them, and of what it forbade.
+    shown = re.search(
+        r"0:0  \d+ ('[a-z]+')  \S+  of \d+ tokens allowed \((.*?)\), forbidden '", lines[0]
+    )
+    assert shown, lines[0]
+    assert shown[1] in shown[2]
+    assert all(re.fullmatch("'[a-z]+'", text) for text in shown[2].removesuffix(", …").split(", "))
     recording = read_recording(file)
     recording.entries[1].token = 5
     file.write_bytes(msgspec.json.encode(recording))
