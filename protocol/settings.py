@@ -107,6 +107,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_capacity: AtLeastOne = 1024
     """Most requests whose controllers one worker runs."""
 
+    join: str = ""
+    """Where the workers' address of another machine's broker is, as ``HOST`` or ``HOST:PORT``
+    (5556): ``tokenbus up`` runs only GPU and controller workers then, which connect there."""
     gpu_workers: AtLeastZero = 1
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1

@@ -38,6 +38,13 @@ def add_commands(subparsers: Subparsers) -> None:
     )
     up.add_argument("--model", help="a path, a hub id, 'embedded' (default), or 'auto'")
     up.add_argument("--front", metavar="ADDRESS", help="where clients connect")
+    up.add_argument("--back", metavar="ADDRESS", help="where workers connect")
+    up.add_argument(
+        "--join",
+        metavar="HOST[:PORT]",
+        help="run only workers here, for the broker of another machine, with the key of --key",
+    )
+    up.add_argument("--key", metavar="FILE", help="the key file with which workers join")
     up.add_argument(
         "--rolling",
         action="store_true",
@@ -145,10 +152,15 @@ def _reporting(command: Command) -> Command:
 def _up(args: argparse.Namespace, settings: Settings) -> int:
     from .rolling import roll
     from .run_dir import RunDir
-    from .up import run_system
+    from .up import joining, run_system
 
     if args.rolling:
         return roll(settings)
+    if settings.join:
+        settings = joining(_with_what_is_installed(msgspec.structs.replace(settings, http="none")))
+        lines = [f"starting workers for {settings.back}; logs are in {RunDir.of(settings).logs}"]
+        _check_model(settings)
+        return run_system(settings, lines, lambda _: ["ready: the workers run"])
     settings = _with_what_is_installed(settings)
 
     def when_ready(client: Client) -> list[str]:

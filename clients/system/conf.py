@@ -34,7 +34,11 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
     conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
     conf["program:state-worker"]["numprocs"] = str(min(1, settings.controller_workers))
-    if settings.http == "none":
+    if settings.join:
+        # The machine with the broker has these.
+        for name in ("program:broker", "program:state-worker", "program:gateway"):
+            conf.remove_section(name)
+    elif settings.http == "none":
         conf.remove_section("program:gateway")
     else:
         conf["program:gateway"]["numprocs"] = str(settings.gateways)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from ...protocol.endpoints import host_and_port, is_loopback
 from ...protocol.keys import ROLES, KeyFault, KeyFolder, own_key
 from ...protocol.settings import Settings
@@ -20,6 +22,8 @@ from .supervisor import Supervisor
 from .watch import Picture, Watcher
 
 LOOK_EVERY_S = 0.3
+JOIN_PORT = 5556
+"""Of the workers' address, where ``join`` names none."""
 
 Lines = Sequence[str]
 
@@ -30,9 +34,10 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
     Raises SystemFault if the system cannot start or a process fails; no process is left then.
     """
-    check_keys(settings)
-    check_address(settings.front, _has_keys(settings))
-    check_http(settings)
+    if not settings.join:
+        check_keys(settings)
+        check_address(settings.front, _has_keys(settings))
+        check_http(settings)
     supervisor = Supervisor(settings)
     with StopSignals() as signals:
         supervisor.start()
@@ -52,6 +57,24 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
         raise fault
     print(ended)
     return 0
+
+
+def joining(settings: Settings) -> Settings:
+    """The settings of workers that join the broker of the setting ``join``; raises SystemFault."""
+    text = settings.join if ":" in settings.join else f"{settings.join}:{JOIN_PORT}"
+    try:
+        host, port = host_and_port(text)
+        key = own_key(settings, "worker")
+    except ValueError as error:
+        raise SystemFault(f"join: {error}", WRONG_SETTING) from None
+    if key is None or key.role != "worker":
+        raise SystemFault(
+            f"join: workers that connect to {text} need a worker's key; make one there with "
+            "'tokenbus keys new NAME --worker', copy NAME.key here, and give it as the setting "
+            "'key' (TOKENBUS_KEY)",
+            WRONG_SETTING,
+        )
+    return msgspec.structs.replace(settings, back=f"tcp://{host}:{port}", http="none")
 
 
 def check_keys(settings: Settings) -> None:

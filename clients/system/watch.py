@@ -62,6 +62,7 @@ class Watcher:
         self._front = settings.front
         self._http = settings.http
         self._on_demand = settings.model == "auto"
+        self._joins = bool(settings.join)
         self._client: Client | None = None
         self.ending = False
         """The system is stopping, so that a broker without an answer is no fault."""
@@ -71,7 +72,7 @@ class Watcher:
         processes = self._control.processes() or []
         broker = next((p for p in processes if p.name == "broker"), None)
         status = self._status() if broker is not None and broker.pid else None
-        load = "ending" if self.ending else load_line(status)
+        load = "ending" if self.ending else "joined" if self._joins else load_line(status)
         return Picture([self._shown(p, status) for p in processes], load)
 
     def client(self) -> Client:
@@ -103,6 +104,9 @@ class Watcher:
             return Shown(process, False, "exited early; it will be restarted")
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
+        if self._joins:
+            # A worker's key does not open the broker's socket for clients, which would say more.
+            return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.name == "broker":
             serves = status is not None
             return Shown(process, serves, "up" if serves else "starting")

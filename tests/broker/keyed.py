@@ -34,7 +34,8 @@ WAIT_MS = 120_000
 class KeyedBroker:
     """A broker on TCP for clients and on a Unix socket for workers, both with keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, back: str = "") -> None:
+        """``back``: where workers connect, if that is another address."""
         self._temporary = tempfile.TemporaryDirectory(prefix="tb-")
         self.path = Path(self._temporary.name)
         self.keys = KeyFolder(self.path / "keys")
@@ -42,7 +43,7 @@ class KeyedBroker:
         # Its own ticks look at the folder of keys; no lease is to end in a test.
         settings = BrokerSettings(expiry_s=600, session_expiry_s=600, tick_s=0.02, drain_s=0)
         self.server = BrokerServer(
-            "tcp://127.0.0.1:*", f"ipc://{self.path}/back.sock", settings, keys=self.keys
+            "tcp://127.0.0.1:*", back or f"ipc://{self.path}/back.sock", settings, keys=self.keys
         )
         self.front, self.back = self.server.front_endpoint, self.server.back_endpoint
         self._loop = asyncio.new_event_loop()
