@@ -48,7 +48,10 @@ class LocalPod:
         """Runs the containers that prepare it."""
         for container in self._spec["initContainers"]:
             places = self._places(container)
-            command = [_placed(word, places) for word in container["command"]]
+            command = [
+                " ".join(_placed(part, places) for part in word.split(" "))
+                for word in container["command"]
+            ]
             subprocess.run(command, check=True, env={"PATH": python_path})
 
     def start(self, container: Object, ports: Mapping[str, str]) -> Process:

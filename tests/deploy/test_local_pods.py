@@ -26,18 +26,21 @@ PATIENCE_S = 300.0
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder of keys, and a file of API keys."""
+    """A folder of keys, and one for the file of API keys, with the key of a tenant."""
     folder = tmp_path_factory.mktemp("keys")
-    assert main(["keys", "new", "--keys", str(folder / "keys")]) == 0
-    return folder / "keys", folder / "api-keys"
+    keys, http = folder / "keys", folder / "http"
+    http.mkdir()
+    assert main(["keys", "new", "ann", "--keys", str(keys), "--file", str(http / "ann.key")]) == 0
+    return keys, http
 
 
 @pytest.fixture(scope="module")
 def api_key(keys: tuple[Path, Path]) -> str:
-    """An API key of that file."""
-    printed = io.StringIO()
+    """An API key of that tenant."""
+    printed, http = io.StringIO(), keys[1]
+    of_tenant = ["--tenant", str(http / "ann.key"), "--file", str(http / "api-keys")]
     with contextlib.redirect_stdout(printed):
-        assert main(["api-key", "someone", "--file", str(keys[1])]) == 0
+        assert main(["api-key", "someone", *of_tenant]) == 0
     return printed.getvalue().strip()
 
 
