@@ -1,0 +1,51 @@
+"""The cases of ``schemas.py``: schemas of MaskBench, with texts that are values or not."""
+
+from __future__ import annotations
+
+import json
+import random
+import tarfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WHERE = Path(__file__).parents[2] / "shared" / "maskbench.tar.gz"
+"""Where the archive is looked for."""
+
+
+class Case(NamedTuple):
+    """A schema, and texts with whether it accepts them."""
+
+    name: str
+    schema: Any
+    texts: list[tuple[str, bool]]
+
+
+def read_cases(archive: Path, most: int) -> list[Case]:
+    """The cases of an archive, or ``most`` of them, by chance but the same each time.
+
+    Each is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
+    ``schema`` and ``tests``, each of which has ``data`` and ``valid``. Exits where the archive is
+    missing.
+    """
+    if not archive.exists():
+        raise SystemExit(
+            f"{archive} is missing: a .tar.gz of files of MaskBench is needed (guidance-ai/"
+            "jsonschemabench on GitHub, maskbench/data); --maskbench PATH names another place"
+        )
+    cases = []
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            file = tar.extractfile(member) if member.name.endswith(".json") else None
+            if file is not None:
+                cases.append(_case(Path(member.name).stem, json.load(file)))
+    cases.sort(key=lambda case: case.name)
+    random.Random(1).shuffle(cases)
+    return cases[:most]
+
+
+def _case(name: str, file: Any) -> Case:
+    texts = [
+        (json.dumps(test["data"], ensure_ascii=False), bool(test["valid"]))
+        for test in file["tests"]
+    ]
+    return Case(name, file["schema"], texts)

@@ -1,0 +1,148 @@
+"""Random walks under the masks of schemas, at any ``max_tokens``: every text is to be whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+from _masks_world import EOS, MICRO, World
+from _schemas_cases import Case
+from tokenbus.protocol.errors import TokenbusError
+from tokenbus.workers.controller.backends.llguidance.closing import Closing
+from tokenbus.workers.controller.backends.llguidance.matcher_controller import MatcherController
+from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
+from tokenbus.workers.controller.interface import Action, Answer
+
+MOST_TOKENS = 400
+"""The largest ``max_tokens`` of a walk; the smallest is what the shortest value takes."""
+
+
+@dataclass
+class Walks:
+    """The walks of all schemas, and what became of them."""
+
+    world: World
+    program: JsonSchemaProgram
+    walks: int = 0
+    whole: int = 0
+    tokens: int = 0
+    closed: int = 0
+    taken_back: int = 0
+    longer: int = 0
+    """Schemas whose shortest value has more than ``MOST_TOKENS``: they have no walks."""
+    seconds: float = 0.0
+    """CPU time of computing how texts are closed."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a walk of a schema failed, by its name."""
+    exceptions: dict[str, str] = field(default_factory=dict)
+    """Why a schema is not closed, by its name."""
+
+    def add(self, case: Case, count: int) -> None:
+        """So many walks under one schema: the first at the least ``max_tokens`` that it has."""
+        arg = json.dumps(case.schema)
+        try:
+            least = self._least(arg)
+        except TokenbusError:
+            return  # It is counted as not compiled.
+        if least is None:
+            self.exceptions[case.name] = "no shortest value was found"
+            return
+        if least > MOST_TOKENS:
+            self.longer += 1
+            return
+        validator = jsonschema.validators.validator_for(case.schema)(case.schema)
+        for number in range(count):
+            rng = random.Random(number)
+            most = least if not number else rng.randint(least, MOST_TOKENS)
+            self.walks += 1
+            why = self._walk(arg, most, rng, validator)
+            if why:
+                self.failures[case.name] = f"max_tokens {most}: {why}"
+            else:
+                self.whole += 1
+
+    def results(self) -> dict[str, float]:
+        """The figures of all walks."""
+        return {
+            "walks": self.walks,
+            "closed_share": self.whole / self.walks,
+            "closed_by_us_share": self.closed / self.walks,
+            "taken_back_share": self.taken_back / self.tokens,
+            "closing_us_per_token": self.seconds / self.tokens * MICRO,
+            "closing_exceptions": len(self.exceptions),
+            "longer_than_400_tokens": self.longer,
+        }
+
+    def _least(self, arg: str) -> int | None:
+        """What the shortest value takes. A request below that is to be refused with it."""
+        host = self.world.host(arg)
+        shortest = self.program.start(host).shortest
+        if shortest is None:
+            return None
+        least, refused = len(shortest), ""
+        try:
+            self.program.start(replace(host, max_tokens=least - 1)).init_prompt([1])
+        except TokenbusError as error:
+            refused = error.message
+        if f"takes {least} tokens" not in refused:
+            raise SystemExit(f"max_tokens below {least} is not refused, but: {refused!r}")
+        return least
+
+    def _walk(self, arg: str, most: int, rng: random.Random, validator: Any) -> str:
+        """Why the text of a walk is not whole; empty if it is."""
+        controller = self.program.start(replace(self.world.host(arg), max_tokens=most))
+        controller.init_prompt([1])
+        self._measure(controller)
+        tokens = self._sampled(controller, most, rng)
+        self.tokens += len(tokens)
+        end = controller.text_end()
+        self.closed += end == "closed"
+        text = self.world.vocabulary.bytes_of(tokens)
+        if len(tokens) > most:
+            return f"it has {len(tokens)} tokens"
+        try:
+            validator.validate(json.loads(text))
+        except ValueError as error:
+            return f"{error}: …{text[-60:]!r}"
+        except jsonschema.ValidationError as error:
+            return error.message[:200]
+        return "" if end != "cut" else "its end is given as cut"
+
+    def _sampled(self, controller: MatcherController, most: int, rng: random.Random) -> list[int]:
+        """The tokens of a sequence whose model draws them at random."""
+        mask = self.world.mask()
+        bits = np.frombuffer(mask, np.uint8)
+        tokens: list[int] = []
+        while len(tokens) < most:
+            answer = controller.mid_process((0,), mask)
+            if answer.action is Action.STOP:
+                break
+            appended = list(answer.tokens)
+            if answer.action is Action.CONTINUE:
+                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+                appended = [int(allowed[rng.randrange(len(allowed))])]
+                if appended == [EOS]:
+                    break
+            self.taken_back += answer.backtrack
+            del tokens[len(tokens) - answer.backtrack :]
+            tokens += appended
+            controller.post_process(appended, answer.backtrack)
+        return tokens
+
+    def _measure(self, controller: MatcherController) -> None:
+        """Adds up the time of closing of one sequence."""
+        closing: Closing = controller.closing
+        look = closing.look
+
+        def measured(text: list[int]) -> Answer | None:
+            began = time.thread_time()
+            found = look(text)
+            self.seconds += time.thread_time() - began
+            return found
+
+        closing.look = measured  # type: ignore[assignment, method-assign]
