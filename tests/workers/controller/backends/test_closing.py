@@ -139,6 +139,7 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
         (600, 30 * 900),  # It never fits.
     ],
 )
+@pytest.mark.process
 def test_a_long_closing_is_not_tokenized_in_each_round(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, most_bytes: int
 ) -> None:
