@@ -245,7 +245,7 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     where other workers can take them.
 
     Answered when it has left, by ``MSG`` with ``{"worker": name, "requests": number}`` as its
-    result: how many it had. Refused to clients with a CURVE key.
+    result: how many it had. Where the broker has keys, only the operator's key may.
     """
 
     stream_id: StreamId

@@ -401,7 +401,7 @@ export interface Delete {
  * other workers can take them.
  *
  * Answered when it has left, by `MSG` with `{"worker": name, "requests": number}` as its result:
- * how many it had. Refused to clients with a CURVE key.
+ * how many it had. Where the broker has keys, only the operator's key may.
  */
 export interface DrainWorker {
   /** At least 0, at most 9223372036854775807. */
