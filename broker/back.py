@@ -10,10 +10,12 @@ from ..protocol.bodies import decode_as, encode_body, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import PROTOCOL_VERSION, Buffer
+from ..protocol.pages import split_keys
 from ..protocol.tenants import Tenant
 from ..protocol.worker_messages import (
     Drain,
     Heartbeat,
+    Pages,
     Register,
     Reregister,
     Unregister,
@@ -337,6 +339,16 @@ class Back:
             self._lose(worker, gone.reason or "it unregistered", died=False)
         elif message_type == b"JOURNAL":
             self._adoption.on_journal(worker, frames, self._dispatcher.now)
+        elif message_type == b"PAGES":
+            pages: Pages = decode_as(Pages, frames[2], "msgpack")
+            if len(frames) != 5:
+                raise RequestError(
+                    Code.BAD_MESSAGE,
+                    f"a PAGES has {len(frames)} frames; it has 5: type, header, body, the pages "
+                    "that came and those that went",
+                )
+            came, went = split_keys(frames[3]), split_keys(frames[4])
+            self._dispatcher.prefixes.report(worker, came, went, pages.reset)
         elif message_type == b"BUFFER":
             self._save_buffer(head, frames)
         elif message_type == b"START":

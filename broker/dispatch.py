@@ -18,6 +18,7 @@ from .fair_queue import FairQueue
 from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pool, Pools
+from .prefixes import Prefixes
 from .settings import BrokerSettings
 from .spans import record_span
 from .tables import RETRY_AFTER_S, CancelReason, Request, SessionTable, Worker, WorkerState
@@ -63,6 +64,7 @@ class Dispatcher:
         self._unserved: dict[tuple[str, str], float] = {}
         """Since when no worker serves what waits in a queue."""
         self.pools = Pools(self.is_hung)
+        self.prefixes = Prefixes(settings.route_by_prefix)
         self.controllers = Controllers(settings, self.workers, self.pools, out, lambda: self.now)
         self.moves = Moves(settings, sessions, out)
         self.deadlines = Deadlines()
@@ -89,6 +91,8 @@ class Dispatcher:
         worker = self._candidates(request.role, request.model).least_loaded()
         if worker is None:
             self._check_queues(request)
+        else:
+            worker = self._with_prefix(request, worker)
         if request.controller:
             self.controllers.choose(request.controller)
         self.requests[request.id] = request
@@ -222,6 +226,7 @@ class Dispatcher:
         if self.workers.pop(worker.id, None) is None:
             return
         self.pools.remove(worker)
+        self.prefixes.lost(worker)
         self.controllers.on_lost(worker)
         running = []
         for request in list(worker.requests.values()):
@@ -408,13 +413,23 @@ class Dispatcher:
         pool = self.pools.serving(request.role, request.model)
         for worker in pool.free():
             if self.moves.fits(request, worker):
-                return worker
+                found = self._with_prefix(request, worker)
+                return found if self.moves.fits(request, found) else worker
         if any(w.state is WorkerState.READY for w in self._may_continue_at(request)):
             return None
         # All that are left drain, as where the whole system stops: one of them takes it.
         serving = self._may_continue_at(request)
         free = (w for w in serving if self._has_room(w) and not w.handed_over)
         return min(free, key=pool.rank, default=None)
+
+    def _with_prefix(self, request: Request, worker: Worker) -> Worker:
+        """Where a request goes for which ``worker`` is the least loaded: perhaps to one that has
+        the beginning of its prompt."""
+        pool = self.pools.serving(request.role, request.model)
+        return self.prefixes.choose(request, pool, self._model_of(request), worker)
+
+    def _model_of(self, request: Request) -> str:
+        return request.model or self.pools.default_model
 
     def _check_queues(self, request: Request) -> None:
         """Raises why one more request cannot wait: ``queue_full``, or ``client_limit`` where only
@@ -479,6 +494,7 @@ class Dispatcher:
             flags |= Flag.MOVED
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames, *transcript]
+        self.prefixes.expect(request, worker, self._model_of(request))
         self.moves.sent(request)
         self.moves.quarantine.on_start(request, self.now)
         request.worker = worker

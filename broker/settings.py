@@ -47,6 +47,9 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """The same of all sessions together."""
     max_pending_bytes: int = 4 * 1024 * 1024
     """Messages that wait for a client that does not read; beyond it, its streams end."""
+    route_by_prefix: bool = True
+    """Whether requests go where the beginning of their prompt is in the cache, unless the load
+    there outweighs it; else to the least loaded worker."""
     drain_s: float = 30.0
     """How long streams may continue after the signal to stop."""
     tick_s: float = 0.25

@@ -297,6 +297,8 @@ class Request:
     """Of one of an earlier run of the broker: when it was adopted (``adoption.py``)."""
     unclaimed: bool = False
     """Whether it was adopted, and its client has not attached yet."""
+    pages: list[bytes] | None = None
+    """The keys of its prompt's pages, from when they are first needed until it is sent."""
     kept: bytes | None = None
     """Of a stream that ended before its client had attached: its entries, as a body of TOKEN. It is
     nowhere but in ``Session.streams`` then."""

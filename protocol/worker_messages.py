@@ -123,6 +123,16 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     none of clients without a key."""
 
 
+class Pages(Struct, kw_only=True, omit_defaults=True):
+    """``PAGES``: what a GPU worker's KV caches hold has changed (``pages.py``).
+
+    Attachment 0 has the keys of the pages that came, attachment 1 of those that went, 8 bytes each.
+    """
+
+    reset: bool = False
+    """It has none but those that came: the first after a registration."""
+
+
 class Reregister(Struct, kw_only=True, omit_defaults=True):
     """``REREGISTER``: the broker does not know this worker (restarted, or the lease expired)."""
 
@@ -366,6 +376,7 @@ class VariableAnswer(Struct, array_like=True):
 TO_BROKER: dict[bytes, Any] = {
     b"REGISTER": Register,
     b"HEARTBEAT": Heartbeat,
+    b"PAGES": Pages,
     b"DRAIN": Drain,
     b"UNREGISTER": Unregister,
     b"JOURNAL": Journal,

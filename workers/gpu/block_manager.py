@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from ...protocol.pages import PAGE_TOKENS
+from .pages import PageLog
+
 PADDING_BLOCK = 0
 """Never allocated: padded entries of block tables point to it, and read zeros."""
 
@@ -27,16 +30,19 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     """For each leading block whose content is registered: the id of the content up to its end."""
+    pages: list[bytes] = field(default_factory=list)
+    """The keys of its first pages, as far as they were needed."""
 
 
 class BlockManager:
     """Allocates ``num_blocks - 1`` blocks of ``block_size`` tokens; block 0 is for padding."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, pages: PageLog | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; a KV cache needs at least 2 blocks")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._pages = pages
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -111,6 +117,7 @@ class BlockManager:
         for block in table.blocks[first:]:
             self._forget(block)
         del table.keys[first:]
+        del table.pages[start // PAGE_TOKENS :]
         table.blocks.extend(self._take() for _ in range(wanted))
         return copies
 
@@ -126,6 +133,8 @@ class BlockManager:
                 known = (table.blocks[i], self._next_key)
                 self._registered[content] = known
                 self._key_of[table.blocks[i]] = content
+                if self._pages is not None:
+                    self._pages.registered(table.blocks[i], i, tokens, table.pages)
             # If another block is registered with the same content, this one is not registered.
             table.keys.append(known[1])
 
@@ -134,7 +143,8 @@ class BlockManager:
         blocks = table.blocks[: self.blocks_for(num_tokens)]
         for block in blocks:
             self._ref_counts[block] += 1
-        return BlockTable(blocks, table.keys[: num_tokens // self.block_size])
+        pages = table.pages[: num_tokens // PAGE_TOKENS]
+        return BlockTable(blocks, table.keys[: num_tokens // self.block_size], pages)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Frees the blocks past the first ``num_tokens`` tokens."""
@@ -143,6 +153,7 @@ class BlockManager:
             self._release(block)
         del table.blocks[keep:]
         del table.keys[num_tokens // self.block_size :]
+        del table.pages[num_tokens // PAGE_TOKENS :]
 
     def free(self, table: BlockTable) -> None:
         """Frees all blocks; registered ones can be reused until they are needed."""
@@ -185,3 +196,5 @@ class BlockManager:
         content = self._key_of.pop(block, None)
         if content is not None:
             del self._registered[content]
+            if self._pages is not None:
+                self._pages.forgotten(block)

@@ -29,6 +29,7 @@ from .device_queue import device_queue
 from .intake import Intake
 from .kv_cache import default_bytes, token_bytes
 from .loader import LoadedModel
+from .pages import PageLog
 from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
@@ -101,7 +102,9 @@ class Engine:
         layout = choose_layout(loaded)
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
-        self._blocks = BlockManager(num_blocks, layout.block_size)
+        self.pages = PageLog(loaded.name, layout.block_size)
+        """What its KV cache holds, for the broker."""
+        self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )

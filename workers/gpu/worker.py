@@ -23,11 +23,13 @@ from ...protocol.messages import (
     Score,
 )
 from ...protocol.metrics import Series
+from ...protocol.pages import join_keys
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
     FetchTokenizer,
     LiveRequest,
     Lost,
+    Pages,
     Register,
     Registered,
     TokenizerAnswer,
@@ -43,6 +45,8 @@ from .streams import Stream
 
 log = logging.getLogger(__name__)
 
+PAGES_EVERY_S = 0.1
+"""What the KV caches hold is reported this often, where it has changed."""
 IDLE_S = 0.25
 """How long a worker without work waits for a message before it checks its own state again."""
 
@@ -74,6 +78,11 @@ class GpuWorker:
             self._models, self._streams, self._steering, self._bus.post, self._bus.changed
         )
         self._draining_since: float | None = None
+        self._paged: set[str] = set()
+        """The models whose pages were reported."""
+        self._pages_at = 0.0
+        self._all_pages = False
+        """Whether the broker is to get all pages, and not only what has changed."""
         self._handed_over = False
         """Whether other workers continue what it has."""
         self._stop_reason = ""
@@ -98,6 +107,7 @@ class GpuWorker:
                 self._load_events()
                 self._expire()
                 self._step()
+                self._report_pages()
         finally:
             self._bus.close(self._failed or self._stop_reason or "it failed")
             self._models.close()
@@ -172,6 +182,30 @@ class GpuWorker:
             except Exception as error:
                 self._step_failed(model, engine, error)
             self._bus.flush()
+
+    def _report_pages(self) -> None:
+        """Reports what the KV caches hold to the broker, where that has changed."""
+        logs = {name: engine.pages for name, engine in self._models.engines.items()}
+        if logs.keys() != self._paged:
+            # The pages of a model that was evicted are in no log any more.
+            self._all_pages, self._paged = True, set(logs)
+        now = time.monotonic()
+        if now - self._pages_at < PAGES_EVERY_S:
+            return
+        came: list[bytes] = []
+        went: list[bytes] = []
+        for log_of_model in logs.values():
+            if self._all_pages:
+                came += log_of_model.every()
+            elif log_of_model.changed:
+                more, less = log_of_model.take()
+                came += more
+                went += less
+        if not (self._all_pages or came or went):
+            return
+        body = encode_body(Pages(reset=self._all_pages), "msgpack")
+        self._pages_at, self._all_pages = now, False
+        self._bus.post([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
 
     def _computed(self, engine: Engine) -> StepOutputs:
         """What one step of an engine gives its clients.
@@ -261,6 +295,8 @@ class GpuWorker:
                 self._arrivals.drop(request)
                 self._streams.drop(request)
         self._bus.registered(answer)
+        # What was reported before was dropped, or was for another broker.
+        self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
             if wanted is not None and wanted.type in (b"GENERATE", b"SCORE"):

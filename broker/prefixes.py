@@ -1,0 +1,198 @@
+"""Which workers have the beginning of a prompt in their KV cache, and whether to go there.
+
+Workers report the pages that they hold (``PAGES``). What a request will leave there is expected as
+soon as it is sent, so that the next one with the same beginning follows it. Prompts of token ids
+are looked up by the same keys; for text, which only a worker can tokenize, the bytes are the key,
+and what was sent where is all that is known.
+
+The rule: the worker with the least cost, which is the tokens of the prompt that it would have to
+compute, and ``REQUEST_TOKENS`` for each request that it has. The sum of missing tokens and load is
+that of NVIDIA Dynamo's KV router; to expect what was routed, and to know text by its bytes, is
+llm-d's approximate prefix scorer, and the index of reported blocks its precise one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+import msgspec
+
+from ..protocol.bodies import decode_as
+from ..protocol.errors import TokenbusError
+from ..protocol.pages import PAGE_BYTES, PAGE_TOKENS, first_key, page_keys
+from .pools import Pool
+from .tables import Request, Worker
+
+REQUEST_TOKENS = 128
+"""Prompt tokens that one request more at a worker outweighs."""
+MAX_PAGES = 128
+"""Pages of a prompt that are looked up: with 32,768 tokens in common, the rest is small."""
+MAX_CANDIDATES = 16
+"""Workers that are compared with the least loaded one."""
+MAX_EXPECTED = 4_096
+"""Pages that are expected at one worker; those that were sent first are dropped first."""
+MAX_KEYS = 4_000_000
+"""Entries of the index; beyond it, pages that workers report are not noted."""
+
+
+class _PromptFields(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    buffers: list[str] = []
+
+
+class Prefixes:
+    """The index of pages, and the choice by it."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._holders: dict[bytes, int | set[int]] = {}
+        """By page: the worker that has it, or those that do."""
+        self._reported: dict[int, set[bytes]] = {}
+        self._expected: dict[int, OrderedDict[bytes, None]] = {}
+        self.size = 0
+        """Entries of all workers."""
+
+    # --- what workers have ----------------------------------------------------------------------
+
+    def report(self, worker: Worker, came: list[bytes], went: list[bytes], reset: bool) -> None:
+        """A worker's PAGES. ``reset``: it has no others than those that came."""
+        if not self._enabled:
+            return
+        if reset:
+            for key in self._reported.pop(worker.id, ()):
+                self._remove(worker.id, key)
+        reported = self._reported.setdefault(worker.id, set())
+        expected = self._expected.setdefault(worker.id, OrderedDict())
+        for key in went:
+            expected.pop(key, None)
+            reported.discard(key)
+            self._remove(worker.id, key)
+        for key in came:
+            expected.pop(key, None)
+            if self._add(worker.id, key):
+                reported.add(key)
+
+    def expect(self, request: Request, worker: Worker, model: str) -> None:
+        """A request goes to a worker, which will have the pages of its prompt."""
+        keys = self._keys(request, model)
+        request.pages = None
+        if not keys:
+            return
+        expected = self._expected.setdefault(worker.id, OrderedDict())
+        reported = self._reported.get(worker.id, ())
+        for key in keys:
+            if key in expected:
+                expected.move_to_end(key)
+            elif key not in reported and self._add(worker.id, key):
+                expected[key] = None
+        while len(expected) > MAX_EXPECTED:
+            key, _ = expected.popitem(last=False)
+            self._remove(worker.id, key)
+
+    def lost(self, worker: Worker) -> None:
+        """A worker is lost, and its cache."""
+        for key in (*self._reported.pop(worker.id, ()), *self._expected.pop(worker.id, ())):
+            self._remove(worker.id, key)
+
+    # --- the choice -----------------------------------------------------------------------------
+
+    def choose(self, request: Request, pool: Pool, model: str, least_loaded: Worker) -> Worker:
+        """The worker with the least cost; ``least_loaded`` is one of the pool that has room."""
+        keys = self._keys(request, model)
+        depth = 0
+        while depth < len(keys) and keys[depth] in self._holders:
+            depth += 1
+        if not depth or self._has(least_loaded.id, keys[depth - 1]):
+            # No other one has more of it, or fewer requests.
+            return least_loaded
+        best, least = least_loaded, self._cost(least_loaded, keys, depth)
+        for worker in islice(self._holding(keys, depth, pool), MAX_CANDIDATES):
+            cost = self._cost(worker, keys, depth)
+            if cost < least:
+                best, least = worker, cost
+        return best
+
+    def _holding(self, keys: list[bytes], depth: int, pool: Pool) -> Iterator[Worker]:
+        """Workers that have the first pages, up to ``depth`` of them, those with the most first."""
+        seen: set[int] = set()
+        for key in reversed(keys[:depth]):
+            held = self._holders[key]
+            # A page that all workers have says nothing: the least loaded one has it too.
+            for number in islice((held,) if isinstance(held, int) else held, MAX_CANDIDATES):
+                worker = pool.workers.get(number)
+                if number not in seen and worker is not None and pool.accepts(worker):
+                    yield worker
+                seen.add(number)
+            if len(seen) >= MAX_CANDIDATES:
+                return
+
+    def _cost(self, worker: Worker, keys: list[bytes], depth: int) -> int:
+        """In tokens; those of the prompt beyond its pages are the same everywhere."""
+        while depth and not self._has(worker.id, keys[depth - 1]):
+            depth -= 1
+        return (len(keys) - depth) * PAGE_TOKENS + REQUEST_TOKENS * len(worker.requests)
+
+    def _has(self, worker: int, key: bytes) -> bool:
+        held = self._holders[key]
+        return held == worker if isinstance(held, int) else worker in held
+
+    def _keys(self, request: Request, model: str) -> list[bytes]:
+        """The keys of the pages of a request's prompt."""
+        if not self._enabled or not request.frames or request.role != "gpu":
+            return []
+        if request.pages is None:
+            request.pages = list(_prompt_keys(request, model))
+        return request.pages
+
+    # --- the index ------------------------------------------------------------------------------
+
+    def _add(self, worker: int, key: bytes) -> bool:
+        if self.size >= MAX_KEYS:
+            return False
+        held = self._holders.get(key)
+        if held is None:
+            self._holders[key] = worker
+        elif isinstance(held, int):
+            if held == worker:
+                return True
+            self._holders[key] = {held, worker}
+        elif worker in held:
+            return True
+        else:
+            held.add(worker)
+        self.size += 1
+        return True
+
+    def _remove(self, worker: int, key: bytes) -> None:
+        held = self._holders.get(key)
+        if isinstance(held, int):
+            if held != worker:
+                return
+            del self._holders[key]
+        elif held is None or worker not in held:
+            return
+        else:
+            held.remove(worker)
+            if not held:
+                del self._holders[key]
+        self.size -= 1
+
+
+def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
+    """The keys of a prompt: of its token ids where it is one attachment of them, else of the bytes
+    of its buffers and text, as they came."""
+    if sum(map(len, request.frames)) < PAGE_BYTES:
+        return iter(())
+    try:
+        fields: _PromptFields = decode_as(_PromptFields, request.frames[0])
+    except TokenbusError:
+        return iter(())  # Its worker says what is wrong with it.
+    attached = len(request.frames) - len(fields.buffers)
+    own, buffers = request.frames[1:attached], request.frames[attached:]
+    text = bytes(fields.prompt)
+    if own and not buffers and text in (b"", b"null", b"\xc0"):
+        return page_keys(first_key(model), own[0], MAX_PAGES)
+    parts = [part[: MAX_PAGES * PAGE_BYTES] for part in (*buffers, text)]
+    return page_keys(first_key(model, "text"), b"".join(parts), MAX_PAGES)

@@ -1,0 +1,46 @@
+"""Pages: the units in which workers report what their KV caches hold, and brokers look for it.
+
+The key of a page is a hash of its content and of all before it, and of the model. A worker's blocks
+may be smaller than a page; it has a page when it has its last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+PAGE_TOKENS = 256
+"""Tokens in a page: a multiple of the block sizes of the KV caches, 16 and 256."""
+PAGE_BYTES = 4 * PAGE_TOKENS
+"""Bytes of a page, as token ids (u32, little-endian). A page of text has as many: some 4 bytes of
+text make a token."""
+KEY_BYTES = 8
+
+
+def first_key(model: str, kind: str = "tokens") -> bytes:
+    """What precedes the first page of a prompt of this kind, ``tokens`` or ``text``."""
+    return blake2b(f"{kind}:{model}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def next_key(before: bytes, content: bytes | memoryview) -> bytes:
+    """The key of the page with this content behind the page with the key ``before``."""
+    return blake2b(content, digest_size=KEY_BYTES, key=before).digest()
+
+
+def page_keys(first: bytes, content: bytes, most: int) -> Iterator[bytes]:
+    """The keys of the full pages of a prompt, up to so many."""
+    key, view = first, memoryview(content)
+    for start in range(0, min(len(content) // PAGE_BYTES, most) * PAGE_BYTES, PAGE_BYTES):
+        key = next_key(key, view[start : start + PAGE_BYTES])
+        yield key
+
+
+def join_keys(keys: list[bytes]) -> bytes:
+    """Keys as an attachment."""
+    return b"".join(keys)
+
+
+def split_keys(attachment: bytes) -> list[bytes]:
+    """The keys in an attachment; what is left over behind the last one is dropped."""
+    last = len(attachment) - KEY_BYTES
+    return [attachment[at : at + KEY_BYTES] for at in range(0, last + 1, KEY_BYTES)]
