@@ -72,12 +72,12 @@ class Masks:
         for one in rounds:
             masked = [step.masked for step in one]
             for ours in order:
-                took = (
+                took_s = (
                     self._walk(schema, one)
                     if ours
                     else grammar.walk_rounds([step.appended for step in one])
                 )
-                self._steps[0 if ours else 1].extend(compress(took, masked))
+                self._steps[0 if ours else 1].extend(compress(took_s, masked))
 
     def results(self) -> dict[str, float]:
         """The figures of all cases."""

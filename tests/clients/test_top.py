@@ -48,11 +48,12 @@ def drawn(pictures: Pictures, at: float, shown: Status) -> str:
 def test_one_picture_has_workers_and_running_streams(bus: Bus) -> None:
     def picture() -> subprocess.CompletedProcess[str]:
         """While a stream runs, or just after it has ended where this process was slow to start."""
-        with bus.client() as client:
-            options = {"n": 16, "max_tokens": 400, "ignore_eos": True}
-            with client.generate(PROMPT, **options) as stream:
-                next(stream)
-                return tokenbus(bus, "top", "--once")
+        with (
+            bus.client() as client,
+            client.generate(PROMPT, n=16, max_tokens=400, ignore_eos=True) as stream,
+        ):
+            next(stream)
+            return tokenbus(bus, "top", "--once")
 
     pictures: list[subprocess.CompletedProcess[str]] = []
 

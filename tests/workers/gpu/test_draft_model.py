@@ -72,7 +72,8 @@ def check_done(engine: Engine) -> None:
 def sampling(**options: Any) -> Any:
     """A model of random weights has three tokens to choose from: more would often be so close that
     rounding decides between them."""
-    return Sampling(**{"max_tokens": NEW, "ignore_eos": True, "logit_bias": FEW} | options)
+    common: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True, "logit_bias": FEW}
+    return Sampling(**common | options)
 
 
 def test_a_stream_is_the_same_with_a_draft_model(llama: LoadedModel, draft: LoadedModel) -> None:

@@ -179,8 +179,13 @@ def test_streams_go_on_beside_schemas_that_explode(steered: Bus) -> None:
     with steered.client() as client, steered.client() as hostile:
 
         def beside() -> list[int]:
-            pattern = {"controller": "regex", "controller_arg": "[a-z ]{200}"}
-            return list(client.generate("Once", max_tokens=24, temperature=0, **pattern).tokens)
+            return client.generate(
+                "Once",
+                max_tokens=24,
+                temperature=0,
+                controller="regex",
+                controller_arg="[a-z ]{200}",
+            ).tokens
 
         alone = beside()
         with ThreadPoolExecutor(len(some)) as threads:
@@ -203,7 +208,7 @@ def _outcome(client: Client, bomb: Bomb) -> str:
         [sequence] = client.generate(
             "Once", max_tokens=2, controller="json_schema", controller_arg=bomb.schema
         ).wait()
-        return sequence.error or sequence.finish_reason
+        return sequence.error or sequence.finish_reason or ""
     except TokenbusError as error:
         return error.message
 
