@@ -235,11 +235,15 @@ class StepSequence(Struct, array_like=True):
     request: Id
     seq: int
     tokens: list[TokenId]
-    """Tokens that were sampled: the argument of post_process."""
+    """Tokens that were sampled: the argument of post_process. Several only where each but the last
+    was sampled under a mask along a draft."""
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
     stop: str = ""
     """The stop string that ended it, before whose first occurrence its text ends."""
+    draft: list[TokenId] = []
+    """Tokens that are likely to follow; of a controller that takes drafts. Where it decides to
+    sample, its result has the masks along them too."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -281,6 +285,11 @@ class StepResult(Struct, array_like=True):
     """Of a built-in constraint, in its first result and with ``stop``: how the text ends there."""
     round_us: int = 0
     """With ``Start.inspect``: how long the round took, in microseconds."""
+    takes_drafts: bool = False
+    """In its first result: whether the controller gives masks along drafts."""
+    along: list[int] = []
+    """``sample``, in answer to a draft: rows, or attachments where its mask is one, with the masks
+    after its first token, its first two, and so on: as far as it would just sample there too."""
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):

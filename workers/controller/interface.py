@@ -99,6 +99,20 @@ class Constraint(Controller, Protocol):
         """As that of every controller."""
 
 
+@runtime_checkable
+class TakesDrafts(Controller, Protocol):
+    """A controller for whose sequence the GPU worker may verify several tokens in one step."""
+
+    def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
+        would if these were sampled; how many it wrote. It stops where mid_process would not just
+        sample, and before a token that cannot follow. Its own state stays as it is.
+
+        Called after a mid_process that wrote a mask. Of the draft any beginning may be sampled, and
+        one token more: then one post_process gets all of them, in place of a round for each.
+        """
+
+
 class Program(Protocol):
     """What makes controllers: a module for one vocabulary, a built-in, a Python class."""
 

@@ -22,6 +22,7 @@ class MaskRows:
         """Maps the file ``NAME#NUMBER``; raises OSError or ValueError where that cannot be done
         from here, or where what has this name here is not the file of this number."""
         self.row_bytes = row_bytes
+        self._rows = rows
         name, _, number = path.rpartition("#")
         descriptor = os.open(name, os.O_RDWR | os.O_NONBLOCK)
         try:
@@ -40,6 +41,10 @@ class MaskRows:
             return self._free.pop()
         except IndexError:
             return None
+
+    def take_spare(self) -> int | None:
+        """The same for what a sequence can do without: half of the rows are left to others."""
+        return self.take() if 2 * len(self._free) > self._rows else None
 
     def view(self, row: int) -> memoryview:
         """The bytes of a row."""

@@ -110,6 +110,9 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
                     continue
                 result.attachment = len(attachments)
                 attachments.append(mask)
+                along = group.masks_along(result.seq, len(result.along))
+                result.along = [len(attachments) + i for i in range(len(along))]
+                attachments += along
             sequences.append(result)
     return _encoded(sequences) if sequences else b"", attachments
 
@@ -132,6 +135,7 @@ def _encoded(sequences: list[StepResult]) -> bytes:
             result.error = text.encode("utf-8", "backslashreplace").decode()
             result.backtrack, result.ff_tokens, result.children = 0, [], []
             result.row = result.attachment = None
+            result.along = []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []
     return encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")

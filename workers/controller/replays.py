@@ -19,7 +19,7 @@ from typing import Any
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import Replay, StepResult
-from .interface import Constraint
+from .interface import Constraint, TakesDrafts
 from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
@@ -230,6 +230,7 @@ class GroupReplay:
             if isinstance(controller, Constraint):
                 with contextlib.suppress(TokenbusError):
                     results[0].constraint = controller.text_end()
+            results[0].takes_drafts = isinstance(controller, TakesDrafts)
         return results
 
 

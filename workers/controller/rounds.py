@@ -16,7 +16,7 @@ from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.worker_messages import StepResult
 from .host import Host
-from .interface import Action, Answer, Constraint, Controller
+from .interface import Action, Answer, Constraint, Controller, TakesDrafts
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,10 @@ class ControlledSequence:
     """Where mid_process writes the mask, ``[4 * ceil(vocab / 32)]`` bytes."""
     row: int | None = None
     """The row of the shared file that ``mask`` is; None where masks are sent as attachments."""
+    along: list[memoryview] = field(default_factory=list)
+    """Where masks along a draft are written."""
+    along_rows: list[int] = field(default_factory=list)
+    """The rows that these are, where ``mask`` is one."""
     stage: Stage = Stage.RUNNING
     length: int = 0
     """Tokens beyond the prompt."""
@@ -92,10 +96,13 @@ class Rounds:
         """The first round, of ``n`` sequences into which this one is forked first."""
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
-    def sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
-        """The round after tokens were sampled."""
+    def sampled(
+        self, sequence: ControlledSequence, tokens: Sequence[int], draft: Sequence[int] = ()
+    ) -> list[StepResult]:
+        """The round after tokens were sampled; where it just samples, with the masks along a
+        ``draft``."""
         sequence.variables.repeated = False
-        return self._guarded(sequence, lambda: self._sampled(sequence, tokens))
+        return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
@@ -122,9 +129,12 @@ class Rounds:
             results = self._forked(sequence, Change(), n - 1, at_start=True)
         if isinstance(controller, Constraint) and results[0].constraint is None:
             results[0].constraint = controller.text_end()
+        results[0].takes_drafts = isinstance(controller, TakesDrafts)
         return results
 
-    def _sampled(self, sequence: ControlledSequence, tokens: Sequence[int]) -> list[StepResult]:
+    def _sampled(
+        self, sequence: ControlledSequence, tokens: Sequence[int], draft: Sequence[int]
+    ) -> list[StepResult]:
         sequence.length += len(tokens)
         if sequence.controller.post_process(tokens, 0).action is Action.STOP:
             results = [_stopped(sequence)]
@@ -133,6 +143,8 @@ class Rounds:
         host = sequence.host
         if not host.ignore_eos and any(token in host.vocabulary.eos_ids for token in tokens):
             _end_of_sequence(results)
+        if draft:
+            _look_along(sequence, results, draft)
         return results
 
     def _ended(
@@ -253,6 +265,21 @@ def _end_of_sequence(results: list[StepResult]) -> None:
     if alone and first.then in ("sample", "stop"):
         first.then, first.finish = "stop", "stop"
         first.row = first.attachment = None
+
+
+def _look_along(
+    sequence: ControlledSequence, results: list[StepResult], draft: Sequence[int]
+) -> None:
+    """Adds the masks along a draft to the result of a round that just samples under a mask."""
+    first, controller = results[0], sequence.controller
+    masked = first.row is not None or first.attachment is not None
+    if len(results) > 1 or first.then != "sample" or not masked:
+        return
+    if first.backtrack or first.ff_tokens or not isinstance(controller, TakesDrafts):
+        return
+    written = controller.masks_along(draft, sequence.along)
+    # Places of attachments are given when they are sent.
+    first.along = sequence.along_rows[:written] if first.row is not None else [0] * written
 
 
 def _stopped(

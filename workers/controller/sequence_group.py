@@ -32,6 +32,8 @@ Round = Callable[[], list[StepResult]]
 MAX_WAKES = 200
 """How often sequences may wake each other, times their number, before one of them samples: a
 barrier at which all of them wait wakes each as often as there are others."""
+MOST_ALONG = 16
+"""Masks along a draft at most."""
 SHARED_MEMORY = 16
 """The memory that all sequences of a request share, as a multiple of what one alone may have."""
 
@@ -135,11 +137,17 @@ class SequenceGroup:
         return results
 
     def step(
-        self, seq: int, tokens: Sequence[int], ended: bool, rows: MaskRows | None, stop: str = ""
+        self,
+        seq: int,
+        tokens: Sequence[int],
+        ended: bool,
+        rows: MaskRows | None,
+        stop: str = "",
+        draft: Sequence[int] = (),
     ) -> tuple[ControlledSequence, Round] | None:
-        """The round of a sequence after the model sampled ``tokens``, or after the GPU worker
-        ended it (by ``stop``: before that stop string); None where the sequence does not wait for
-        the model."""
+        """The round of a sequence after the model sampled ``tokens``, which the tokens of ``draft``
+        may follow, or after the GPU worker ended it (by ``stop``: before that stop string); None
+        where the sequence does not wait for the model."""
         with self._lock:
             sequence = self._sequences.get(seq)
             # The GPU worker may end a suspended one too, as it does beyond ``max_tokens``.
@@ -149,11 +157,13 @@ class SequenceGroup:
             self._rows = rows
             if sequence.row is None and rows is not None:
                 self._give_row(sequence, rows)
+            if len(sequence.along) < min(len(draft), MOST_ALONG):
+                self._give_along(sequence, min(len(draft), MOST_ALONG))
             sequence.stage = Stage.RUNNING
             self._wakes = 0
         if ended:
             return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode())
-        return sequence, partial(self._rounds.sampled, sequence, tokens)
+        return sequence, partial(self._rounds.sampled, sequence, tokens, draft)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
         """Results are about to be sent: the rounds of the sequences that they wake, and results of
@@ -183,6 +193,12 @@ class SequenceGroup:
         with self._lock:
             sequence = self._sequences.get(seq)
             return bytes(sequence.mask) if sequence is not None else None
+
+    def masks_along(self, seq: int, count: int) -> list[bytes]:
+        """Copies of the masks along a sequence's draft, to be sent."""
+        with self._lock:
+            sequence = self._sequences.get(seq)
+            return [bytes(mask) for mask in sequence.along[:count]] if sequence is not None else []
 
     def close(self) -> None:
         """The request has ended: drops all sequences, those in a round when it ends."""
@@ -346,6 +362,20 @@ class SequenceGroup:
         row = rows.take()
         if row is not None:
             sequence.row, sequence.mask = row, rows.view(row)
+            sequence.along, sequence.along_rows = [], []
+
+    def _give_along(self, sequence: ControlledSequence, count: int) -> None:
+        """Room for the masks along a draft: rows where its mask is one, as long as there are many;
+        else buffers."""
+        while len(sequence.along) < count:
+            if sequence.row is None:
+                sequence.along.append(self._buffer())
+                continue
+            row = self._rows.take_spare() if self._rows is not None else None
+            if row is None or self._rows is None:
+                return
+            sequence.along_rows.append(row)
+            sequence.along.append(self._rows.view(row))
 
     def _drop_ended(self, sequence: ControlledSequence) -> None:
         with self._lock:
@@ -357,9 +387,11 @@ class SequenceGroup:
         del self._sequences[sequence.seq]
         self._unfreed.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:
-            self._rows.give_back(sequence.row)
+            for row in (sequence.row, *sequence.along_rows):
+                self._rows.give_back(row)
             # Without this view, nothing of the sequence keeps the file mapped.
             sequence.row, sequence.mask = None, memoryview(b"")
+            sequence.along, sequence.along_rows = [], []
 
     def _drop_idle(self) -> None:
         for sequence in list(self._sequences.values()):

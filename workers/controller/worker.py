@@ -292,8 +292,9 @@ class ControllerWorker:
             if group is None:
                 unknown.append(stepped)
                 continue
+            ended = stepped.ended is not None
             found = group.step(
-                stepped.seq, stepped.tokens, stepped.ended is not None, rows, stepped.stop
+                stepped.seq, stepped.tokens, ended, rows, stepped.stop, stepped.draft
             )
             if found is not None:
                 rounds.append((group, *found))

@@ -101,6 +101,17 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
     return None
 
 
+def masks_along(
+    one: StepResult, file: MaskFile | None, attachments: list[bytes]
+) -> list[np.ndarray]:
+    """The masks of a decision along the sequence's draft, as many as are valid."""
+    if one.row is not None:
+        rows = file.rows if file is not None else []
+        return [rows[row] for row in one.along if 0 <= row < len(rows)]
+    masks = [attachments[place] for place in one.along if 0 <= place < len(attachments)]
+    return [np.frombuffer(mask, dtype=np.uint32) for mask in masks if not len(mask) % 4]
+
+
 def just_samples(one: StepResult) -> bool:
     """Whether a decision is the usual one: nothing but a mask."""
     return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)

@@ -371,7 +371,31 @@ class Engine:
                 Code.INVALID_FIELD,
                 f"this mask is {mask.shape} of {mask.dtype}; a mask is {words} words of u32",
             )
-        self._live.named(request, seq).mask = mask
+        sequence = self._live.named(request, seq)
+        sequence.mask, sequence.along = mask, ()
+
+    def take_drafts(self, request: int) -> None:
+        """Lets the sequences of a request with a controller have drafts, along which the controller
+        gives masks (``draft_ahead``)."""
+        for sequence in self._live.requests.get(request, {}).values():
+            self._speculation.begin(sequence, steered=True)
+
+    def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
+        """The drafts of sequences with controllers for the next step, each by (request, seq): none
+        where it has been launched already."""
+        if self._stepper.launched_ahead:
+            return {}
+        found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
+        self._speculation.propose_ahead(found, len(self._scheduler.running))
+        return {(s.request, s.seq): s.draft for s in found if s.draft}
+
+    def mask_along(self, request: int, seq: int, masks: Tokens[np.ndarray]) -> None:
+        """The masks after each token of a sequence's draft, behind its ``set_mask``: its step
+        verifies as many tokens. Masks of the wrong size are not used, nor are those behind them."""
+        sequence = self._live.find(request, seq)
+        if sequence is not None and sequence.mask is not None:
+            usable = next((i for i, m in enumerate(masks) if len(m) != self.mask_words), len(masks))
+            sequence.along = masks[:usable]
 
     def allows(self, request: int, seq: int, token: int) -> bool | None:
         """Whether the mask under which a sequence is to be sampled next allows a token; None where
@@ -394,7 +418,7 @@ class Engine:
             return False
         if self._scheduler.suspended and sequence in self._scheduler.suspended:
             return False
-        sequence.mask = mask
+        sequence.mask, sequence.along = mask, ()
         if self._scheduler.deferred:
             self._scheduler.reschedule(sequence)
         return True

@@ -243,7 +243,8 @@ class Scheduler:
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
         """Adds a running sequence's next chunk, and preempts others where blocks run out."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
-        if sequence.draft and self._spare(len(sequence.draft), room):
+        alone = chunk.end - chunk.start == 1 and sequence.drawn < 0 and chunk.completes
+        if sequence.draft and alone and self._spare(len(sequence.draft), room):
             chunk = chunk._replace(end=chunk.end + len(sequence.draft), draft=sequence.draft)
         while True:
             copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)

@@ -132,6 +132,8 @@ class Sequence:
     """Later arrivals that were admitted before it."""
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
+    along: Tokens[np.ndarray] = ()
+    """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None
     """What it is sampled from when it has been deferred."""
     drawn: int = -1

@@ -33,6 +33,8 @@ class Steered:
     inspect: bool = False
     round_us: dict[int, int] = field(default_factory=dict)
     """With ``inspect``, by sequence: the time of its rounds since its last sampled token."""
+    takes_drafts: bool = False
+    """Whether its controller gives masks along drafts."""
     constrained: bool = False
     """Whether its controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ...protocol.logs import about
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import Start, Step, StepResult, StepSequence
 from ..machine import machine_id
-from .decisions import decode_decisions, just_samples, mask_of
+from .decisions import decode_decisions, just_samples, mask_of, masks_along
 from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
@@ -215,9 +215,10 @@ class Steering:
                 output = output._replace(error=EMPTY_MASK, code=Code.CONTROLLER_FAILED)
             update = self._update(steered, output)
             if update is not None:
-                updates.setdefault(steered.worker, []).append(update)
+                _add(updates.setdefault(steered.worker, []), update)
             if output.seq not in steered.ends:
                 for_clients.append(output)
+        self._draft(engine, updates.values())
         for worker, sequences in updates.items():
             self._send_step(engine, worker, sequences)
         return StepOutputs(for_clients, columns)
@@ -274,6 +275,8 @@ class Steering:
             return False
         if steered.inspect or steered.ends or self._behind or one.constraint is not None:
             return False
+        if one.along or one.takes_drafts:
+            return False
         key, file = (one.request, one.seq), steered.file
         if file is None or not 0 <= row < ROWS or key not in self._awaited:
             return False
@@ -309,12 +312,20 @@ class Steering:
             steered.constrained = True
             if one.then == "stop":
                 steered.text_ends[one.seq] = one.constraint
+        if one.takes_drafts and not steered.inspect:
+            steered.takes_drafts = True
+            steered.engine.take_drafts(one.request)
         end = steered.ends.pop(one.seq, None)
         if end is not None:
             self._awaited.pop((one.request, one.seq), None)
             steered.note(one)
             return [steered.noted(end)]
+        key = (one.request, one.seq)
+        along = one.along and key in self._awaited and not self._behind and just_samples(one)
         self._take(steered, one, mask_of(one, steered.file, attachments))
+        if along:
+            masks = masks_along(one, steered.file, attachments)
+            steered.engine.mask_along(*key, masks)
         return []
 
     def _undecided(self, step: PendingStep) -> list[Key]:
@@ -492,9 +503,31 @@ class Steering:
                 steered.ends[output.seq] = end
         return StepSequence(output.request, output.seq, drawn, reason, stop)
 
+    def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
+        """Drafts for the sequences whose controllers give masks along them."""
+        takers = {
+            (update.request, update.seq): update
+            for sequences in updates
+            for update in sequences
+            if update.ended is None and self._requests[update.request].takes_drafts
+        }
+        if takers:
+            for key, draft in engine.draft_ahead(list(takers)).items():
+                takers[key].draft = list(draft)
+
     def _send_step(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
         step = Step(sequences=sequences)
         file = self._files.get(worker, engine.mask_words)
         if file is not None:
             step.masks, step.rows, step.row_bytes = file.path, ROWS, file.row_bytes
         self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")])
+
+
+def _add(updates: list[StepSequence], update: StepSequence) -> None:
+    """Adds an update; one entry has all tokens of a sequence's draft."""
+    last = updates[-1] if updates else None
+    if last is None or (last.request, last.seq) != (update.request, update.seq):
+        updates.append(update)
+        return
+    last.tokens += update.tokens
+    last.ended, last.stop = update.ended, update.stop

@@ -90,6 +90,11 @@ class Stepper:
         self.step_tokens = Histogram.over(STEP_TOKENS)
 
     @property
+    def launched_ahead(self) -> bool:
+        """Whether the next step's forward has been launched."""
+        return self._ahead is not None
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens that were sampled, since the beginning."""
         return self._results.sampled_tokens + self._verifier.sampled_tokens

@@ -102,7 +102,8 @@ def test_requests_of_all_clients_are_counted(observed: Bus, door: Gateway) -> No
             PROMPT, max_tokens=6, controller="regex", controller_arg="[a-z]{4,60}"
         ).tokens
     generated = len(free) + len(steered) + completion(door).json()["usage"]["completion_tokens"]
-    rounds = total(before, "controller_rounds_total") + len(steered)
+    # One before its first token, and one after it at least: a round may be for several tokens.
+    rounds = total(before, "controller_rounds_total") + 2
     after = after_heartbeats(door, ended + 3, rounds)
 
     def grown(name: str, **labels: str) -> float:
@@ -116,8 +117,8 @@ def test_requests_of_all_clients_are_counted(observed: Bus, door: Gateway) -> No
     assert grown("generation_tokens_total") == generated
     assert grown("inter_token_latency_seconds_count") == generated - 3
     assert grown("prompt_tokens_total") == grown("request_prompt_tokens_sum") > 0
-    assert grown("mask_wait_seconds_count") >= len(steered)
-    assert grown("controller_rounds_total", module="regex") >= len(steered)
+    assert grown("mask_wait_seconds_count") >= 1
+    assert grown("controller_rounds_total", module="regex") >= 2
     assert grown("controller_cpu_seconds_total", module="regex") > 0
     assert grown("http_requests_total", path="/v1/completions", status="200") == 1
     first = total(after, "time_to_first_token_seconds_sum")
@@ -208,7 +209,7 @@ def test_the_spans_of_all_processes_are_one_trace(door: Gateway, receiver: Recei
     assert client.attributes["gen_ai.request.max_tokens"] == 6
     assert client.attributes["gen_ai.usage.output_tokens"] == generated
     rounds = spans["tokenbus-controller"].events
-    assert len(rounds) >= generated
+    assert 2 <= len(rounds) <= generated + 1
     assert {name for name, _ in rounds} == {"round"}
     assert rounds[0][1]["tokenbus.action"] == "sample"
     assert spans["tokenbus-gateway"].name == "POST /v1/completions"

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from functools import cache
 from random import Random
 from typing import Any
 
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import decode_header
 from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
+from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.masks import MaskFiles
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.machine import machine_id
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..controller.scripted import Scripted
@@ -25,7 +29,8 @@ WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
 
 class Controllers:
     """Runs the controllers of one GPU worker's requests. ``storage``: the state worker's, which
-    outlives both."""
+    outlives both. ``program``: what makes them, for the model's own vocabulary, in place of
+    scripts; ``shared``: it is on the same machine."""
 
     def __init__(
         self,
@@ -33,7 +38,10 @@ class Controllers:
         storage: VariableStorage,
         rng: Random,
         number: int = 7,
+        program: Program | None = None,
+        shared: bool = False,
     ) -> None:
+        self._program, self._files = program, MaskFiles() if shared else None
         self.number = number
         self._loop, self._storage, self._rng = loop, storage, rng
         self._groups: dict[int, SequenceGroup] = {}
@@ -57,15 +65,23 @@ class Controllers:
                 self._rounds.append((group, run))
 
     def _start(self, request: int, start: Start) -> None:
-        arg = b"" if start.arg is None else json.dumps(start.arg).encode()
+        text = start.arg if isinstance(start.arg, str) else json.dumps(start.arg)
+        arg = b"" if start.arg is None else text.encode()
         group = SequenceGroup(
             request, 1, WIDE, arg, start.max_tokens, start.ignore_eos, self._storage.apply
         )
         self._groups[request] = group
         vocabulary = start.vocabulary
-        tokens = [b"%d" % i for i in range(vocabulary.size)]
-        words = TokenizerVocabulary.from_tokens(tokens, vocabulary.eos, "test")
-        program = PythonProgram(Scripted)
+        program = self._program or PythonProgram(Scripted)
+        if self._program is None:
+            tokens = [b"%d" % i for i in range(vocabulary.size)]
+            words = TokenizerVocabulary.from_tokens(tokens, vocabulary.eos, "test")
+        else:
+            json_of = self._loop.loaded.tokenizer_json
+            assert json_of is not None
+            words = vocabulary_of(
+                json_of, vocabulary.size, tuple(vocabulary.eos), vocabulary.fingerprint
+            )
 
         def begin() -> list[StepResult]:
             if not start.replay:
@@ -81,12 +97,15 @@ class Controllers:
         self._rounds.append((group, begin))
 
     def _step(self, step: Step) -> None:
+        rows = None
+        if self._files is not None and step.masks:
+            rows = self._files.get(step.masks, step.rows, step.row_bytes)
         for one in step.sequences:
             group = self._groups.get(one.request)
             if group is None:
                 continue
             ended = one.ended is not None
-            stepped = group.step(one.seq, one.tokens, ended, None, one.stop)
+            stepped = group.step(one.seq, one.tokens, ended, rows, one.stop, one.draft)
             if stepped is not None:
                 self._rounds.append((group, stepped[1]))
 
@@ -99,11 +118,23 @@ class Controllers:
                     assert mask is not None
                     result.attachment = len(attachments)
                     attachments.append(mask)
-            body = encode_body(Result(sequences=results, host="elsewhere"), "msgpack")
+                    along = group.masks_along(result.seq, len(result.along))
+                    result.along = [len(attachments) + i for i in range(len(along))]
+                    attachments += along
+            host = "elsewhere" if self._files is None else machine_id()
+            body = encode_body(Result(sequences=results, host=host), "msgpack")
             woken, results = group.record(results)
             self._loop.give(b"RESULT", body, 0, self.number, 0, attachments)
             self._rounds.extend((group, run) for run in woken)
             group.free()
+
+
+@cache
+def vocabulary_of(
+    json: bytes, size: int, eos: tuple[int, ...], fingerprint: str
+) -> TokenizerVocabulary:
+    """A model's vocabulary, made once."""
+    return TokenizerVocabulary.from_json(json.decode(), size=size, eos=eos, fingerprint=fingerprint)
 
 
 def script(rng: Random, longest: int, n: int = 1) -> dict[str, Any]:

@@ -29,17 +29,25 @@ class Loop:
     """A worker whose messages a test writes and reads."""
 
     def __init__(
-        self, folder: Path, loaded: LoadedModel, overlap: bool = False, **settings: Any
+        self,
+        folder: Path,
+        loaded: LoadedModel,
+        overlap: bool = False,
+        speculation: bool = False,
+        **settings: Any,
     ) -> None:
         back = f"ipc://{folder}/back.sock"
         self.worker = GpuWorker(Settings(back=back, model="auto", allow=["*"], **settings))
         self.loaded = loaded
         self.overlap = overlap
+        self.speculation = speculation
         self.load("m")
 
     def load(self, model: str) -> None:
         """A model is loaded."""
-        config = EngineConfig(kv_cache_bytes=2**22, overlap=self.overlap)
+        config = EngineConfig(
+            kv_cache_bytes=2**22, overlap=self.overlap, speculation=self.speculation
+        )
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()
 

@@ -1,4 +1,4 @@
-"""The tokens of the part of a text before a stop string."""
+"""The tokens of the part of a text before a stop string, or before its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from ....protocol.errors import ControllerError
 from ..host import Vocabulary
+
+
+def before_end(tokens: Sequence[int], vocabulary: Vocabulary) -> Sequence[int]:
+    """The tokens before the first end-of-sequence token."""
+    ends = vocabulary.eos_ids
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> list[int] | None:

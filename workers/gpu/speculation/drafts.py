@@ -35,6 +35,8 @@ class Drafting:
     """What a sequence keeps for its drafts."""
 
     lookup: PromptLookup
+    steered: bool = False
+    """It has a controller, which gives the masks along its drafts."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     kind: int = 0
     """That of the last match or draft."""
@@ -61,7 +63,7 @@ class Drafting:
 
     def fork(self, tokens: list[int]) -> Drafting:
         """The same for a fork with these tokens."""
-        return Drafting(self.lookup.fork(tokens), self.acceptance.fork())
+        return Drafting(self.lookup.fork(tokens), self.steered, self.acceptance.fork())
 
 
 class Speculation:
@@ -78,15 +80,17 @@ class Speculation:
         self._model = model
         self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
+        self._ahead: list[Sequence] = []
+        """Those of them whose drafts were made before the step, for their controllers."""
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
 
-    def begin(self, sequence: Sequence) -> None:
-        """Lets a new sequence have drafts."""
-        if self._costs is not None:
+    def begin(self, sequence: Sequence, steered: bool = False) -> None:
+        """Lets a sequence have drafts; ``steered``: under masks that its controller gives."""
+        if self._costs is not None and sequence.drafting is None:
             earlier = self._earlier.of(sequence.client)
-            sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier))
+            sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
 
     def ended(self, sequence: Sequence) -> None:
         """Keeps the text of a sequence for the drafts of its session's next requests."""
@@ -105,19 +109,32 @@ class Speculation:
 
     def propose(self, running: Collection[Sequence]) -> None:
         """Sets ``draft`` of the sequences that are to be continued by one, before a step is
-        scheduled; those of the step before are removed."""
+        scheduled; those of the step before are removed. Sequences with controllers keep what
+        ``propose_ahead`` has made for this step."""
+        ahead, self._ahead = self._ahead, []
         for sequence in self._drafted:
+            if sequence not in ahead:
+                sequence.draft = ()
+        self._drafted = ahead
+        self._propose([s for s in running if s.decodes and not _steered(s)], len(running))
+
+    def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
+        """Sets ``draft`` of sequences with controllers for the next step, of so many ``rows``,
+        which has not been scheduled: the controllers are to give the masks along it."""
+        self._propose([s for s in sequences if _steered(s)], rows)
+        self._ahead = [s for s in sequences if s.draft]
+
+    def _propose(self, ready: list[Sequence], rows: int) -> None:
+        for sequence in ready:
             sequence.draft = ()
-        self._drafted = []
-        ready = [s for s in running if s.decodes]
-        for sequence, drafting, match, count in self._worthwhile(ready, len(running)):
+        for sequence, drafting, match, count in self._worthwhile(ready, rows):
             count = min(count, _room(sequence))
             if count > 0:
                 drafting.guess = None
                 sequence.draft = drafting.lookup.draft(match, count)
                 self._drafted.append(sequence)
         if self._model is not None:
-            self._write(self._model, [s for s in ready if not s.draft], len(running))
+            self._write(self._model, [s for s in ready if not s.draft], rows)
 
     def awaits(self, sampled: Collection[Sequence]) -> bool:
         """Whether some of the sequences that are being sampled are likely to have drafts in the
@@ -191,6 +208,10 @@ class Speculation:
                 probabilities.append(probability)
         count = written_length(probabilities, rows, self._costs, model.forward_cost)
         return (foreseen, count) if count else (retried, RETRY_TOKENS if retried else 0)
+
+
+def _steered(sequence: Sequence) -> bool:
+    return sequence.drafting is not None and sequence.drafting.steered
 
 
 def _room(sequence: Sequence) -> int:

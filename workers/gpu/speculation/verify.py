@@ -13,6 +13,8 @@ import logging
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..block_manager import BlockManager
 from ..device_queue import Work
 from ..pending_step import PendingStep
@@ -49,8 +51,8 @@ class Verifier:
     def sample(self, step: PendingStep) -> Verification | None:
         """Hands the sampling of a step's sequences with drafts to the device, and takes them out of
         the step; None where there are none. One that was steered since the forward is left in the
-        step, without its draft."""
-        sequences = [s for s in step.drafted if s.mask is None and s in step.rows]
+        step, without its draft; one with a controller is verified as far as there are masks."""
+        sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
         which: list[int] = []
@@ -93,7 +95,8 @@ class Verifier:
         accepted = 0
         while accepted < len(draft) and accepted not in bad and drawn[accepted] == draft[accepted]:
             accepted += 1
-        sequence.draft = ()
+        sequence.draft = sequence.along = ()
+        sequence.mask = None
         self._speculation.verified(sequence, len(draft), accepted)
         unusable = any(i > accepted and sampled.errors[first + i] == NAN for i in bad)
         self._settle(sequence, draft[:accepted], unusable)
@@ -127,6 +130,15 @@ class Verifier:
             blocks.truncate(table, sequence.num_computed_tokens)
 
 
+def _is_verifiable(sequence: Sequence) -> bool:
+    """Whether any of a sequence's draft can be verified; shortens it to what can."""
+    if sequence.drafting is None or not sequence.drafting.steered:
+        return sequence.mask is None
+    masked = 0 if sequence.mask is None else len(sequence.along)
+    sequence.draft = sequence.draft[:masked]
+    return bool(sequence.draft)
+
+
 def _rows(sequence: Sequence) -> list[Row]:
     """How the token after each part of a sequence's draft is chosen, beginning with none of it."""
     sampling, draft = sequence.sampling, sequence.draft
@@ -135,6 +147,8 @@ def _rows(sequence: Sequence) -> list[Row]:
     )
     prompt = sequence.prompt if penalised else ()
     generated = sequence.generated if penalised else ()
+    masks: list[np.ndarray | None] = [sequence.mask, *sequence.along]
+    masks += [None] * (len(draft) + 1 - len(masks))
     return [
         Row(
             sampling,
@@ -143,6 +157,7 @@ def _rows(sequence: Sequence) -> list[Row]:
             sequence.num_generated + i,
             prompt=prompt,
             generated=[*generated, *draft[:i]] if penalised else (),
+            mask=masks[i],
             inspect=sequence.inspect,
         )
         for i in range(len(draft) + 1)

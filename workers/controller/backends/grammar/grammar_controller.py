@@ -9,7 +9,7 @@ from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
 from ...interface import CONTINUE, STOP, Action, Answer
-from ..text_before import tokens_before
+from ..text_before import before_end, tokens_before
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
@@ -75,6 +75,15 @@ class GrammarController:
             "no token of this model's vocabulary can follow under the grammar; the text so far: "
             f"{self._shown()}",
         )
+
+    def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """Up to the next place at which it computes how to close the text."""
+        length = len(self._text)
+        until = min(self._check_at, self._host.max_tokens) - length - 1
+        draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
+        if self._closed or not draft:
+            return 0
+        return self._guest.masks_along(self._place, draft, masks)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""

@@ -173,13 +173,23 @@ class GrammarInstance:
                     Code.CONTROLLER_FAILED,
                     "the text is nested deeper than the grammar engine can follow",
                 )
-            address = self._block[_MASK]
-            found = self._views.get(address)
-            if found is None:
-                whole = self._mask.from_address(self._guest.base + address)
-                found = self._views[address] = memoryview(whole).cast("B")
-            into[:] = found
+            into[:] = self._found_mask()
             return flags
+
+    def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """Writes the masks after each token of a draft, up to where a token cannot follow, no token
+        may follow or a byte is forced; how many. The sequence stays as it is."""
+        with self._lock:
+            self._alive()[_ARG] = place
+            copy = self._call("fork")
+            if copy < 0:
+                return 0
+            try:
+                return self._write_along(copy, draft, masks)
+            finally:
+                if not self.dead:
+                    self._block[_ARG] = copy
+                    self._call("end")
 
     def complete(self, place: int) -> bool:
         """Whether the text so far is in the language of the grammar."""
@@ -261,6 +271,29 @@ class GrammarInstance:
                 "this grammar has as many sequences on this worker as it can hold; try again",
             )
         return place
+
+    def _found_mask(self) -> memoryview:
+        """The mask that was computed last, in the guest's memory."""
+        address = self._block[_MASK]
+        found = self._views.get(address)
+        if found is None:
+            whole = self._mask.from_address(self._guest.base + address)
+            found = self._views[address] = memoryview(whole).cast("B")
+        return found
+
+    def _write_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        block = self._block
+        for number, (token, into) in enumerate(zip(draft, masks, strict=False)):
+            self._inbox.value = token
+            block[_ARG], block[_COUNT] = place, 1
+            if not self._call("append"):
+                return number
+            block[_ARG] = place
+            flags = self._call("mask")
+            if flags < 0 or flags & FORCED or not flags & ANY:
+                return number
+            into[:] = self._found_mask()
+        return min(len(draft), len(masks))
 
     def _alive(self) -> ctypes.Array[ctypes.c_uint32]:
         """The shared block; raises ControllerError if the guest has failed."""

@@ -13,7 +13,7 @@ from .....protocol.errors import Code, ControllerError, RequestError
 from .....protocol.messages import ConstraintEnd
 from ...host import Host
 from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
-from ..text_before import tokens_before
+from ..text_before import before_end, tokens_before
 from .closing import Closing
 from .matchers import Grammar
 from .trial import reason
@@ -110,6 +110,25 @@ class MatcherController:
             raise self._failed()
         return COMPLETE
 
+    def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """Up to where a token is forced, only the end of the sequence may follow, or how to close
+        the text is computed."""
+        until = min(self.closing.check_at, self._host.max_tokens) - len(self._text) - 1
+        draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
+        if self.closing.end is not None or not draft:
+            return 0
+        matcher, most = self._grammar.copy(self._matcher), self._host.limits.mid_s
+        for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
+            with self._grammar.lock:
+                began = time.thread_time()
+                if not matcher.consume_tokens([token]) or time.thread_time() - began > most:
+                    return number
+                words = self._fill_from(matcher, mask)
+                few = np.count_nonzero(words) <= self._grammar.tokens.end_words
+                if few or matcher.is_error():
+                    return number
+        return min(len(draft), len(masks))
+
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
@@ -172,6 +191,18 @@ class MatcherController:
         end = self._grammar.tokens.size - 1
         own[end >> 3] &= ~(1 << (end & 7))
         mask[:] = own[: len(mask)]
+
+    def _fill_from(self, matcher: LLMatcher, mask: memoryview) -> np.ndarray:
+        """The mask of another matcher, as u32 words."""
+        own = self._own_mask
+        place = mask if own is None else own
+        address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        matcher.unsafe_compute_mask_ptr(address, len(place))
+        if own is not None:
+            end = self._grammar.tokens.size - 1
+            own[end >> 3] &= ~(1 << (end & 7))
+            mask[:] = own[: len(mask)]
+        return np.frombuffer(mask, np.uint32)
 
     def _failed(self) -> ControllerError:
         self._grammar.give_up()

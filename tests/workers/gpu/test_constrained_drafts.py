@@ -1,0 +1,223 @@
+"""Under a constraint, with drafts and without, every entry is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.header import Flag
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Lost, Step
+from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.state.variables import VariableStorage
+
+from ..controller.played import engine as wasm_engine
+from .controlled import Controllers
+from .moved import REQUEST, TURNS, finished, give, same_entries, token_messages
+from .moved import transcript as transcript_of
+from .test_speculation import accepted, eager
+from .test_worker_loop import Loop
+
+PROMPT = "rows = [['Ada', 36], ['Alan', 41], ['Ada', 36], ['Alan', 41], ['Ada', 36], "
+ROWS = r"(\['(Ada|Alan|Grace)', [0-9]{2}\], )*"
+SCHEMA = {"type": "array", "items": {"type": "string"}}
+WAYS = ((False, False), (True, False), (True, True))
+"""Without drafts; with them; with them where steps overlap."""
+KINDS: dict[str, dict[str, Any]] = {
+    "regex": {"controller": "regex", "controller_arg": r"[\[\]', A-Za-z0-9]*"},
+    "rows": {"controller": "regex", "controller_arg": ROWS},
+    "schema": {"controller": "json_schema", "controller_arg": SCHEMA},
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {"text": True},
+    "sampled": {"temperature": 0.7, "seed": 3, "n": 3},
+    "penalised": {"frequency_penalty": 0.1, "logit_bias": {10: -2.0}, "top_logprobs": 2},
+    "stopped": {"stop": ["36], ['Alan', 41], ['A"], "text": True},
+}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture(scope="module")
+def constraints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Constraints]:
+    made = Constraints(wasm_engine, tmp_path_factory.mktemp("grammars"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+class Run:
+    """A request under a constraint on a GPU worker and a controller worker, a turn at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        loaded: LoadedModel,
+        constraints: Constraints,
+        way: tuple[bool, bool],
+        body: dict[str, Any],
+        *before: list[Token],
+        shared: bool = True,
+    ) -> None:
+        """``before``: what another worker has sent, whose stream moves here."""
+        speculation, overlap = way
+        self.loop = Loop(folder, loaded, overlap=overlap, speculation=speculation)
+        self.engine = eager(self.loop.worker._models.engines["m"])
+        self._program = constraints.get(body["controller"])
+        self._storage, self._shared = VariableStorage(), shared
+        self.controllers = self._controllers(7)
+        moved = [transcript_of(before)] if before else []
+        give(self.loop, b"GENERATE", body, Flag.MOVED if before else 0, *moved)
+
+    def _controllers(self, number: int) -> Controllers:
+        return Controllers(
+            self.loop,
+            self._storage,
+            Random(number),
+            number,
+            program=self._program,
+            shared=self._shared,
+        )
+
+    def turn(self) -> None:
+        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
+        self.loop.turn()
+        self.controllers.turn()
+
+    def finish(self) -> list[list[Token]]:
+        for _ in range(TURNS):
+            if finished(self.loop):
+                assert self.engine.stats()["kv_pages_used"] == 0
+                return token_messages(self.loop)
+            self.turn()
+        raise AssertionError("the stream is not over")
+
+    def lose_controllers(self) -> None:
+        """Its controller worker dies, and what it has sent has arrived."""
+        self.controllers = self._controllers(self.controllers.number + 1)
+        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
+        self.loop.give(b"LOST", lost)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of the drafts that were sent with STEPs."""
+        steps: list[Step] = [decode_as(Step, f[2], "msgpack") for f in self.loop.sent(b"STEP")]
+        return sum(len(one.draft) for step in steps for one in step.sequences)
+
+
+def body_of(kind: str, name: str) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 60} | KINDS[kind] | BODIES[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shared"),
+    [
+        *(("regex", name, True) for name in BODIES),
+        ("regex", "greedy", False),
+        ("rows", "greedy", False),
+        pytest.param("schema", "greedy", False, marks=pytest.mark.process),
+    ],
+)
+def test_a_constrained_stream_is_the_same_with_drafts(
+    tmp_path: Path,
+    embedded: LoadedModel,
+    constraints: Constraints,
+    kind: str,
+    name: str,
+    shared: bool,
+) -> None:
+    body = body_of(kind, name)
+    runs = [Run(tmp_path, embedded, constraints, way, body, shared=shared) for way in WAYS]
+    plain, *drafted = [run.finish() for run in runs]
+    for messages in drafted:
+        same_entries(messages, plain)
+    assert runs[0].drafted == 0
+    assert runs[1].drafted > 0
+    if kind != "rows":
+        assert accepted(runs[1].engine) > 0
+    steps = [len(run.loop.sent(b"STEP")) for run in runs]
+    assert steps[1] <= steps[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    [("regex", False), ("regex", True), pytest.param("schema", False, marks=pytest.mark.process)],
+)
+def test_it_moves_while_it_is_drafted_for(
+    tmp_path: Path, embedded: LoadedModel, constraints: Constraints, kind: str, overlap: bool
+) -> None:
+    """After some message to another GPU worker, and there its controller to another worker."""
+    body = body_of(kind, "sampled")
+    plain = Run(tmp_path, embedded, constraints, WAYS[0], body).finish()
+    first = Run(tmp_path, embedded, constraints, (True, overlap), body)
+    sent = first.finish()
+    for cut in (1, len(sent) // 2):
+        before = sent[:cut]
+        second = Run(tmp_path, embedded, constraints, (True, overlap), body, *before)
+        for _ in range(9):
+            second.turn()
+        if not finished(second.loop):
+            second.lose_controllers()
+        after = second.finish()
+        same_entries([*before, *after], plain)
+
+
+def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
+    tmp_path: Path, embedded: LoadedModel, constraints: Constraints
+) -> None:
+    """Masks along a draft that are missing, or of another size, cost nothing but the draft."""
+    body = body_of("regex", "greedy")
+    plain = Run(tmp_path, embedded, constraints, WAYS[0], body).finish()
+    for spoil in ("missing", "short", "out of range"):
+        run = Run(tmp_path, embedded, constraints, WAYS[1], body, shared=False)
+        give_plainly = run.loop.give
+
+        def spoiled(
+            kind: bytes, content: Any, *rest: Any, spoil: str = spoil, give: Any = give_plainly
+        ) -> None:
+            if kind != b"RESULT":
+                give(kind, content, *rest)
+                return
+            *others, attachments = rest
+            result = msgspec.msgpack.decode(content)
+            for one in result["sequences"]:
+                along = one[16] if len(one) > 16 else []
+                if spoil == "missing":
+                    one[16:] = []
+                elif spoil == "out of range":
+                    one[16:] = [[999] * len(along)]
+                else:
+                    attachments = [
+                        a[:8] if i in along[1:] else a for i, a in enumerate(attachments)
+                    ]
+            give(kind, msgspec.msgpack.encode(result), *others, attachments)
+
+        run.loop.give = spoiled  # type: ignore[method-assign]
+        same_entries(run.finish(), plain)
+        assert run.drafted > 0
+
+
+def test_a_controller_that_takes_no_drafts_gets_none(
+    tmp_path: Path, embedded: LoadedModel, constraints: Constraints
+) -> None:
+    parts = ["[[", {"repetition": {"regex": "[a-z ]+"}, "most": 3}, "]]"]
+    combination = {"controller": "combination", "controller_arg": json.dumps({"sequence": parts})}
+    body = {"prompt": PROMPT, "max_tokens": 12} | combination
+    run = Run(tmp_path, embedded, constraints, WAYS[1], body)
+    run.finish()
+    assert run.drafted == 0
