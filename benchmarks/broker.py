@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     try:
         yield front, back, partial(_cpu_s, process.pid)
     finally:
-        process.terminate()
+        # After SIGTERM it would finish what clients that cannot come back have.
+        process.send_signal(signal.SIGINT)
         process.wait(10)
 
 
