@@ -207,7 +207,7 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
                     ]
             give(kind, msgspec.msgpack.encode(result), *others, attachments)
 
-        run.loop.give = spoiled  # type: ignore[method-assign]
+        run.loop.give = spoiled  # type: ignore[assignment, method-assign]
         same_entries(run.finish(), plain)
         assert run.drafted > 0
 
