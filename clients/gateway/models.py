@@ -43,6 +43,12 @@ class ServedModel:
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
+    @cached_property
+    def special_names(self) -> dict[int, str]:
+        """The special tokens by their ids."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special}
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text``; ``special``: with those that the tokenizer adds (as BOS)."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids

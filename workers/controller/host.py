@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ class Vocabulary(Protocol):
     has_every_byte: bool
     """Whether each byte is a token, so that any text can be written in as many tokens as bytes."""
     fingerprint: str
+    special: Mapping[str, int]
+    """The special tokens by their names, which are no text."""
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""

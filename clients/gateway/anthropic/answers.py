@@ -10,14 +10,21 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from ....protocol.messages import ConstraintEnd, Token
+from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
 from ..openai.fields import new_id
-from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):
     """A block of text."""
 
     text: str
+
+
+class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
+    """What the model thought, where its template has a place for it."""
+
+    thinking: str
+    signature: str = ""
 
 
 class CallAnswer(Struct, tag="tool_use", tag_field="type"):
@@ -29,7 +36,7 @@ class CallAnswer(Struct, tag="tool_use", tag_field="type"):
     """Empty where the answer was cut inside it."""
 
 
-AnswerBlock = TextAnswer | CallAnswer
+AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer
 
 
 class Usage(Struct):
@@ -74,9 +81,10 @@ class MessageAnswer(Struct):
 class Answer:
     """The blocks of a message, from the entries of its stream."""
 
-    def __init__(self, form: CallForm | None, constraint: str | None, max_tokens: int) -> None:
-        """``form``: how it calls tools, None if it cannot; ``constraint``: its name in receipts."""
-        self._reader = CallReader(form) if form is not None else None
+    def __init__(self, form: AnswerForm | None, constraint: str | None, max_tokens: int) -> None:
+        """``form``: its parts, None if it is one text; ``constraint``: its name in receipts."""
+        self._form = form
+        self._reader = PartReader(form) if form is not None else None
         self._constraint = constraint
         self._max_tokens = max_tokens
         self.blocks: list[AnswerBlock] = []
@@ -98,7 +106,8 @@ class Answer:
         for entry in entries:
             self._prompt = self._prompt or entry
             self._output += (entry.token is not None) - entry.backtrack
-            self._read("" if entry.text is UNSET else entry.text, changes)
+            text = "" if entry.text is UNSET else entry.text
+            self._read(self._form.text_of(entry, text) if self._form else text, changes)
             if entry.finish_reason is not None:
                 self._end = entry
                 self._finish(changes)
@@ -133,6 +142,13 @@ class Answer:
                 kept = text.rstrip()
                 self._space = text[len(kept) :]
                 self._write(kept, changes)
+            case Reasoning(text):
+                block = self.blocks[-1] if self.blocks else None
+                if not isinstance(block, ThinkingAnswer):
+                    block = ThinkingAnswer("")
+                    self.blocks.append(block)
+                block.thinking += text
+                changes.append((len(self.blocks) - 1, text))
             case CallBegin(_, name):
                 self._end_call()
                 self._space = self._arguments = ""

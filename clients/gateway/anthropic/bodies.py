@@ -133,11 +133,13 @@ class OutputConfig(Body):
 
 
 class Thinking(Body):
-    """Models here think if their templates make them: it cannot be asked for."""
+    """Models here think if their templates make them: it cannot be asked for, only bounded."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"display"})
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of thinking; then it is closed."""
     display: Ignored = UNSET
 
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from ..answer_forms import Function, Rest, Wanted
+from ..answer_parts import AnswerForm
+from ..answer_plan import answer_form
 from ..context import Gateway
 from ..errors import ApiError
 from ..models import ServedModel
 from ..templates import template_of
-from ..tool_calls import CallForm, Function, form_of, tool_grammar
 from .bodies import (
     AssistantMessage,
     Conversation,
@@ -28,8 +32,8 @@ from .bodies import (
 class Answering:
     """How the answer is constrained."""
 
-    form: CallForm | None = None
-    """How it calls tools; None: it cannot."""
+    form: AnswerForm | None = None
+    """Its parts; None: it is one text."""
     constraint: str | None = None
     """What the receipt calls the constraint; None: there is none."""
     controller: str = ""
@@ -55,8 +59,9 @@ async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -
     return await model.tokenize(text, special=False)
 
 
-def answering(model: ServedModel, body: Conversation) -> Answering:
-    """How the answer to a conversation is constrained; raises ApiError 400."""
+def answering(model: ServedModel, body: Conversation, ids: list[int]) -> Answering:
+    """How the answer to a conversation, whose prompt is ``ids``, is constrained and read; raises
+    ApiError 400."""
     schema = None
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema
@@ -65,10 +70,6 @@ def answering(model: ServedModel, body: Conversation) -> Answering:
     kind = choice.type if choice is not None else "auto"
     if kind in ("any", "tool") and not tools:
         raise _refused("tool_choice", f"tool_choice is {kind!r} without tools; give some")
-    if not tools:
-        if schema is None:
-            return Answering()
-        return Answering(None, "json_schema", "json_schema", schema)
     if kind == "tool":
         tools = [tool for tool in tools if choice is not None and tool.name == choice.name]
         if not tools:
@@ -78,15 +79,23 @@ def answering(model: ServedModel, body: Conversation) -> Answering:
                 f"tool_choice names {choice and choice.name!r}, which is not one of the tools: "
                 f"{names}",
             )
-    form = form_of(template_of(model))
-    grammar = tool_grammar(
-        form,
-        [Function(tool.name, _object_schema(tool)) for tool in tools],
-        text=kind == "auto",
-        parallel=choice is None or not choice.disable_parallel_tool_use,
-        answer=schema if kind == "auto" else None,
-    )
-    return Answering(form, "tools", "lark", grammar)
+    wanted = Wanted([Function(tool.name, _object_schema(tool)) for tool in tools])
+    wanted.parallel = choice is None or not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        wanted.max_thinking_tokens = body.thinking.budget_tokens
+    if tools and kind != "auto":
+        wanted.rest = None
+    elif schema is not None:
+        wanted.rest = Rest("json_schema", schema)
+    field = "thinking.budget_tokens"
+    form = answer_form(model, template_of(model), ids, wanted, thinking_field=field)
+    label = "tools" if tools else "json_schema" if schema is not None else None
+    if form is None:
+        return Answering() if schema is None else Answering(None, label, "json_schema", schema)
+    if label is None and wanted.max_thinking_tokens is None:
+        return Answering(form)
+    arg = msgspec.to_builtins(form.automaton.structure)
+    return Answering(form, label or "thinking", "structural", arg)
 
 
 def _offered(body: Conversation) -> list[Tool]:

@@ -20,7 +20,7 @@ from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
 from ..models import ServedModel
-from .answers import Answer, AnswerBlock, CallAnswer, TextAnswer
+from .answers import Answer, AnswerBlock, CallAnswer, TextAnswer, ThinkingAnswer
 from .bodies import Conversation, CountTokens, CreateMessage, TokenCount
 from .conversation import Answering, answering, prompt_ids
 
@@ -64,8 +64,8 @@ async def count_tokens(request: Request) -> Response:
 
 async def _prepared(gateway: Gateway, body: Conversation) -> Prepared:
     model = await gateway.models.get(body.model)
-    how = answering(model, body)
-    return Prepared(model, await prompt_ids(gateway, model, body), how)
+    ids = await prompt_ids(gateway, model, body)
+    return Prepared(model, ids, answering(model, body, ids))
 
 
 def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions:
@@ -155,13 +155,19 @@ class _Blocks:
 
 
 def _start(number: int, block: AnswerBlock) -> bytes:
-    empty = TextAnswer("") if isinstance(block, TextAnswer) else CallAnswer(block.name, block.id)
+    empty: AnswerBlock = TextAnswer("")
+    if isinstance(block, ThinkingAnswer):
+        empty = ThinkingAnswer("")
+    elif isinstance(block, CallAnswer):
+        empty = CallAnswer(block.name, block.id)
     return _event({"type": "content_block_start", "index": number, "content_block": empty})
 
 
 def _delta(number: int, block: AnswerBlock, text: str) -> bytes:
     delta = {"type": "text_delta", "text": text}
-    if isinstance(block, CallAnswer):
+    if isinstance(block, ThinkingAnswer):
+        delta = {"type": "thinking_delta", "thinking": text}
+    elif isinstance(block, CallAnswer):
         delta = {"type": "input_json_delta", "partial_json": text}
     return _event({"type": "content_block_delta", "index": number, "delta": delta})
 

@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import GeneratedSequence, GenerateOptions
+from ..answer_parts import AnswerForm, read_answer
 from ..bodies import ignored_header, read_body
 from ..context import Gateway, gateway_of
 from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
 from ..templates import template_of
-from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Text
+from .answering import answering
 from .chat_bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -45,8 +46,8 @@ class ChatJob:
     body: ChatRequest
     model: ServedModel
     constraint: Constraint | None
-    form: CallForm | None
-    """How the answer calls functions, if it may."""
+    form: AnswerForm | None
+    """The parts of the answer; None: it is one text."""
     generations: Generations
     counter: Counter
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
@@ -67,17 +68,25 @@ async def chat_completions(request: Request) -> Response:
 async def _begin(gateway: Gateway, body: ChatRequest) -> ChatJob:
     body.check()
     model = await gateway.models.get(body.model)
-    calling = body.calling(template_of(model) if body.chat_template is None else body.chat_template)
-    constraint = body.own_constraint if calling is None else calling.constraint
-    options = body.options(constraint)
+    template = template_of(model) if body.chat_template is None else body.chat_template
+    calling, own = body.calling, body.own_constraint
     messages = for_template(body.messages)
     tools = tools_for_template(body.functions)
     ids = await prompt_ids(gateway, model, messages, tools, body)
+    how = answering(
+        model,
+        template,
+        ids,
+        calling,
+        own,
+        max_thinking_tokens=body.max_thinking_tokens,
+        separate_reasoning=body.separate_reasoning is not False,
+    )
     counter = Counter()
     fields = {"prompt": "messages"}
-    generations = chat_generations(gateway, model, ids, options, constraint, counter, fields)
-    form = calling.form if calling is not None else None
-    return ChatJob(body, model, constraint, form, generations, counter)
+    options = body.options(how.constraint)
+    generations = chat_generations(gateway, model, ids, options, how.constraint, counter, fields)
+    return ChatJob(body, model, how.constraint, how.form, generations, counter)
 
 
 def chat_generations(
@@ -116,38 +125,31 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     if job.body.logprobs:
         tops = job.body.top_logprobs or 0
         logprobs = ChatLogprobs(token_logprobs(job.model, Sampled.of(sequence), tops))
-    text, calls = read_calls(job.form, sequence.text)
-    answered = [
-        AnsweredCall(new_id("call_"), "function", AnsweredFunction(name, arguments))
-        for name, arguments in calls
-    ]
-    content = None if calls and not text else text
+    message = _message(job, sequence)
     return ChatChoice(
         sequence.seq,
-        AnsweredMessage("assistant", content, None, answered or UNSET),
+        message,
         logprobs,
-        finish_reason(sequence.finish_reason, bool(calls)),
+        finish_reason(sequence.finish_reason, message.tool_calls is not UNSET),
         receipt_of(job.constraint, sequence, None) or UNSET,
     )
 
 
-def read_calls(form: CallForm | None, answer: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text of an answer outside calls, and the name and arguments of each call."""
-    if form is None:
-        return answer, []
-    reader = CallReader(form)
-    text = ""
-    calls: list[tuple[str, str]] = []
-    for part in (*reader.feed(answer), *reader.end()):
-        match part:
-            case Text(more):
-                text += more
-            case CallBegin(_, name):
-                calls.append((name, ""))
-            case Arguments(number, more):
-                name, before = calls[number]
-                calls[number] = name, before + more
-    return text, calls
+def _message(job: ChatJob, sequence: GeneratedSequence) -> AnsweredMessage:
+    if job.form is None:
+        return AnsweredMessage("assistant", sequence.text)
+    read = read_answer(job.form, job.form.whole_text(job.model, sequence))
+    calls = [
+        AnsweredCall(new_id("call_"), "function", AnsweredFunction(name, arguments))
+        for name, arguments in read.calls
+    ]
+    return AnsweredMessage(
+        "assistant",
+        None if calls and not read.text else read.text,
+        None,
+        read.reasoning or UNSET,
+        calls or UNSET,
+    )
 
 
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:

@@ -51,6 +51,12 @@ class ChatRequest(SampledRequest, kw_only=True):
     """The prompt ends inside the last message, which the answer continues. Needs
     ``add_generation_prompt: false``."""
 
+    # Ours.
+    max_thinking_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of thinking, where the model's template has any; then it is closed."""
+    separate_reasoning: bool | None = None
+    """Thinking goes to ``reasoning_content``; default: true."""
+
     reasoning_effort: str | UnsetType | None = UNSET
     verbosity: str | UnsetType | None = UNSET
 
@@ -73,14 +79,13 @@ class ChatRequest(SampledRequest, kw_only=True):
             return []
         return [tool.function for tool in self.tools or []]
 
-    def calling(self, template: str) -> Calling | None:
-        """How the answer calls functions; None if it cannot. Raises ApiError 400."""
+    @property
+    def calling(self) -> Calling | None:
+        """Which functions the answer may call; None if it cannot. Raises ApiError 400."""
         functions = [tool.function for tool in self.tools or []]
         choice = self.tool_choice
         named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
-        format = format_constraint(self.response_format, "response_format")
-        parallel = self.parallel_tool_calls is not False
-        found = calling(functions, named or "auto", parallel, format, template)
+        found = calling(functions, named or "auto", self.parallel_tool_calls is not False)
         for name in ("structured_outputs", "controller"):
             if found is not None and getattr(self, name) is not None:
                 raise _refused(
@@ -90,7 +95,7 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def own_constraint(self) -> Constraint | None:
-        """What constrains the text of an answer that cannot call functions."""
+        """What constrains the text of an answer, outside thinking and calls."""
         return own_constraint(
             self.structured_outputs,
             self.controller,
@@ -136,6 +141,8 @@ class AnsweredMessage(Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The thinking, where the model's template has any."""
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
@@ -183,6 +190,7 @@ class Delta(Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 

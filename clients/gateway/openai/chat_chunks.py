@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
+from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
 from ..events import DONE, event
 from ..json import encode
 from ..models import ServedModel
-from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
 from .choices import GrowingChoice, GrowingChoices, finish_reason, receipt_of
 from .constraints import Constraint, Receipt
@@ -29,7 +29,7 @@ class ChatChunks:
         model: ServedModel,
         body: ChatRequest,
         constraint: Constraint | None,
-        form: CallForm | None,
+        form: AnswerForm | None,
     ) -> None:
         self._id = id
         self._created = created
@@ -37,7 +37,7 @@ class ChatChunks:
         self._tops = (body.top_logprobs or 0) if body.logprobs else None
         self._constraint = constraint
         self._form = form
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, PartReader] = {}
         self._choices = GrowingChoices()
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = constraint is None and self._tops is None
@@ -57,10 +57,12 @@ class ChatChunks:
             if seq not in self._heads:
                 parts.append(self._begin(seq))
             if self._plain and entry.finish_reason is None:
-                if entry.text:
-                    texts[seq] = texts.get(seq, "") + entry.text
+                text = self._text_of(entry, entry.text or "")
+                if text:
+                    texts[seq] = texts.get(seq, "") + text
                 continue
             removed, text, choice = self._choices.take(entry)
+            text = self._text_of(entry, text)
             before = texts.pop(seq, "")
             if not removed and entry.finish_reason is None and self._tops is None:
                 texts[seq] = before + text
@@ -86,6 +88,10 @@ class ChatChunks:
             counter.usage(),
         )
         return event(chunk) + DONE
+
+    def _text_of(self, entry: Token, text: str) -> str:
+        """A text as the reader of the choice takes it."""
+        return self._form.text_of(entry, text) if self._form is not None else text
 
     def _begin(self, seq: int) -> bytes:
         """The first chunk of a choice, with its role."""
@@ -140,11 +146,11 @@ class ChatChunks:
             for i, delta in enumerate(deltas)
         )
 
-    def _reader(self, seq: int) -> CallReader:
+    def _reader(self, seq: int) -> PartReader:
         assert self._form is not None
         reader = self._readers.get(seq)
         if reader is None:
-            reader = self._readers[seq] = CallReader(self._form)
+            reader = self._readers[seq] = PartReader(self._form)
         return reader
 
     def _chunk(
@@ -171,6 +177,8 @@ def _delta(part: Part) -> Delta:
     match part:
         case Text(text):
             return Delta(content=text)
+        case Reasoning(text):
+            return Delta(reasoning_content=text)
         case CallBegin(number, name):
             function = FunctionDelta("", name)
             return Delta(tool_calls=[CallDelta(number, function, new_id("call_"), "function")])

@@ -153,12 +153,13 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 return json_schema(schema, "text.format.schema")
         return None
 
-    def calling(self, template: str) -> Calling | None:
-        """How the answer calls functions; None if it cannot. Raises ApiError 400."""
+    @property
+    def calling(self) -> Calling | None:
+        """Which functions the answer may call; None if it cannot. Raises ApiError 400."""
         choice = self.tool_choice
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
         parallel = self.parallel_tool_calls is not False
-        found = calling(self.functions, named or "auto", parallel, self._format, template)
+        found = calling(self.functions, named or "auto", parallel)
         for name in ("structured_outputs", "controller"):
             if found is not None and getattr(self, name) is not None:
                 raise _refused(
@@ -168,7 +169,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     @property
     def own_constraint(self) -> Constraint | None:
-        """What constrains the text of an answer that cannot call functions."""
+        """What constrains the text of an answer, outside thinking and calls."""
         return own_constraint(
             self.structured_outputs, self.controller, self.controller_arg, self._format
         )
@@ -215,7 +216,22 @@ class OutputCall(Struct, tag="function_call", tag_field="type"):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-OutputItem = OutputMessage | OutputCall
+class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
+    """A piece of thinking."""
+
+    text: str
+
+
+class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
+    """What the model thought, where its template has a place for it."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[ReasoningText]
+    summary: list[Any] = []
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class InputDetails(Struct):

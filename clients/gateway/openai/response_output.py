@@ -6,14 +6,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ....protocol.messages import Token
+from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
 from ..events import event
 from ..models import ServedModel
-from ..tool_calls import Arguments, CallBegin, CallForm, CallReader, Part, Text
 from .choices import GrowingChoices
 from .constraints import Receipt
 from .fields import new_id
 from .logprobs import Sampled, TokenLogprob, token_logprobs
-from .response_bodies import AnsweredText, OutputCall, OutputItem, OutputMessage
+from .response_bodies import (
+    AnsweredText,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    ReasoningText,
+)
 
 Status = Literal["completed", "incomplete"]
 
@@ -22,13 +29,14 @@ class Output:
     """The items of one response. Each method returns the events of what it has changed."""
 
     def __init__(
-        self, model: ServedModel, form: CallForm | None, logprobs: int | None, plain: bool
+        self, model: ServedModel, form: AnswerForm | None, logprobs: int | None, plain: bool
     ) -> None:
         """``logprobs``: alternatives to report with each token; None: nothing is reported.
         ``plain``: all that an entry has is its text, until the last one."""
         self.items: list[OutputItem] = []
         self._model = model
-        self._reader = CallReader(form) if form is not None else None
+        self._form = form
+        self._reader = PartReader(form) if form is not None else None
         self._logprobs = logprobs
         self._plain = plain
         self._choices = GrowingChoices()
@@ -51,9 +59,10 @@ class Output:
             if entry.seq != 0:
                 continue
             if self._plain and entry.finish_reason is None:
-                text += entry.text or ""
+                text += self._text_of(entry, entry.text or "")
                 continue
             removed, more, choice = self._choices.take(entry)
+            more = self._text_of(entry, more)
             if removed:
                 parts += [*self._text_parts(text), self._take_back(removed)]
                 text = ""
@@ -77,6 +86,10 @@ class Output:
             parts += self._begin_message()
         return b"".join([*parts, *self._finish(status)])
 
+    def _text_of(self, entry: Token, text: str) -> str:
+        """A text as the reader takes it."""
+        return self._form.text_of(entry, text) if self._form is not None else text
+
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:
         if self._reader is not None:
             return [event for part in self._reader.feed(text) for event in self._part(part)]
@@ -86,6 +99,8 @@ class Output:
         match part:
             case Text(text):
                 yield from self._message(text, None)
+            case Reasoning(text):
+                yield from self._thought(text)
             case CallBegin(_, name):
                 yield from self._finish("completed")
                 call = OutputCall(new_id("fc_"), new_id("call_"), name, "", "in_progress")
@@ -99,6 +114,15 @@ class Output:
                     output_index=len(self.items) - 1,
                     delta=text,
                 )
+
+    def _thought(self, text: str) -> Iterator[bytes]:
+        if not self.growing or not isinstance(self.items[-1], OutputReasoning):
+            yield from self._finish("completed")
+            yield self._begin(OutputReasoning(new_id("rs_"), "in_progress", [ReasoningText("")]))
+        item = self.items[-1]
+        assert isinstance(item, OutputReasoning)
+        item.content[0].text += text
+        yield self.event("response.reasoning_text.delta", **self._place, delta=text)
 
     def _message(self, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputMessage):
@@ -147,6 +171,9 @@ class Output:
                 name=item.name,
                 arguments=item.arguments,
             )
+        elif isinstance(item, OutputReasoning):
+            [thought] = item.content
+            yield self.event("response.reasoning_text.done", **self._place, text=thought.text)
         else:
             [part] = item.content
             yield self.event(

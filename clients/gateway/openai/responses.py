@@ -20,6 +20,7 @@ from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
 from ..templates import template_of
+from .answering import answering
 from .chat import chat_generations
 from .constraints import Constraint, Receipt
 from .conversations import Rendering, prompt_ids
@@ -71,19 +72,20 @@ async def responses(request: Request) -> Response:
 
 async def _begin(gateway: Gateway, body: ResponsesRequest, items: InputItems) -> ResponseJob:
     model = await gateway.models.get(body.model)
-    calling = body.calling(template_of(model))
-    constraint = body.own_constraint if calling is None else calling.constraint
-    options = body.options(constraint)
+    calling, own = body.calling, body.own_constraint
     messages = for_template(to_messages(items.input, body.instructions))
     tools = tools_for_template(body.functions)
     ids = await prompt_ids(gateway, model, messages, tools, Rendering())
+    how = answering(model, template_of(model), ids, calling, own)
+    constraint = how.constraint
+    options = body.options(constraint)
     counter = Counter()
     fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
     generations = chat_generations(gateway, model, ids, options, constraint, counter, fields)
     logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
     output = Output(
         model,
-        calling.form if calling is not None else None,
+        how.form,
         logprobs,
         plain=constraint is None and logprobs is None,
     )

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
+from ..answer_forms import Function
 from ..bodies import Body
 from ..errors import ApiError
-from ..tool_calls import CallForm, Function, form_of, tool_grammar
-from .constraints import Constraint, Schema
+from .constraints import Schema
 from .messages import FunctionName
 
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -52,42 +50,31 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class Calling:
-    """How an answer calls functions."""
+    """Which functions an answer may call."""
 
-    form: CallForm
-    constraint: Constraint
+    functions: list[Function]
+    required: bool
+    """It calls one, and has no text."""
+    parallel: bool
+    """It may have several calls."""
 
 
-def calling(
-    functions: Sequence[FunctionTool],
-    choice: str,
-    parallel: bool,
-    format: Constraint | None,
-    template: str,
-) -> Calling | None:
-    """The constraint under which an answer calls ``functions``; None if it cannot call any.
+def calling(functions: Sequence[FunctionTool], choice: str, parallel: bool) -> Calling | None:
+    """Which of ``functions`` an answer may call; None if it cannot call any.
 
-    ``choice`` is ``none``, ``auto``, ``required`` or, after a colon, the name of a function.
-    ``format`` is the constraint of an answer without a call, a JSON schema. ``template`` is the
-    model's chat template, which teaches the form of a call. Raises ApiError 400.
+    ``choice`` is ``none``, ``auto``, ``required`` or, after a colon, the name of a function. Raises
+    ApiError 400.
     """
     _check(functions, choice)
     if choice == "none" or not functions:
         return None
     named = choice.removeprefix(":")
     chosen = [f for f in functions if f.name == named] if choice.startswith(":") else functions
-    form = form_of(template)
-    answer = format.arg if format is not None and choice == "auto" else None
-    if isinstance(answer, str):
-        answer = msgspec.json.decode(answer)
-    grammar = tool_grammar(
-        form,
+    return Calling(
         [Function(f.name, _object_schema(f)) for f in chosen],
-        text=choice == "auto",
-        parallel=parallel and not choice.startswith(":"),
-        answer=answer if isinstance(answer, dict) else None,
+        choice != "auto",
+        parallel and not choice.startswith(":"),
     )
-    return Calling(form, Constraint("tools", "lark", grammar, "tools"))
 
 
 def _check(functions: Sequence[FunctionTool], choice: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec import Struct
+from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
+from tokenbus.clients.gateway.answer_parts import AnswerForm
 from tokenbus.clients.gateway.anthropic.answers import Answer, CallAnswer, TextAnswer
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
@@ -15,8 +17,11 @@ from tokenbus.clients.gateway.anthropic.bodies import (
     Tool,
     ToolChoice,
 )
-from tokenbus.clients.gateway.tool_calls import HERMES
 from tokenbus.protocol.messages import Token
+
+FORM = AnswerForm(
+    structure_of(HERMES, Wanted([Function("a", {"type": "object"}), Function("b", {})])), {}
+)
 
 
 def entry(text: str, **more: Any) -> Token:
@@ -31,7 +36,7 @@ def test_text_is_followed_by_calls(size: int) -> None:
         '{"name": "a", "arguments": {"x": "}"}}\n</tool_call>\n<tool_call>\n'
         '{"name": "b", "arguments": {}}\n</tool_call>'
     )
-    answer = Answer(HERMES, "tools", 1000)
+    answer = Answer(FORM, "tools", 1000)
     changes: list[tuple[int, str]] = []
     for at in range(0, len(whole), size):
         changes += answer.add([entry(whole[at : at + size])])
@@ -47,7 +52,7 @@ def test_text_is_followed_by_calls(size: int) -> None:
     assert answer.ended.stop_reason == "tool_use"
 
 
-@pytest.mark.parametrize("form", [None, HERMES])
+@pytest.mark.parametrize("form", [None, FORM])
 def test_white_space_stays_where_no_call_follows(form: Any) -> None:
     answer = Answer(form, None, 1000)
     for text in ("\n a", " ", "b \n"):

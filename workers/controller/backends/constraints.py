@@ -27,6 +27,7 @@ from .grammar.refusals import refusal
 from .grammar.shared_instances import SharedInstances
 from .llguidance.matchers import Matchers
 from .llguidance.schema_and_lark import JsonSchemaProgram, LarkProgram
+from .structural.program import StructuralProgram
 
 
 class GrammarProgram:
@@ -117,6 +118,7 @@ class Constraints:
             "substring": GrammarProgram(self._instances, tables.substring),
             "yacc": GrammarProgram(self._instances, tables.yacc),
         }
+        self._programs["structural"] = StructuralProgram(self._programs)
         self._programs["combination"] = CombinationProgram(self._instances, tables, self._programs)
 
     @property

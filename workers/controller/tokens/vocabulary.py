@@ -8,7 +8,7 @@ its exact inverse for every text: a controller appends exactly the text that it 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,16 +35,21 @@ class TokenizerVocabulary:
         eos: Sequence[int],
         fingerprint: str,
         tokenizer: Tokenizer | None = None,
+        special: Mapping[str, int] | None = None,
     ) -> None:
         """Use ``from_json`` or ``from_tokens``.
 
         The tokens in ``eos`` get no bytes, so that no constraint allows them as text; those beyond
-        the vocabulary, which the model cannot sample, are ignored.
+        the vocabulary, which the model cannot sample, are ignored. ``special``: special tokens by
+        their names.
         """
         self.size = len(tokens)
         self.eos_ids = tuple(number for number in eos if 0 <= number < self.size)
         self.eos = self.eos_ids[0] if self.eos_ids else -1
         self.fingerprint = fingerprint
+        self.special: Mapping[str, int] = {
+            name: at for name, at in (special or {}).items() if at < self.size
+        }
         self._tokens = list(tokens)
         for number in self.eos_ids:
             self._tokens[number] = b""
@@ -76,14 +81,20 @@ class TokenizerVocabulary:
             ) from None
         # Text that looks like a special token is text.
         tokenizer.encode_special_tokens = True
-        return cls(token_bytes(spec, size), eos, fingerprint, tokenizer)
+        added = spec.get("added_tokens") or []
+        special = {token["content"]: token["id"] for token in added if token.get("special")}
+        return cls(token_bytes(spec, size), eos, fingerprint, tokenizer, special)
 
     @classmethod
     def from_tokens(
-        cls, tokens: Sequence[bytes], eos: Sequence[int], fingerprint: str
+        cls,
+        tokens: Sequence[bytes],
+        eos: Sequence[int],
+        fingerprint: str,
+        special: Mapping[str, int] | None = None,
     ) -> TokenizerVocabulary:
         """From raw tokens, where special ones are empty; text is tokenized by longest match."""
-        return cls(tokens, eos, fingerprint)
+        return cls(tokens, eos, fingerprint, special=special)
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""

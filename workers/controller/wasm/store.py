@@ -63,7 +63,16 @@ _PREFIX = re.compile(r"[0-9a-f]{8,63}")
 _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 
-BUILT_IN = ("choice", "combination", "json_schema", "lark", "regex", "substring", "yacc")
+BUILT_IN = (
+    "choice",
+    "combination",
+    "json_schema",
+    "lark",
+    "regex",
+    "structural",
+    "substring",
+    "yacc",
+)
 """The constraints that need no code: names that no tag can have."""
 
 

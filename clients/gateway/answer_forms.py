@@ -1,0 +1,346 @@
+"""How models write thinking and calls of tools, by their chat templates, as structures.
+
+Each family of models was trained on one form. Its structure constrains what an answer is, and says
+where its parts are (``protocol.structure``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ...protocol.structure import Phase, Structure, Tag
+
+Schema = dict[str, Any]
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+def _mark(words: str) -> str:
+    """A marker as DeepSeek writes them, with wide bars and low lines."""
+    return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
+
+
+_CALLS_BEGIN, _CALLS_END = _mark("tool calls begin"), _mark("tool calls end")
+_CALL_BEGIN, _CALL_END = _mark("tool call begin"), _mark("tool call end")
+_SEP = _mark("tool sep")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How calls are written: ``opening head NAME middle ARGUMENTS tail between … closing``."""
+
+    head: str
+    middle: str
+    tail: str
+    between: str
+    trigger: str
+    """What begins a call; a beginning of ``opening`` and ``head``."""
+    opening: str = ""
+    """Once, before the first call."""
+    closing: str = ""
+    """Once, after the last call."""
+    first_only: bool = False
+    """A call begins where the answer does, or there is none."""
+    quoted: bool = True
+    """Names are JSON strings."""
+    never: tuple[str, ...] = ()
+    """What neither free text nor arguments have, as the family's parsers look for it."""
+
+
+HERMES = Family(
+    head='<tool_call>\n{"name": ',
+    middle=', "arguments": ',
+    tail="}\n</tool_call>",
+    between="\n",
+    trigger="<tool_call>",
+    never=("</tool_call>",),
+)
+"""Of Hermes, Qwen and many others, and of the plain template."""
+LLAMA = Family(
+    head='{"name": ',
+    middle=', "parameters": ',
+    tail="}",
+    between="; ",
+    trigger="{",
+    first_only=True,
+)
+"""Of Llama 3: the answer is a call if it begins with a brace."""
+MISTRAL_LIST = Family(
+    head='{"name": ',
+    middle=', "arguments": ',
+    tail="}",
+    between=", ",
+    trigger="[TOOL_CALLS]",
+    opening="[TOOL_CALLS][",
+    closing="]",
+)
+"""Of Mistral, before its eleventh tokenizer."""
+MISTRAL = Family(
+    head="[TOOL_CALLS]",
+    middle="[ARGS]",
+    tail="",
+    between="",
+    trigger="[TOOL_CALLS]",
+    quoted=False,
+    never=("[ARGS]",),
+)
+"""Of Mistral, since then."""
+DEEPSEEK_FENCED = Family(
+    head=_CALL_BEGIN + "function" + _SEP,
+    middle="\n```json\n",
+    tail="\n```" + _CALL_END,
+    between="\n",
+    trigger=_CALLS_BEGIN,
+    opening=_CALLS_BEGIN,
+    closing=_CALLS_END,
+    quoted=False,
+    never=(
+        _CALL_BEGIN,
+        _CALL_END,
+        _CALLS_END,
+        _SEP,
+    ),
+)
+"""Of DeepSeek V3 and R1."""
+DEEPSEEK = Family(
+    head=_CALL_BEGIN,
+    middle=_SEP,
+    tail=_CALL_END,
+    between="",
+    trigger=_CALLS_BEGIN,
+    opening=_CALLS_BEGIN,
+    closing=_CALLS_END,
+    quoted=False,
+    never=(
+        _CALL_BEGIN,
+        _CALL_END,
+        _CALLS_END,
+        _SEP,
+    ),
+)
+"""Of DeepSeek V3.1."""
+HARMONY = Family(
+    head="<|channel|>commentary to=functions.",
+    middle=" <|constrain|>json<|message|>",
+    tail="",
+    between="",
+    trigger="<|channel|>",
+    quoted=False,
+)
+"""Of gpt-oss: messages on channels."""
+
+
+def family_of(chat_template: str) -> Family:
+    """The family whose form a template teaches; Hermes's if it is not clear."""
+    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+        return HARMONY
+    if "[TOOL_CALLS]" in chat_template:
+        return MISTRAL if "[ARGS]" in chat_template else MISTRAL_LIST
+    if _CALLS_BEGIN in chat_template:
+        return DEEPSEEK_FENCED if "```json" in chat_template else DEEPSEEK
+    if HERMES.trigger not in chat_template and '{"name": function name, "param' in chat_template:
+        return LLAMA
+    return HERMES
+
+
+Thinking = Literal["none", "first", "inside"]
+"""Whether an answer may begin with thinking, or with the rest of it: the prompt began it."""
+
+
+def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
+    """How an answer to a prompt begins that the template has made."""
+    if family_of(chat_template) is HARMONY:
+        return "first"
+    if THOUGHT not in chat_template:
+        return "none"
+    return "inside" if prompt_end.rstrip("\n").endswith(THINK) else "first"
+
+
+class Function(NamedTuple):
+    """A function that can be called, and the schema of its arguments."""
+
+    name: str
+    parameters: Schema
+
+
+@dataclass
+class Rest:
+    """What an answer may be besides thinking and calls: free text, or what a constraint allows."""
+
+    controller: str = ""
+    """The built-in constraint; empty: free text."""
+    arg: str | dict[str, Any] | list[Any] | None = None
+
+
+@dataclass
+class Wanted:
+    """What an answer may have."""
+
+    functions: Sequence[Function] = ()
+    rest: Rest | None = field(default_factory=Rest)
+    """None: only calls."""
+    parallel: bool = True
+    """Several calls are allowed."""
+    thinking: Thinking = "none"
+    max_thinking_tokens: int | None = None
+
+
+def structure_of(family: Family, wanted: Wanted) -> Structure:
+    """The structure of the answers of a family."""
+    return _Harmony(wanted).made() if family is HARMONY else _Building(family, wanted).made()
+
+
+class _Building:
+    """Phases: the beginning, after thinking, after a call, the end."""
+
+    BEGIN, ANSWER, CALLED, END, SPACED = range(5)
+
+    def __init__(self, family: Family, wanted: Wanted) -> None:
+        self._family = family
+        self._wanted = wanted
+        self._tags: list[Tag] = []
+
+    def made(self) -> Structure:
+        wanted, family = self._wanted, self._family
+        thinks = wanted.thinking != "none"
+        constrained = wanted.rest is None or wanted.rest.controller != ""
+        think = [self._think(self.SPACED if constrained else self.ANSWER)] if thinks else []
+        answer = self._answer()
+        begin = self._answer()
+        if wanted.thinking == "first":
+            begin.first = [*think, *begin.first]
+        more = self._calls(family.between) if wanted.functions and wanted.parallel else []
+        if family.closing and wanted.functions:
+            more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
+        called = Phase(first=more, may_end=not family.closing)
+        # Thinking ends with an empty line, which free text brings along.
+        line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
+        phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
+        inside = think[0] if wanted.thinking == "inside" else None
+        return Structure(phases=phases, tags=self._tags, inside=inside)
+
+    def _answer(self) -> Phase:
+        wanted, family = self._wanted, self._family
+        if wanted.rest is None:
+            return Phase(first=self._calls(family.opening))
+        if wanted.rest.controller:
+            first = self._calls(family.opening, whole=True)
+            rest = wanted.rest
+            return Phase(controller=rest.controller, arg=rest.arg, first=first, may_end=True)
+        calls = self._calls(family.opening)
+        never = [*(family.never if wanted.functions else ())]
+        if wanted.thinking != "none":
+            never += [THINK, THOUGHT]
+        return Phase(
+            text=True,
+            tags=[] if family.first_only else calls,
+            first=calls if family.first_only else [],
+            excludes=never,
+            may_end=True,
+        )
+
+    def _think(self, then: int) -> int:
+        most = self._wanted.max_thinking_tokens
+        return self._tag(
+            Tag(
+                begin=f"{THINK}\n",
+                trigger=len(THINK),
+                end=THOUGHT,
+                excludes=[THINK],
+                kind="reasoning",
+                max_tokens=most,
+                closing="\n",
+                then=then,
+            )
+        )
+
+    def _calls(self, before: str, whole: bool = False) -> list[int]:
+        """A call of each function; ``whole``: it begins only with all that comes before its
+        arguments, as another text may begin as it does."""
+        family = self._family
+        trigger = 0 if whole else len(family.trigger)
+        if not whole and before == family.between:
+            trigger = len(before) + (0 if family.opening else len(family.trigger))
+        return [
+            self._tag(
+                Tag(
+                    begin=before + family.head + self._name(function) + family.middle,
+                    trigger=trigger,
+                    content="json",
+                    schema=function.parameters,
+                    end=family.tail,
+                    excludes=list(family.never),
+                    kind="call",
+                    name=function.name,
+                    then=self.CALLED,
+                )
+            )
+            for function in self._wanted.functions
+        ]
+
+    def _name(self, function: Function) -> str:
+        return json.dumps(function.name) if self._family.quoted else function.name
+
+    def _tag(self, tag: Tag) -> int:
+        self._tags.append(tag)
+        return len(self._tags) - 1
+
+
+class _Harmony:
+    """Phases: the first message, a later one, the final text, the end after a call."""
+
+    FIRST, LATER, FINAL, CALLED = range(4)
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._tags: list[Tag] = []
+
+    def made(self) -> Structure:
+        wanted = self._wanted
+        rest = wanted.rest or Rest()
+        free = not rest.controller
+        final = Phase(text=free, controller=rest.controller, arg=rest.arg, may_end=True)
+        final.end = "<|return|>"
+        phases = [
+            Phase(first=[self._analysis(""), *self._others("")]),
+            Phase(first=self._others("<|start|>assistant")),
+            final,
+            Phase(may_end=True, end="<|call|>"),
+        ]
+        return Structure(phases=phases, tags=self._tags)
+
+    def _analysis(self, before: str) -> int:
+        return self._tag(
+            Tag(
+                begin=f"{before}<|channel|>analysis<|message|>",
+                end="<|end|>",
+                kind="reasoning",
+                max_tokens=self._wanted.max_thinking_tokens,
+                then=self.LATER,
+            )
+        )
+
+    def _others(self, before: str) -> list[int]:
+        """Calls, and the final message."""
+        found = []
+        if self._wanted.rest is not None:
+            begin = f"{before}<|channel|>final<|message|>"
+            found.append(self._tag(Tag(begin=begin, content="none", then=self.FINAL)))
+        for function in self._wanted.functions:
+            tag = Tag(
+                begin=before + HARMONY.head + function.name + HARMONY.middle,
+                content="json",
+                schema=function.parameters,
+                kind="call",
+                name=function.name,
+                then=self.CALLED,
+            )
+            found.append(self._tag(tag))
+        return found
+
+    def _tag(self, tag: Tag) -> int:
+        self._tags.append(tag)
+        return len(self._tags) - 1

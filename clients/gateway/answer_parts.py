@@ -1,0 +1,181 @@
+"""The parts of an answer as they arrive: text, thinking, and calls of tools.
+
+The text is followed by the automaton that its masks were made with (``protocol.structure``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from ...protocol.messages import Token
+from ...protocol.structure import Automaton, Piece, Reader, Structure, special
+from .. import GeneratedSequence
+from .models import ServedModel
+
+
+class AnswerForm:
+    """The structure of the answers to one request of a model."""
+
+    def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
+        """``special_tokens``: the names of the vocabulary's, which are not in texts."""
+        self.automaton = Automaton(structure, special_tokens.values())
+        self._marks = {
+            number: special(name).decode("utf-8", "surrogateescape")
+            for number, name in special_tokens.items()
+            if name in self.automaton.special
+        }
+
+    @classmethod
+    def of(cls, model: ServedModel, structure: Structure) -> AnswerForm:
+        """That of a model's answers."""
+        return cls(structure, model.special_names)
+
+    def text_of(self, entry: Token, text: str | None = None) -> str:
+        """The text of an entry, as ``PartReader.feed`` takes it; ``text``: if it is known."""
+        if text is None:
+            text = "" if entry.text is UNSET else entry.text
+        return text + self._marks.get(entry.token, "") if entry.token is not None else text
+
+    def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
+        """The text of a sequence, as ``read_answer`` takes it."""
+        if not self._marks:
+            return sequence.text
+        data = b"".join(
+            self._marks.get(token, "").encode("utf-8", "surrogateescape")
+            if token in model.special_ids
+            else model.bytes_of(token)
+            for token in sequence.tokens
+        )
+        return data.decode("utf-8", "surrogateescape")
+
+
+class Text(NamedTuple):
+    """A piece of text outside calls."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """A piece of thinking."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A call of the function ``name`` begins; its arguments follow."""
+
+    number: int
+    name: str
+
+
+class Arguments(NamedTuple):
+    """A piece of the arguments of call ``number``, as JSON text."""
+
+    number: int
+    text: str
+
+
+Part = Text | Reasoning | CallBegin | Arguments
+
+
+class PartReader:
+    """Splits one answer into its parts."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._structure = form.automaton.structure
+        self._reader = Reader(form.automaton)
+        self._number = -1
+        self._space = ""
+        """White space at the end so far of a piece of text or thinking: at the ends of a part it
+        belongs to no part."""
+        self._spoke = False
+        """There was text other than white space in this part."""
+        self._kind = "text"
+        self._after_tag = self._structure.inside is not None
+        """White space at the beginning of the text belongs to no part."""
+
+    @property
+    def called(self) -> bool:
+        """Whether a call has begun."""
+        return self._number >= 0
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that ``text`` completes."""
+        return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
+
+    def end(self) -> list[Part]:
+        """What is left where the answer ends: text that could have been the beginning of a tag."""
+        parts = self._parts(self._reader.end())
+        if self._space and not self.called and self._kind == "text":
+            parts.append(Text(self._space))
+        self._space = ""
+        return parts
+
+    def _parts(self, pieces: list[Piece]) -> list[Part]:
+        parts: list[Part] = []
+        for piece in pieces:
+            self._take(piece, parts)
+        return parts
+
+    def _take(self, piece: Piece, parts: list[Part]) -> None:
+        text = piece.data.decode("utf-8", "replace")
+        if piece.kind != self._kind or piece.begins:
+            self._kind, self._space, self._spoke = piece.kind, "", False
+            self._after_tag = True
+        if piece.kind == "call":
+            assert piece.tag is not None
+            if piece.begins:
+                self._number += 1
+                parts.append(CallBegin(self._number, self._structure.tags[piece.tag].name))
+            elif text:
+                parts.append(Arguments(self._number, text))
+            return
+        text = self._space + text
+        kept = text.rstrip()
+        if not kept:
+            self._space = text
+            return
+        self._space = text[len(kept) :]
+        if not self._spoke and self._after_tag:
+            kept = kept.lstrip()
+        self._spoke = True
+        parts.append(Reasoning(kept) if piece.kind == "reasoning" else Text(kept))
+
+
+@dataclass
+class ReadAnswer:
+    """A whole answer."""
+
+    parts: list[Part]
+
+    @cached_property
+    def text(self) -> str:
+        """Outside thinking and calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @cached_property
+    def reasoning(self) -> str:
+        """The thinking."""
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @cached_property
+    def calls(self) -> list[tuple[str, str]]:
+        """The name and the arguments of each call."""
+        calls: list[tuple[str, str]] = []
+        for part in self.parts:
+            if isinstance(part, CallBegin):
+                calls.append((part.name, ""))
+            elif isinstance(part, Arguments):
+                name, before = calls[part.number]
+                calls[part.number] = name, before + part.text
+        return calls
+
+
+def read_answer(form: AnswerForm, text: str) -> ReadAnswer:
+    """The parts of a whole answer, whose text ``AnswerForm.text_of`` has made."""
+    reader = PartReader(form)
+    return ReadAnswer([*reader.feed(text), *reader.end()])

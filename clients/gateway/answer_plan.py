@@ -1,0 +1,41 @@
+"""Which parts the answer to a prompt has: its form, from the template that made the prompt."""
+
+from __future__ import annotations
+
+from .answer_forms import HARMONY, Wanted, family_of, structure_of, thinking_of
+from .answer_parts import AnswerForm
+from .errors import ApiError
+from .models import ServedModel
+
+PROMPT_END = 8
+"""Tokens at the end of a prompt, which show whether the template has begun thinking."""
+
+
+def answer_form(
+    model: ServedModel,
+    template: str,
+    ids: list[int],
+    wanted: Wanted,
+    *,
+    separate_reasoning: bool = True,
+    thinking_field: str = "max_thinking_tokens",
+) -> AnswerForm | None:
+    """The parts of the answer to the prompt ``ids``, which ``template`` made; None: one text.
+
+    ``separate_reasoning``: thinking is a part of its own, where the template has any.
+    ``thinking_field``: the field that bounds it. Raises ApiError 400 if there is nothing to bound.
+    """
+    family = family_of(template)
+    if separate_reasoning or family is HARMONY:
+        wanted.thinking = thinking_of(template, model.decode(ids[-PROMPT_END:]))
+    if wanted.max_thinking_tokens is not None and wanted.thinking == "none":
+        raise ApiError(
+            400,
+            f"{thinking_field} is given, and the model's chat template has no thinking that could "
+            "be bounded; leave it out",
+            code="invalid_field",
+            param=thinking_field,
+        )
+    if wanted.thinking == "none" and not wanted.functions:
+        return None
+    return AnswerForm.of(model, structure_of(family, wanted))

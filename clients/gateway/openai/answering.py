@@ -1,0 +1,63 @@
+"""How the answer to a conversation is constrained and read: thinking, text, calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ..answer_forms import Rest, Wanted
+from ..answer_parts import AnswerForm
+from ..answer_plan import answer_form
+from ..models import ServedModel
+from .constraints import Constraint
+from .tools import Calling
+
+WITH_PARTS = frozenset(
+    ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
+)
+"""Constraints that hold for the text of an answer, behind its thinking."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How one answer is constrained and read."""
+
+    form: AnswerForm | None
+    """Its parts; None: it is one text."""
+    constraint: Constraint | None
+
+
+def answering(
+    model: ServedModel,
+    template: str,
+    ids: list[int],
+    calling: Calling | None,
+    own: Constraint | None,
+    *,
+    max_thinking_tokens: int | None = None,
+    separate_reasoning: bool = True,
+) -> Answering:
+    """The parts of the answer to a prompt, and their constraint.
+
+    ``template`` made the prompt ``ids``; ``own``: what constrains the text of the answer. Where
+    nothing of the answer is constrained, its parts are read without a constraint. Raises ApiError.
+    """
+    if calling is None and own is not None and own.controller not in WITH_PARTS:
+        return Answering(None, own)
+    wanted = Wanted(max_thinking_tokens=max_thinking_tokens)
+    if calling is not None:
+        wanted.functions, wanted.parallel = calling.functions, calling.parallel
+    if calling is not None and calling.required:
+        wanted.rest = None
+    elif own is not None:
+        wanted.rest = Rest(own.controller, own.arg)
+    form = answer_form(model, template, ids, wanted, separate_reasoning=separate_reasoning)
+    if form is None or (calling is None and own is None and max_thinking_tokens is None):
+        return Answering(form, own)
+    arg = msgspec.to_builtins(form.automaton.structure)
+    if calling is not None:
+        return Answering(form, Constraint("tools", "structural", arg, "tools"))
+    if own is not None:
+        return Answering(form, Constraint(own.label, "structural", arg, own.field))
+    return Answering(form, Constraint("thinking", "structural", arg, "max_thinking_tokens"))

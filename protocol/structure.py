@@ -1,0 +1,462 @@
+"""Answers of several parts: text, thinking, calls of tools, each begun and ended by certain texts.
+
+A ``Structure`` says which parts an answer may have, and a ``Reader`` follows an answer byte by byte
+through them. The controller worker has one for the masks of the constraint ``structural``; whoever
+shows the answer has one for its parts. Both are this code, so that no text is read otherwise than
+it was constrained.
+
+An answer goes through phases. In a phase there may be free text, and tags may begin: ``begin``, the
+content, ``end``, and then another phase. A special token in a text is written as ``SPECIAL``, its
+name, ``SPECIAL``: a byte that is in no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+SPECIAL = b"\xff"
+"""Around the name of a special token."""
+MOST_TAGS = 512
+MOST_PHASES = 16
+MOST_TEXT = 4096
+"""Most bytes of ``begin`` and of ``end``."""
+
+Kind = Literal["text", "reasoning", "call"]
+
+
+class StructureError(ValueError):
+    """A structure that is not valid; the message says why."""
+
+
+class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A part with a beginning and an end of its own."""
+
+    begin: str
+    """What begins it: after ``trigger`` it must come whole."""
+    trigger: int = 0
+    """Characters of ``begin`` that are watched for; 0: all of them."""
+    end: str = ""
+    """What ends it. Text ends where this first occurs, JSON where its value ends."""
+    content: Literal["text", "json", "none"] = "text"
+    schema: dict[str, Any] | bool | None = None
+    """Of ``json``; null: any value."""
+    excludes: list[str] = []
+    """Texts that the content never has."""
+    kind: Kind = "text"
+    name: str = ""
+    """Of the function, for a ``call``."""
+    max_tokens: int | None = None
+    """Of the content ``text``: beyond it, ``closing`` and ``end`` follow."""
+    closing: str = ""
+    """What comes before ``end`` where ``max_tokens`` are used up."""
+    then: int
+    """The phase after it."""
+
+
+class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What may come at some point of an answer."""
+
+    text: bool = False
+    """Free text may come."""
+    controller: str = ""
+    """In place of free text: what this built-in constraint allows is the rest of the answer."""
+    arg: str | dict[str, Any] | list[Any] | None = None
+    """The argument of this constraint, as ``controller_arg``."""
+    tags: list[int] = []
+    """Tags that may begin anywhere in the text."""
+    first: list[int] = []
+    """Tags that may begin where the phase begins."""
+    excludes: list[str] = []
+    """Texts that the free text never has."""
+    may_end: bool = False
+    """The answer may end here."""
+    end: str = ""
+    """With this end-of-sequence token; empty: with any."""
+
+
+class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The argument of the constraint ``structural``."""
+
+    phases: list[Phase]
+    tags: list[Tag]
+    inside: int | None = None
+    """The tag in whose content the answer begins, as the prompt has its ``begin`` already."""
+
+    def check(self) -> None:
+        """Raises StructureError where something does not fit."""
+        if not self.phases or len(self.phases) > MOST_PHASES or len(self.tags) > MOST_TAGS:
+            raise StructureError(
+                f"there are {len(self.phases)} phases and {len(self.tags)} tags; 1 to "
+                f"{MOST_PHASES} phases and at most {MOST_TAGS} tags are allowed"
+            )
+        for number, phase in enumerate(self.phases):
+            for named in (*phase.tags, *phase.first):
+                if not 0 <= named < len(self.tags):
+                    raise StructureError(f"phases[{number}] has the tag {named}, which is unknown")
+            if phase.text and phase.controller:
+                raise StructureError(f"phases[{number}] has text and a controller; give it one")
+            if phase.tags and not phase.text:
+                raise StructureError(f"phases[{number}] has tags in its text, and no text")
+        for number, tag in enumerate(self.tags):
+            self._check_tag(number, tag)
+        if self.inside is not None and not 0 <= self.inside < len(self.tags):
+            raise StructureError(f"inside is {self.inside}, which is no tag")
+
+    def _check_tag(self, number: int, tag: Tag) -> None:
+        if not 0 <= tag.then < len(self.phases):
+            raise StructureError(f"tags[{number}].then is {tag.then}; there is no such phase")
+        if not tag.begin or max(len(tag.begin), len(tag.end)) > MOST_TEXT:
+            raise StructureError(
+                f"tags[{number}].begin and end have {len(tag.begin)} and {len(tag.end)} "
+                f"characters; begin must have some, and each at most {MOST_TEXT}"
+            )
+        if not 0 <= tag.trigger <= len(tag.begin):
+            raise StructureError(f"tags[{number}].trigger is {tag.trigger}, beyond its begin")
+        if tag.content == "text" and not tag.end:
+            raise StructureError(f"tags[{number}] is text without an end; give it one")
+        if tag.max_tokens is not None and (tag.max_tokens < 0 or tag.content != "text"):
+            raise StructureError(
+                f"tags[{number}].max_tokens is {tag.max_tokens}; it is for text, and at least 0"
+            )
+
+
+def decode_structure(arg: bytes) -> Structure:
+    """Reads and checks a structure. Raises StructureError."""
+    try:
+        structure = msgspec.json.decode(arg, type=Structure)
+    except msgspec.MsgspecError as error:
+        raise StructureError(str(error)) from None
+    structure.check()
+    return structure
+
+
+class Piece(NamedTuple):
+    """Some bytes of one part of an answer."""
+
+    kind: Kind
+    tag: int | None
+    """None: free text."""
+    data: bytes
+    begins: bool = False
+    """The tag begins here; there is no data yet."""
+
+
+Mode = Literal["text", "value", "begin", "content", "end", "dead"]
+
+
+class State(NamedTuple):
+    """Where an answer is.
+
+    In ``text`` and ``value``: a phase, with ``tags`` that may still begin where it began, ``at``
+    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags``. In ``content`` and in
+    ``end``: the one tag in ``tags``, ``at`` bytes of it.
+    """
+
+    mode: Mode
+    phase: int = 0
+    tags: tuple[int, ...] = ()
+    at: int = 0
+    near: bytes = b""
+    """The last bytes, as far as they may be the beginning of what is watched for."""
+    depth: int = 0
+    """Of JSON: open brackets."""
+    quoted: int = 0
+    """Of JSON: 1 in a string, 2 behind its backslash."""
+    part: int = 0
+    """Parts before this one."""
+    last: int = -1
+    """The tag that began or ended last."""
+
+
+_DEAD = State("dead")
+
+
+class Automaton:
+    """The states of a structure, and what each byte does. Immutable, and shared by readers."""
+
+    def __init__(self, structure: Structure, special: Iterable[str] = ()) -> None:
+        """``special``: the special tokens of the vocabulary, which are no text."""
+        names = sorted((name for name in special if name), key=len, reverse=True)
+        phases, tags = structure.phases, structure.tags
+        self.structure = structure
+        self.begins = [_with_special(tag.begin, names) for tag in tags]
+        self.triggers = [
+            _with_special(tag.begin[: tag.trigger or len(tag.begin)], names) for tag in tags
+        ]
+        self.ends = [_with_special(tag.end, names) for tag in tags]
+        self.closings = [_with_special(tag.closing + tag.end, names) for tag in tags]
+        self._never = [[_with_special(one, names) for one in each.excludes] for each in phases]
+        self._not_inside = [[_with_special(one, names) for one in tag.excludes] for tag in tags]
+        self._watched = [
+            [*(self.triggers[tag] for tag in phase.tags), *never]
+            for phase, never in zip(phases, self._never, strict=True)
+        ]
+        self._watched_inside = [
+            [end, *never] if tag.content == "text" else never
+            for tag, end, never in zip(tags, self.ends, self._not_inside, strict=True)
+        ]
+        self.special = {name for name in names if any(name in t.begin + t.end for t in tags)}
+        """The special tokens that are part of it."""
+
+    def start(self) -> State:
+        """The state of an empty answer."""
+        inside = self.structure.inside
+        if inside is not None:
+            return State("content", self.structure.tags[inside].then, (inside,), last=inside)
+        return self._enter(0, State("text"))
+
+    def may_end(self, state: State) -> bool:
+        """Whether an answer may end in a state; in ``value``, where the value is whole."""
+        if state.mode not in ("text", "value"):
+            return False
+        phase = self.structure.phases[state.phase]
+        return phase.may_end and (phase.text or state.mode == "value" or not state.at)
+
+    def watched(self, state: State) -> Sequence[bytes]:
+        """What is watched for in free text, or in a tag: all other bytes stay there."""
+        return (
+            self._watched_inside[state.tags[0]]
+            if state.mode == "content"
+            else (self._watched[state.phase])
+        )
+
+    def holds_json(self, state: State) -> bool:
+        """Whether the state is in JSON, which its schema constrains."""
+        return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
+
+    def step(self, state: State, byte: int) -> State:
+        """The state after a byte; its mode is ``dead`` where the byte is not allowed."""
+        match state.mode:
+            case "text" | "value":
+                return self._text(state, byte)
+            case "begin":
+                tags = self._fitting(state, byte)
+                return self._began(state, tags, state.at + 1) if tags else _DEAD
+            case "content":
+                return self._content(state, byte)
+            case "end":
+                return self._end(state, byte)
+        return _DEAD
+
+    def walk(self, state: State, data: bytes) -> State:
+        """The state after some bytes."""
+        for byte in data:
+            state = self.step(state, byte)
+        return state
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _enter(self, number: int, before: State, tag: int = -1) -> State:
+        """The state at the beginning of a phase."""
+        phase = self.structure.phases[number]
+        mode: Mode = "value" if phase.controller else "text"
+        return State(mode, number, tuple(phase.first), part=before.part + 1, last=tag)
+
+    def _fitting(self, state: State, byte: int) -> tuple[int, ...]:
+        """The tags whose begin has this byte next."""
+        at = state.at
+        return tuple(t for t in state.tags if self.begins[t][at : at + 1] == bytes([byte]))
+
+    def _text(self, state: State, byte: int) -> State:
+        phase = self.structure.phases[state.phase]
+        first = self._fitting(state, byte)
+        whole = [t for t in first if len(self.triggers[t]) == state.at + 1]
+        if whole:
+            same = self.triggers[whole[0]]
+            return self._began(
+                state, tuple(t for t in first if self.triggers[t] == same), len(same)
+            )
+        if not first and (not (phase.text or phase.controller) or self._cut(state)):
+            return _DEAD
+        watched = self._watched[state.phase]
+        near = state.near + bytes([byte])
+        for trigger in watched[: len(phase.tags)]:
+            if near.endswith(trigger):
+                same_tags = tuple(t for t in phase.tags if self.triggers[t] == trigger)
+                return self._began(state, same_tags, len(trigger))
+        kept = _kept(near, watched)
+        if any(near.endswith(text) for text in self._never[state.phase]):
+            return _DEAD
+        if not first and _leaves_special(state.near, byte, kept):
+            return _DEAD
+        return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
+
+    def _cut(self, state: State) -> bool:
+        """Whether the tags that no longer fit end inside the name of a special token."""
+        begun = [self.begins[tag][: state.at] for tag in state.tags]
+        return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
+
+    def _began(self, state: State, tags: tuple[int, ...], at: int) -> State:
+        for tag in tags:
+            if len(self.begins[tag]) == at:
+                return self._into(tag, state)
+        return State("begin", state.phase, tags, at, part=state.part, last=state.last)
+
+    def _into(self, tag: int, before: State) -> State:
+        given = self.structure.tags[tag]
+        part = before.part + 1
+        if given.content != "none":
+            return State("content", given.then, (tag,), part=part, last=tag)
+        if self.ends[tag]:
+            return State("end", given.then, (tag,), part=part, last=tag)
+        return self._enter(given.then, before, tag)
+
+    def _content(self, state: State, byte: int) -> State:
+        tag = state.tags[0]
+        near = state.near + bytes([byte])
+        text = self.structure.tags[tag].content == "text"
+        if text and near.endswith(self.ends[tag]):
+            return self._enter(state.phase, state, tag)
+        if any(near.endswith(never) for never in self._not_inside[tag]):
+            return _DEAD
+        kept = _kept(near, self._watched_inside[tag])
+        if _leaves_special(state.near, byte, kept):
+            return _DEAD
+        state = state._replace(at=state.at + 1, near=kept)
+        return state if text else self._json(state, byte)
+
+    def _json(self, state: State, byte: int) -> State:
+        depth, quoted = state.depth, state.quoted
+        if quoted == 2:
+            quoted = 1
+        elif quoted == 1:
+            quoted = {0x5C: 2, 0x22: 0}.get(byte, 1)
+        elif byte == 0x22:
+            quoted = 1
+        elif byte in b"{[":
+            depth += 1
+        elif byte in b"}]":
+            depth -= 1
+        if depth or quoted:
+            return state._replace(depth=depth, quoted=quoted)
+        if byte not in b'}]"':
+            return _DEAD  # A number has no end of its own.
+        tag = state.tags[0]
+        if self.ends[tag]:
+            return State("end", state.phase, (tag,), part=state.part, last=tag)
+        return self._enter(state.phase, state, tag)
+
+    def _end(self, state: State, byte: int) -> State:
+        tag = state.tags[0]
+        end = self.ends[tag]
+        if end[state.at] != byte:
+            return _DEAD
+        if state.at + 1 == len(end):
+            return self._enter(state.phase, state, tag)
+        return state._replace(at=state.at + 1)
+
+
+def _kept(near: bytes, watched: Sequence[bytes]) -> bytes:
+    """The longest end of ``near`` that is a beginning of what is watched for, and not all of it."""
+    for at in range(len(near)):
+        rest = near[at:]
+        if any(len(text) > len(rest) and text.startswith(rest) for text in watched):
+            return rest
+    return b""
+
+
+def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
+    """Whether a byte is part of a special token that nothing watches for."""
+    if before.count(SPECIAL) % 2 == 0:
+        return byte == SPECIAL[0] and not kept
+    inside = len(before) - before.rfind(SPECIAL)
+    return len(kept) < inside + 1
+
+
+class Reader:
+    """Follows one answer, and gives its parts as soon as they are certain."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self._automaton = automaton
+        self.state = automaton.start()
+        self._held = b""
+        """What may be the beginning of a tag, or of an end, or is one."""
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """The pieces that are certain after some more bytes.
+
+        Bytes that the structure does not allow are free text, with all that follows: the answer was
+        not made under its masks, or was cut.
+        """
+        pieces: list[Piece] = []
+        for byte in data:
+            before = self.state
+            self.state = self._automaton.step(before, byte)
+            self._held += bytes([byte])
+            self._moved(before, pieces)
+        return _joined(pieces)
+
+    def end(self) -> list[Piece]:
+        """What was held back where the answer ends."""
+        pieces: list[Piece] = []
+        if self.state.mode not in ("begin", "end"):
+            self._give(pieces, self.state, len(self._held))
+        return pieces
+
+    def _moved(self, before: State, pieces: list[Piece]) -> None:
+        after, held = self.state, len(self._held)
+        if after.mode == "dead":
+            self._give(pieces, before, held)
+        elif after.part != before.part:
+            self._give(pieces, before, held - self._marker(before, after))
+            self._held = b""
+            if after.mode == "content":
+                tag = after.tags[0]
+                pieces.append(Piece(self._automaton.structure.tags[tag].kind, tag, b"", True))
+        elif after.mode == "end":
+            if before.mode == "content":
+                self._give(pieces, before, held)
+        elif after.mode == "content":
+            text = not self._automaton.holds_json(after)
+            self._give(pieces, after, held - (len(after.near) if text else 0))
+        else:
+            # While a tag may still begin where the phase began, all of it is held.
+            marked = after.at if after.tags else len(after.near)
+            self._give(pieces, before, held - marked)
+
+    def _marker(self, before: State, after: State) -> int:
+        """How many of the last bytes are no part of what was before."""
+        if before.mode == "content":
+            json = self._automaton.holds_json(before)
+            return 0 if json else len(self._automaton.ends[after.last])
+        return len(self._held) if before.mode == "end" else len(self._automaton.begins[after.last])
+
+    def _give(self, pieces: list[Piece], state: State, count: int) -> None:
+        if count <= 0:
+            return
+        data, self._held = self._held[:count], self._held[count:]
+        if state.mode == "content":
+            tag = state.tags[0]
+            pieces.append(Piece(self._automaton.structure.tags[tag].kind, tag, data))
+        else:
+            pieces.append(Piece("text", None, data))
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and not last.begins and not piece.begins and last[:2] == piece[:2]:
+            joined[-1] = last._replace(data=last.data + piece.data)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _with_special(text: str, names: Sequence[str]) -> bytes:
+    """A text in bytes, in which special tokens are marked. ``names``: the longest ones first."""
+    for name in names:
+        before, found, after = text.partition(name)
+        if found:
+            marked = special(name)
+            return _with_special(before, names) + marked + _with_special(after, names)
+    return text.encode()
+
+
+def special(name: str) -> bytes:
+    """How a special token is written in what a reader is fed."""
+    return SPECIAL + name.encode() + SPECIAL

@@ -1,0 +1,64 @@
+"""The automaton of answers of several parts, and the example of the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenbus.protocol.structure import Automaton, Reader, decode_structure, special
+
+PAGE = Path(__file__).parents[2] / "docs" / "controllers.md"
+EXAMPLE = re.search(r"```json\n(\{\"phases\".*?)```", PAGE.read_text(), re.DOTALL)
+assert EXAMPLE is not None
+STRUCTURE = decode_structure(EXAMPLE[1].encode())
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
+
+
+def read(text: bytes, size: int, names: tuple[str, ...] = ()) -> list[tuple[str, bytes]]:
+    """The kinds and texts of the parts."""
+    reader = Reader(Automaton(STRUCTURE, names))
+    pieces = [p for at in range(0, len(text), size) for p in reader.feed(text[at : at + size])]
+    parts: list[tuple[str, bytes]] = []
+    for piece in [*pieces, *reader.end()]:
+        if piece.begins or not parts or parts[-1][0] != piece.kind:
+            parts.append((piece.kind, b""))
+        parts[-1] = piece.kind, parts[-1][1] + piece.data
+    return parts
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_an_answer_is_split_the_same_way_however_it_arrives(size: int) -> None:
+    text = f"<think>a < b</think> It is <tool. {CALL}"
+    wanted = [("reasoning", b"a < b"), ("text", b" It is <tool. "), ("call", b'{"a": "}"}')]
+    assert read(text.encode(), size) == wanted
+
+
+def test_an_answer_may_end_only_where_its_phase_says() -> None:
+    automaton = Automaton(STRUCTURE)
+    for text, may in (("", True), ("a <tool", True), ("<think>a", False), (CALL[:-1], False)):
+        state = automaton.walk(automaton.start(), text.encode())
+        assert automaton.may_end(state) == may
+    assert automaton.may_end(automaton.walk(automaton.start(), CALL.encode()))
+
+
+@pytest.mark.parametrize(
+    "text", ["a</think>", CALL + "b", CALL.replace("}\n", "}x"), "<tool_call> {", CALL[:39] + "1"]
+)
+def test_what_the_structure_does_not_allow_leads_nowhere(text: str) -> None:
+    automaton = Automaton(STRUCTURE)
+    assert automaton.walk(automaton.start(), text.encode()).mode == "dead"
+    assert read(text.encode(), 3)[0][0] in ("text", "call")
+
+
+def test_special_tokens_are_allowed_where_they_are_part_of_a_tag() -> None:
+    names = ("<tool_call>", "</tool_call>", "<other>")
+    automaton = Automaton(STRUCTURE, names)
+    marked = CALL.encode()
+    for name in names[:2]:
+        marked = marked.replace(name.encode(), special(name))
+    assert automaton.may_end(automaton.walk(automaton.start(), marked))
+    assert read(b"see " + marked, 1000, names)[1] == ("call", b'{"a": "}"}')
+    assert read(b"no <tool_call> here", 1, names) == [("text", b"no <tool_call> here")]
+    assert automaton.walk(automaton.start(), b"a" + special("<other>")).mode == "dead"

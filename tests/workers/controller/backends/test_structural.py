@@ -1,0 +1,166 @@
+"""The constraint ``structural``: answers of every family are read by others as they were made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from tokenbus.clients.gateway.answer_forms import HERMES, Wanted, structure_of
+from tokenbus.clients.gateway.answer_parts import AnswerForm, read_answer
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.structure import Phase, Structure, Tag, special
+from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
+from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
+from tokenbus.workers.controller.backends.structural.program import StructuralProgram
+from tokenbus.workers.controller.interface import Action
+
+from ..played import BYTES, EOS, vocabulary
+from .answer_walks import FAMILIES, FUNCTIONS, Read, Walk, reference, wants
+from .llguidance_streams import host
+
+pytestmark = pytest.mark.process
+
+WALKS = 6
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[StructuralProgram]:
+    matchers = Matchers()
+    yield StructuralProgram({"json_schema": JsonSchemaProgram(matchers)})
+    matchers.close()
+
+
+def ours(walk: Walk) -> Read:
+    form = AnswerForm(walk.structure, walk.names)
+    names, token = walk.names, walk.vocabulary.token
+    data = (special(names[t]) if t in names else token(t) for t in walk.tokens)
+    read = read_answer(form, b"".join(data).decode("utf-8", "surrogateescape"))
+    calls = [(name, json.loads(arguments)) for name, arguments in read.calls]
+    return Read(read.reasoning.strip(), read.text.strip(), calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_answer_is_read_differently_by_the_familys_own_parser(
+    program: StructuralProgram, family: str
+) -> None:
+    called = thought = 0
+    for wanted in wants(family):
+        for seed in range(WALKS):
+            walk = Walk(program, family, wanted, seed)
+            end = walk.run()
+            if end != "complete":
+                assert len(walk.tokens) > 350, walk.text
+                continue
+            found = ours(walk)
+            begun = wanted.thinking == "inside"
+            assert found == reference(family, walk.text, begun), walk.text
+            assert found.calls or wanted.rest is not None
+            called += bool(found.calls)
+            thought += bool(found.reasoning)
+    assert called
+    assert thought or family == "llama"
+
+
+def test_thinking_is_closed_when_its_tokens_are_used_up(program: StructuralProgram) -> None:
+    wanted = Wanted(thinking="inside", max_thinking_tokens=5)
+    walk = Walk(program, "hermes", wanted, 3)
+    while walk.step() and "</think>" not in walk.text:
+        pass
+    thinking = walk.text.partition("</think>")[0]
+    assert len(walk.vocabulary.tokenize(thinking.encode())) <= 8 * 5
+    assert walk.run() == "complete"
+    none = Walk(program, "hermes", Wanted(thinking="inside", max_thinking_tokens=0), 3)
+    none.step()
+    assert none.text == "\n</think>"
+
+
+def allowed_after(program: StructuralProgram, tokens: list[bytes], text: str) -> set[bytes]:
+    """The tokens that may follow a text in an answer with calls in Hermes's form."""
+    on = vocabulary([*BYTES, *tokens])
+    structure = structure_of(HERMES, Wanted(FUNCTIONS))
+    made = program.start(host(msgspec.json.encode(structure), on))
+    made.post_process([1 + byte for byte in text.encode()], 0)
+    mask = memoryview(bytearray(4 * -(-on.size // 32)))
+    answer = made.mid_process((0,), mask)
+    made.close()
+    if answer.action is Action.SPLICE:
+        return {on.bytes_of(answer.tokens)}
+    bits = int.from_bytes(mask, "little")
+    return {on.token(t) for t in range(on.size) if bits >> t & 1}
+
+
+def test_a_trigger_is_recognised_where_a_token_spans_its_end(program: StructuralProgram) -> None:
+    spans = [b"call>\n{", b'call>\n{"name": "we', b"call> {", b"x<tool_call>\n", b"</tool_call>!"]
+    found = allowed_after(program, spans, "It is <tool_")
+    assert {b"call>\n{", b'call>\n{"name": "we', b"x<tool_call>\n", b"hat"[:1]} <= found
+    assert b"call> {" not in found
+    assert b"</tool_call>!" not in found
+    assert allowed_after(program, spans, '<tool_call>\n{"name": "we') >= {b"a", b"t"}
+    assert allowed_after(program, spans, "<tool_call>") == {b'\n{"name": "we'}
+
+
+def test_a_schema_holds_until_the_tag_ends(program: StructuralProgram) -> None:
+    inside = '<tool_call>\n{"name": "weather", "arguments": '
+    assert allowed_after(program, [], inside + '{"place": "a", "days": 1') == {b"2}"}
+    after = inside + '{"place": "a"}'
+    assert allowed_after(program, [], after) == {b"}\n</tool_call>"}
+    assert b"o" not in allowed_after(program, [], after + "}\n</tool_call>")
+    quoted = inside + '{"place": "</tool_call'
+    assert b">" not in allowed_after(program, [], quoted)
+    assert b"!" in allowed_after(program, [], quoted)
+
+
+def test_a_fork_goes_its_own_way(program: StructuralProgram) -> None:
+    walk = Walk(program, "hermes", Wanted(FUNCTIONS, None, parallel=False), 1)
+    for _ in range(4):
+        walk.step()
+    arg = msgspec.json.encode(walk.structure)
+    fork = walk.controller.fork(host(arg, walk.vocabulary, 1, 400))
+    before = list(walk.tokens)
+    assert walk.run() == "complete"
+    assert fork.text_end() == "cut"
+    fork.post_process(walk.tokens[len(before) :], 0)
+    assert fork.text_end() == "complete"
+
+
+def test_an_answer_may_be_any_constraint_behind_thinking(program: StructuralProgram) -> None:
+    tags = [Tag(begin="<t>", end="</t>", kind="reasoning", then=1)]
+    rest = Phase(controller="json_schema", arg={"enum": [12, True]}, may_end=True)
+    structure = Structure(phases=[Phase(first=[0]), rest], tags=tags)
+    on = vocabulary(BYTES)
+    made = program.start(host(msgspec.json.encode(structure), on))
+    made.post_process([1 + byte for byte in b"<t>no 1</t>"], 0)
+    mask = memoryview(bytearray(4 * -(-on.size // 32)))
+    made.mid_process((0,), mask)
+    bits = int.from_bytes(mask, "little")
+    assert {t for t in range(on.size) if bits >> t & 1} == {1 + ord("1"), 1 + ord("t")}
+    made.post_process([1 + byte for byte in b"true"], 0)
+    assert made.text_end() == "complete"
+    assert made.mid_process((0,), mask).complete or bytes(mask)[0] & 1 << EOS
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        (b"{", "truncated"),
+        (b'{"phases": [], "tags": []}', "there are 0 phases"),
+        (b'{"phases": [{"tags": [0], "text": true}], "tags": []}', "the tag 0, which is unknown"),
+        (b'{"phases": [{}], "tags": [{"begin": "", "then": 0}]}', "begin must have some"),
+        (b'{"phases": [{}], "tags": [{"begin": "a", "then": 1}]}', "then is 1"),
+        (b'{"phases": [{}], "tags": [{"begin": "a", "then": 0}]}', "text without an end"),
+        (b'{"phases": [{"controller": "x"}], "tags": []}', "controller is 'x'"),
+        (
+            b'{"phases": [{}], "tags": [{"begin": "a", "content": "json", "then": 0, '
+            b'"schema": {"type": "objekt"}}]}',
+            r"tags\[0\].schema: json_schema: Invalid type: objekt",
+        ),
+    ],
+)
+def test_a_wrong_structure_is_refused_with_the_reason(
+    program: StructuralProgram, arg: bytes, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        program.start(host(arg, vocabulary(BYTES)))
+    assert caught.value.path == "$.controller_arg"

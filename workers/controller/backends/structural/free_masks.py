@@ -1,0 +1,189 @@
+"""Token masks of a structure where the text is not a schema's: free text, and literal texts.
+
+In free text nearly all tokens are allowed. Only those may not be, or may begin or end a part, that
+have a text in them that is watched for, or the rest of one that has begun. They are found by binary
+search in the sorted tokens, and are followed byte by byte; all others are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from .....protocol.structure import SPECIAL, Automaton, State, special
+from ...host import Vocabulary
+
+KEPT_MASKS = 128
+"""Masks that are cached, of 16 kB at 131,072 tokens. Most of a text is in one state."""
+
+
+class TokenTable:
+    """The tokens of a vocabulary, sorted. Takes about 0.2 s for 131,072 tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        size = vocabulary.size
+        found = sorted(
+            (token, number) for number in range(size) if (token := vocabulary.token(number))
+        )
+        self.texts = [token for token, _ in found]
+        self.numbers = [number for _, number in found]
+        self._joined = SPECIAL.join(self.texts)
+        self._starts: list[int] = []
+        at = 0
+        for text in self.texts:
+            self._starts.append(at)
+            at += len(text) + 1
+        bits = bytearray(4 * -(-size // 32))
+        for number in self.numbers:
+            bits[number >> 3] |= 1 << (number & 7)
+        self.all_text = bytes(bits)
+        """The mask of all tokens that are text."""
+
+    def beginning_with(self, text: bytes) -> range:
+        """The places of the tokens that begin with a text."""
+        first = bisect_left(self.texts, text)
+        after = bisect_left(self.texts, text + b"\xff\xff", first)
+        return range(first, after)
+
+    def beginnings_of(self, text: bytes) -> Iterator[int]:
+        """The places of the tokens that are a beginning of a text, or all of it."""
+        for length in range(1, len(text) + 1):
+            place = bisect_left(self.texts, text[:length])
+            while place < len(self.texts) and self.texts[place] == text[:length]:
+                yield place
+                place += 1
+
+    def having(self, text: bytes) -> set[int]:
+        """The places of the tokens in which a text occurs."""
+        places = (match.start() for match in re.finditer(re.escape(text), self._joined))
+        return {bisect_left(self._starts, at + 1) - 1 for at in places}
+
+    def of_literal(self, text: bytes) -> list[int]:
+        """The tokens of a text, with its special ones. Raises ControllerError."""
+        tokens: list[int] = []
+        for number, part in enumerate(text.split(SPECIAL)):
+            if number % 2:
+                tokens.append(self.vocabulary.special[part.decode()])
+            elif part:
+                tokens += self.vocabulary.tokenize(part)
+        return tokens
+
+
+class FreeMasks:
+    """The masks of one structure over one vocabulary, shared by its sequences. Thread-safe."""
+
+    def __init__(self, automaton: Automaton, table: TokenTable) -> None:
+        self.automaton = automaton
+        self.table = table
+        self._lock = threading.Lock()
+        self._masks: OrderedDict[State, bytes] = OrderedDict()
+        self._having: dict[bytes, set[int]] = {}
+        names = table.vocabulary.special
+        self._special = {names[name]: special(name) for name in automaton.special if name in names}
+
+    def bytes_of(self, token: int) -> bytes:
+        """A token as the automaton takes it; empty for a special one that is no part of it."""
+        return self._special.get(token) or self.table.vocabulary.token(token)
+
+    def get(self, state: State) -> bytes:
+        """The mask of a state, without ends of the sequence. JSON in tags has no mask here."""
+        key = state._replace(part=0, last=-1, at=state.at if state.tags else 0)
+        with self._lock:
+            mask = self._masks.get(key)
+            if mask is not None:
+                self._masks.move_to_end(key)
+                return mask
+        made = bytes(self._made(state))
+        with self._lock:
+            self._masks[key] = made
+            while len(self._masks) > KEPT_MASKS:
+                self._masks.popitem(last=False)
+        return made
+
+    def forbidden(self, state: State) -> list[int]:
+        """The tokens that a state inside JSON does not allow, whatever the schema does."""
+        return [token for token, data in self._suspects(state) if not self._allowed(state, data)]
+
+    def follow(self, state: State, data: bytes) -> State:
+        """The state after a token, dead also where it is in two parts, of which one is JSON."""
+        inside = self.automaton.holds_json(state)
+        for at, byte in enumerate(data):
+            state = self.automaton.step(state, byte)
+            if at + 1 < len(data) and self.automaton.holds_json(state) != inside:
+                return State("dead")
+        return state
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _made(self, state: State) -> bytearray:
+        free = self._is_free(state)
+        mask = bytearray(self.table.all_text if free else len(self.table.all_text))
+        for token, data in self._suspects(state) if free else self._literal(state):
+            if self._allowed(state, data):
+                mask[token >> 3] |= 1 << (token & 7)
+            else:
+                mask[token >> 3] &= ~(1 << (token & 7))
+        for token, data in self._special.items():
+            if self._allowed(state, data):
+                mask[token >> 3] |= 1 << (token & 7)
+        return mask
+
+    def _is_free(self, state: State) -> bool:
+        """Whether all text is allowed, other than what is watched for."""
+        if state.mode == "text":
+            return self.automaton.structure.phases[state.phase].text
+        return state.mode == "content"
+
+    def _allowed(self, state: State, data: bytes) -> bool:
+        return self.follow(state, data).mode != "dead"
+
+    def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
+        """Tokens that may do something else than go on with the text."""
+        table = self.table
+        places: set[int] = set()
+        for text in self.automaton.watched(state):
+            places |= self._places_having(text)
+            for length in range(1, min(len(state.near), len(text) - 1) + 1):
+                if state.near.endswith(text[:length]):
+                    places.update(table.beginning_with(text[length:]))
+        if state.mode == "text":
+            for tag in state.tags:
+                rest = self.automaton.triggers[tag][state.at :]
+                places.update(table.beginning_with(rest))
+        return self._of(places)
+
+    def _literal(self, state: State) -> Iterator[tuple[int, bytes]]:
+        """Tokens that are a beginning of the literal texts that may come."""
+        places: set[int] = set()
+        for text in self.rests(state):
+            places.update(self.table.beginnings_of(text.partition(SPECIAL)[0]))
+        return self._of(places)
+
+    def rests(self, state: State) -> list[bytes]:
+        """The literal texts that may come: of the begins of tags, or of an end."""
+        texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
+        return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
+
+    def _of(self, places: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        table = self.table
+        return ((table.numbers[place], table.texts[place]) for place in sorted(places))
+
+    def _places_having(self, text: bytes) -> set[int]:
+        found = self._having.get(text)
+        if found is None:
+            found = self._having[text] = self.table.having(text)
+        return found
+
+
+def common(texts: Sequence[bytes]) -> bytes:
+    """The longest common beginning of some texts, not ending inside of a special token."""
+    if not texts:
+        return b""
+    low, high = min(texts), max(texts)
+    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    found = low[:length]
+    return found[: found.rfind(SPECIAL)] if found.count(SPECIAL) % 2 else found

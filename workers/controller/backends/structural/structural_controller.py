@@ -1,0 +1,232 @@
+"""The controller of one sequence whose answer has several parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .....protocol.errors import Code, ControllerError
+from .....protocol.messages import ConstraintEnd
+from .....protocol.structure import State
+from ... import interface
+from ...host import Host
+from ...interface import CONTINUE, STOP, Action, Answer, Constraint
+from .free_masks import FreeMasks, common
+
+Arg = str | dict[str, Any] | list[Any] | bool | None
+StartValue = Callable[[str, Arg, Host], Constraint]
+"""Makes the controller of a value: a built-in constraint with its argument."""
+
+LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, and so most tokens that end one."""
+
+_MASKED = Answer(Action.CONTINUE, masked=True)
+
+
+class StructuralController:
+    """One sequence: the state of its structure, and the controller of the value that it is in."""
+
+    def __init__(self, masks: FreeMasks, start_value: StartValue, host: Host) -> None:
+        self._masks = masks
+        self._automaton = masks.automaton
+        self._start_value = start_value
+        self._host = host
+        self._tokens: list[int] = []
+        self._state = self._automaton.start()
+        self._inner: Constraint | None = None
+        self._inner_mask = b""
+        """Where a value and a tag may both begin: the mask of the value alone."""
+        self._spent = 0
+        """Tokens of the part that the state is in."""
+        self._ended = False
+        """The model has ended the answer where it may."""
+        self._enter()
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """Does nothing: the structure is that of the answer."""
+
+    def pre_process(self) -> Answer:
+        """Always continues."""
+        return CONTINUE
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """Writes the mask of the part that the answer is in; appends literal texts."""
+        if len(self._tokens) >= self._host.max_tokens:
+            return STOP
+        state = self._state
+        if self._inner is not None:
+            return self._of_schema(self._inner, mask)
+        closing = self._closing()
+        if closing:
+            return self._append(closing)
+        free = state.mode == "content" or self._is_text(state)
+        if not free and not self._automaton.may_end(state):
+            forced = common(self._masks.rests(state))
+            if forced:
+                return self._append(forced)
+        mask[:] = self._masks.get(state)
+        if self._automaton.may_end(state):
+            if not free and not any(mask):
+                return interface.COMPLETE
+            self._allow_end(mask)
+        if not any(mask):
+            raise self._error("no token of this model's vocabulary can follow in the structure")
+        return _MASKED
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Advances by the appended tokens; stops at an end-of-sequence token."""
+        for token in tokens:
+            if token in self._host.vocabulary.eos_ids:
+                self._ended = self._automaton.may_end(self._state)
+                return STOP
+            self._advance(token)
+        return CONTINUE
+
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
+        """Whether the answer is whole; before a stop, whether it is where a part may end."""
+        if stop:
+            text = b"".join(map(self._masks.bytes_of, self._tokens))
+            state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
+            return "complete" if self._automaton.may_end(state) else "cut"
+        if self._state.mode == "value" and self._inner is not None:
+            return self._inner.text_end()
+        whole = self._ended or self._automaton.may_end(self._state)
+        return "complete" if whole else "cut"
+
+    def fork(self, host: Host) -> StructuralController:
+        """A controller with a copy of the state."""
+        other = StructuralController(self._masks, self._start_value, host)
+        other.close()
+        other._tokens, other._state = [*self._tokens], self._state
+        other._spent, other._inner_mask = self._spent, self._inner_mask
+        if self._inner is not None:
+            other._inner = self._inner.fork(self._within(host))
+        return other
+
+    def close(self) -> None:
+        """Closes the controller of the value."""
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _is_text(self, state: State) -> bool:
+        return state.mode == "text" and self._automaton.structure.phases[state.phase].text
+
+    def _append(self, text: bytes) -> Answer:
+        left = self._host.max_tokens - len(self._tokens)
+        return Answer(Action.SPLICE, tokens=self._masks.table.of_literal(text)[:left])
+
+    def _closing(self) -> bytes:
+        """What ends a part of text whose tokens are used up, unless it ends inside a character."""
+        state = self._state
+        if state.mode != "content":
+            return b""
+        tag = state.tags[0]
+        most = self._automaton.structure.tags[tag].max_tokens
+        if most is None or self._spent < most:
+            return b""
+        tail = b"".join(map(self._masks.bytes_of, self._tokens[-LONGEST_CHARACTER:]))
+        if self._spent < most + LONGEST_CHARACTER and _ends_inside(tail):
+            return b""
+        return self._automaton.closings[tag]
+
+    def _of_schema(self, inner: Constraint, mask: memoryview) -> Answer:
+        """A round in a value, of a tag or as the rest of the answer."""
+        answer = inner.mid_process((self._host.seq,), mask)
+        state = self._state
+        if answer.action is Action.STOP:
+            whole = answer.complete and self._automaton.may_end(state)
+            return interface.COMPLETE if whole else STOP
+        if state.mode == "value":
+            return self._with_tags(answer, mask) if state.tags else answer
+        if answer.action is Action.SPLICE:
+            return answer
+        for token in self._masks.forbidden(state):
+            mask[token >> 3] &= ~(1 << (token & 7))
+        if not any(mask):
+            raise self._error("the schema has only what would end the tag, or must not be in it")
+        return answer
+
+    def _with_tags(self, answer: Answer, mask: memoryview) -> Answer:
+        """The mask of a value, and of the tags that may come in its place."""
+        if answer.action is Action.SPLICE:
+            mask[:] = bytes(len(mask))
+            token = answer.tokens[0]
+            mask[token >> 3] |= 1 << (token & 7)
+        self._inner_mask = bytes(mask)
+        tags = self._masks.get(self._state)
+        both = int.from_bytes(mask, "little") | int.from_bytes(tags, "little")
+        mask[:] = both.to_bytes(len(mask), "little")
+        return _MASKED
+
+    def _allow_end(self, mask: memoryview) -> None:
+        vocabulary = self._host.vocabulary
+        name = self._automaton.structure.phases[self._state.phase].end
+        only = vocabulary.special.get(name) if name else None
+        for token in (only,) if only in vocabulary.eos_ids else vocabulary.eos_ids:
+            assert token is not None
+            mask[token >> 3] |= 1 << (token & 7)
+
+    def _advance(self, token: int) -> None:
+        before = self._state
+        data = self._masks.bytes_of(token)
+        after = self._masks.follow(before, data) if data else State("dead")
+        if before.mode == "value":
+            self._advance_value(token, after)
+        elif after.mode == "dead":
+            raise self._error(f"the structure does not allow the token {token} ({data!r}) here")
+        elif self._inner is not None:
+            self._inner.post_process([token], 0)
+        self._tokens.append(token)
+        if self._inner is None or before.mode != "value" or after.mode != "dead":
+            self._state = after
+        self._spent += 1
+        if (self._state.part, self._state.mode) != (before.part, before.mode):
+            self.close()
+            self._enter()
+
+    def _advance_value(self, token: int, after: State) -> None:
+        """A token of a value, or of a tag in its place."""
+        inner = self._inner
+        if inner is None:
+            return
+        fits = not self._inner_mask or self._inner_mask[token >> 3] >> (token & 7) & 1
+        self._inner_mask = b""
+        if fits and after.mode in ("value", "dead"):
+            inner.post_process([token], 0)
+        else:
+            self.close()
+
+    def _enter(self) -> None:
+        """Begins a part."""
+        self._spent = 0
+        self._inner_mask = b""
+        structure, state = self._automaton.structure, self._state
+        host = self._within(self._host)
+        if state.mode == "value":
+            phase = structure.phases[state.phase]
+            self._inner = self._start_value(phase.controller, phase.arg, host)
+        elif self._automaton.holds_json(state):
+            schema = structure.tags[state.tags[0]].schema
+            self._inner = self._start_value("json_schema", schema, host)
+
+    def _within(self, host: Host) -> Host:
+        """The host of a value: with the tokens that are left."""
+        return replace(host, max_tokens=max(1, host.max_tokens - len(self._tokens)))
+
+    def _error(self, why: str) -> ControllerError:
+        text = b"".join(map(self._masks.bytes_of, self._tokens)).decode("utf-8", "replace")
+        return ControllerError(Code.CONTROLLER_FAILED, f"{why}; the text so far: {text[-200:]!r}")
+
+
+def _ends_inside(text: bytes) -> bool:
+    """Whether a text ends inside a character."""
+    for length in range(1, min(LONGEST_CHARACTER, len(text)) + 1):
+        byte = text[-length]
+        if byte >> 6 != 0b10:
+            needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return needed > length
+    return False
