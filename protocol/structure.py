@@ -228,6 +228,20 @@ class Automaton:
         """Whether the state is in JSON, which its schema constrains."""
         return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
 
+    def shortest_end(self, tag: int) -> bytes:
+        """The shortest literal text from the end of a tag's content to where the answer may end;
+        where other content is in between, as far as that."""
+        text, number = self.ends[tag], self.structure.tags[tag].then
+        for _ in self.structure.phases:
+            phase = self.structure.phases[number]
+            literal = [t for t in phase.first if self.structure.tags[t].content == "none"]
+            if phase.may_end or not literal:
+                break
+            shortest = min(literal, key=lambda t: len(self.begins[t] + self.ends[t]))
+            text += self.begins[shortest] + self.ends[shortest]
+            number = self.structure.tags[shortest].then
+        return text
+
     def step(self, state: State, byte: int) -> State:
         """The state after a byte; its mode is ``dead`` where the byte is not allowed."""
         match state.mode:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .....protocol.errors import Code, ControllerError
+from .....protocol.errors import Code, ControllerError, RequestError
 from .....protocol.messages import ConstraintEnd
 from .....protocol.structure import State
 from ... import interface
@@ -39,12 +39,28 @@ class StructuralController:
         """Where a value and a tag may both begin: the mask of the value alone."""
         self._spent = 0
         """Tokens of the part that the state is in."""
+        self._before: list[State] = []
+        """The state before each token of the part."""
         self._ended = False
         """The model has ended the answer where it may."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Does nothing: the structure is that of the answer."""
+        """Raises RequestError if even the shortest answer has more than ``max_tokens``."""
+        state = self._state
+        if state.mode == "value" and self._inner is not None and not state.tags:
+            self._inner.init_prompt(prompt)
+        if state.mode != "text" or self._automaton.may_end(state):
+            return
+        takes = min(map(self._tokens_of, state.tags), default=0)
+        most = self._host.max_tokens
+        if takes > most:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"structural: max_tokens is {most}, but the shortest text takes {takes} tokens; it "
+                f"must be at least {takes}",
+                path="$.max_tokens",
+            )
 
     def pre_process(self) -> Answer:
         """Always continues."""
@@ -76,6 +92,14 @@ class StructuralController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
+        if backtrack:
+            # Of the value alone, which is closed: all of it at once.
+            self._take_back(backtrack)
+            assert self._inner is not None
+            self._inner.post_process(tokens, backtrack)
+            for token in tokens:
+                self._advance(token, followed=True)
+            return CONTINUE
         for token in tokens:
             if token in self._host.vocabulary.eos_ids:
                 self._ended = self._automaton.may_end(self._state)
@@ -100,6 +124,7 @@ class StructuralController:
         other.close()
         other._tokens, other._state = [*self._tokens], self._state
         other._spent, other._inner_mask = self._spent, self._inner_mask
+        other._before = [*self._before]
         if self._inner is not None:
             other._inner = self._inner.fork(self._within(host))
         return other
@@ -170,17 +195,39 @@ class StructuralController:
             assert token is not None
             mask[token >> 3] |= 1 << (token & 7)
 
-    def _advance(self, token: int) -> None:
+    def _tokens_of(self, tag: int) -> int:
+        """How many tokens the shortest form of a tag takes, with what has to follow it."""
+        given, table = self._automaton.structure.tags[tag], self._masks.table
+        takes = len(table.of_literal(self._automaton.begins[tag]))
+        takes += len(table.of_literal(self._automaton.shortest_end(tag)))
+        if given.content == "json":
+            inner = self._start_value("json_schema", given.schema, self._host)
+            takes += len(getattr(inner, "shortest", None) or ())
+            inner.close()
+        return takes
+
+    def _take_back(self, count: int) -> None:
+        """Tokens of the value are taken back, as it no longer fitted."""
+        if count > len(self._before):
+            raise self._error(f"{count} tokens are taken back, more than the value has")
+        self._state = self._before[-count]
+        del self._before[-count:]
+        del self._tokens[-count:]
+
+    def _advance(self, token: int, followed: bool = False) -> None:
+        """``followed``: the controller of the value has the token already."""
         before = self._state
         data = self._masks.bytes_of(token)
         after = self._masks.follow(before, data) if data else State("dead")
         if before.mode == "value":
-            self._advance_value(token, after)
+            if not followed:
+                self._advance_value(token, after)
         elif after.mode == "dead":
             raise self._error(f"the structure does not allow the token {token} ({data!r}) here")
-        elif self._inner is not None:
+        elif self._inner is not None and not followed:
             self._inner.post_process([token], 0)
         self._tokens.append(token)
+        self._before.append(before)
         if self._inner is None or before.mode != "value" or after.mode != "dead":
             self._state = after
         self._spent += 1
@@ -203,6 +250,7 @@ class StructuralController:
     def _enter(self) -> None:
         """Begins a part."""
         self._spent = 0
+        self._before = []
         self._inner_mask = b""
         structure, state = self._automaton.structure, self._state
         host = self._within(self._host)
@@ -214,8 +262,12 @@ class StructuralController:
             self._inner = self._start_value("json_schema", schema, host)
 
     def _within(self, host: Host) -> Host:
-        """The host of a value: with the tokens that are left."""
-        return replace(host, max_tokens=max(1, host.max_tokens - len(self._tokens)))
+        """The host of a value: with the tokens that are left, but for those that must follow."""
+        left = host.max_tokens - len(self._tokens)
+        if self._state.mode == "content":
+            end = self._automaton.shortest_end(self._state.tags[0])
+            left -= len(self._masks.table.of_literal(end))
+        return replace(host, max_tokens=max(1, left))
 
     def _error(self, why: str) -> ControllerError:
         text = b"".join(map(self._masks.bytes_of, self._tokens)).decode("utf-8", "replace")
