@@ -25,12 +25,10 @@ from tokenbus.clients.gateway.http_protocol import http_protocol
 from tokenbus.clients.gateway.open_streams import OpenStreams
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
-from tokenbus.clients.gateway.openai.constraints import format_constraint
 from tokenbus.clients.gateway.openai.messages import for_template
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_messages
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from tokenbus.clients.gateway.openai.tools import calling
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
 from tokenbus.protocol.errors import TokenbusError
@@ -76,11 +74,10 @@ def _use(body: Body) -> None:
     match body:
         case ChatRequest():
             for_template(body.messages)
-            format_constraint(body.response_format, "response_format")
-            functions = [tool.function for tool in body.tools or []]
-            calling(functions, "auto", True, None, "")
+            _ = body.calling, body.own_constraint
         case ResponsesRequest():
             for_template(to_messages(read_items(body.input).input, body.instructions))
+            _ = body.calling, body.own_constraint
 
 
 def _bodies() -> Iterator[bytes]:
