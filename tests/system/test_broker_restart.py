@@ -25,21 +25,22 @@ COUNTS = guest(
 )
 """In each round it appends a byte to a variable, and logs the version that this made and the length
 that the variable has then."""
-PLAIN: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+DRAWN: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0, "top_k": 20}
+"""Of few tokens, as logits have other last bits in a batch of another shape: with the whole
+vocabulary to draw from, these decide one draw in a thousand or so."""
+PLAIN: dict[str, Any] = {**DRAWN, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "several sequences": {**PLAIN, "n": 3, "max_tokens": 150},
     "constrained": {
         "controller": "regex",
         "controller_arg": "[a-z ]{300}",
-        "max_tokens": 400,
-        "temperature": 1.0,
+        **DRAWN,
     },
     "constrained, several": {
         "controller": "regex",
         "controller_arg": "[a-z]{120}",
-        "max_tokens": 400,
-        "temperature": 1.0,
+        **DRAWN,
         "n": 3,
     },
     "variables": {"controller": "counts", "max_tokens": 150, "ignore_eos": True, "text": False},
@@ -93,6 +94,7 @@ class Download:
             "model": "embedded",
             "prompt": "def f(",
             "max_tokens": 300,
+            "top_k": 20,
             "stream": True,
             "seed": 1,
         }
