@@ -121,7 +121,7 @@ def test_streams_outlive_a_broker_that_is_killed(system: Bus, gateway: Gateway) 
     with system.client() as client:
         reference = [content(stream) for stream in begin(client, 1)]
         downloaded = Download(gateway).content()
-        assert downloaded[1:] == (["stop"], ["[DONE]"])
+        assert downloaded[1:] == (["length"], ["[DONE]"])
         streams, download = begin(client, 1), Download(gateway)
         for stream in streams:
             next(iter(stream))
