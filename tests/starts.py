@@ -19,6 +19,9 @@ EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn
 INCIDENTAL = frozenset({"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"})
 """What the standard library and torch run on their own account, to look for a shared library or to
 name the processor."""
+COMPILER = "tokenbus.workers.controller.backends.compiling.process"
+"""A pattern that takes more than some milliseconds is compiled in this process: whether a test has
+one depends on the machine."""
 
 _forbidden_in: str | None = None
 """The test that runs and may not start processes."""
@@ -62,6 +65,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _incidental(args: tuple[Any, ...]) -> bool:
-    """Whether a program is one that libraries run on their own account."""
-    program = args[0] if args else ""
+    """Whether a program is one that libraries run on their own account, or the compiler."""
+    program, arguments = (*args, "", ())[:2]
+    if isinstance(arguments, list) and COMPILER in arguments:
+        return True
     return isinstance(program, str) and program.rpartition("/")[2] in INCIDENTAL
