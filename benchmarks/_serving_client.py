@@ -76,7 +76,7 @@ class Counted(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class CountedColumns(msgspec.Struct):
+class CountedColumns(msgspec.Struct, rename={"tokens": "t", "entries": "e"}):
     """As much of a ``TOKEN`` in columns."""
 
     tokens: bytes = b""
