@@ -195,7 +195,7 @@ def moves(folder: Path, rounds: int, prompt_tokens: int) -> dict[str, float]:
 
     ratios, pauses, prefills, detections = [], [], [], []
     with System(folder, "info") as system, Client(system.front, patience_s=START_S) as client:
-        workers = {(started := system.start(*GPU)).pid: started for _ in range(2)}
+        workers = {started.pid: started for started in (system.start(*GPU) for _ in range(2))}
         system.wait_for_workers(client, 2)
         for _ in range(rounds):
             moved: list[float] = []
@@ -229,7 +229,8 @@ def moves(folder: Path, rounds: int, prompt_tokens: int) -> dict[str, float]:
             pauses.append(first - killed)
             detections.append(detected - killed)
             ratios.append((first - detected) / prefills[-1])
-            workers[(started := system.start(*GPU)).pid] = started
+            started = system.start(*GPU)
+            workers[started.pid] = started
             system.wait_for_workers(client, 2)
     return {
         "move_vs_prefill": statistics.median(ratios),
