@@ -22,6 +22,7 @@ from .admission import RoutingFields
 from .attaches import Attaches
 from .dispatch import Dispatcher
 from .outgoing import Outgoings
+from .recovery import Recovery
 from .settings import BrokerSettings
 from .tables import Request, Session, SessionTable, Worker
 
@@ -32,7 +33,7 @@ MOST_ENDED = 250
 
 
 class Adoption:
-    """Adopts live requests for ``recover_s`` after ``started``, the start of this broker.
+    """Adopts live requests for ``recover_s`` after the start of this broker.
 
     A worker that registers reports its live requests, the broker asks for their journals, and each
     journal becomes a request. Its session waits for its client, which says HELLO with its token and
@@ -46,14 +47,14 @@ class Adoption:
         dispatcher: Dispatcher,
         attaches: Attaches,
         out: Outgoings,
-        started: float,
+        recovery: Recovery,
     ) -> None:
         self._settings = settings
         self._sessions = sessions
         self._dispatcher = dispatcher
         self._attaches = attaches
         self._out = out
-        self._until = started + settings.recover_s
+        self._recovery = recovery
         self._over = False
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
@@ -65,7 +66,7 @@ class Adoption:
 
     def open(self, now: float) -> bool:
         """Whether workers may still report requests that are adopted."""
-        return not self._over and now < self._until
+        return not self._over and not self._recovery.over(now)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -75,6 +76,8 @@ class Adoption:
         """Of the live requests of a worker that registers: those that it drops, and those that it
         sends the journals of."""
         live = [reported.request for reported in message.live]
+        if live:
+            self._recovery.follow()
         known = self._dispatcher.requests
         if worker.role == "state":
             # The variables of a request that is adopted later stay.
@@ -168,7 +171,7 @@ class Adoption:
             greeted=True,
             columns=bool(header.flags & Flag.COLUMNS),
             # It waits for its client for as long as requests are adopted.
-            detached_at=max(now, self._until - self._settings.session_grace_s),
+            detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
             journal=self._journal(),
         )
         self._sessions.add(session)
@@ -204,6 +207,7 @@ class Adoption:
         """
         if not self.open(now) or not is_session_token(token):
             return None
+        self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
         if session is None:
@@ -250,7 +254,7 @@ class Adoption:
         the variables of requests that are nowhere."""
         if self._over:
             self._end_unclaimed()
-        if self._over or now < self._until:
+        if self._over or not self._recovery.over(now):
             return
         self._over = True
         self._attaches.refuse_held(self._sessions.by_id)

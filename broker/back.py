@@ -27,6 +27,7 @@ from .dispatch import Dispatcher
 from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
+from .recovery import Recovery
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
@@ -63,6 +64,7 @@ class Back:
         counters: Counters,
         drains: Drains,
         quotas: Quotas,
+        recovery: Recovery,
     ) -> None:
         self._settings = settings
         self._attaches = attaches
@@ -75,6 +77,7 @@ class Back:
         self._counters = counters
         self._drains = drains
         self._quotas = quotas
+        self._recovery = recovery
         self._by_peer: dict[bytes, Worker] = {}
         self._by_name: dict[str, Worker] = {}
         self._leases = Sweep(self._by_peer, LEASES_AT_ONCE)
@@ -114,6 +117,7 @@ class Back:
             if message_type == b"REGISTER":
                 self._register(peer, frames, now)
             elif worker is None:
+                self._recovery.follow()
                 self._ask(peer, "this connection has no registered worker", now)
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
                 self._pass_on(worker, message_type, head, frames)

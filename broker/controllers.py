@@ -13,6 +13,7 @@ from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pools
+from .recovery import Recovery
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
@@ -42,6 +43,7 @@ class Controllers:
         pools: Pools,
         out: Outgoings,
         now: Callable[[], float],
+        recovery: Recovery,
     ) -> None:
         """``now`` returns the time of the event that is handled, in seconds."""
         self._settings = settings
@@ -49,10 +51,24 @@ class Controllers:
         self._pools = pools
         self._out = out
         self._now = now
+        self._recovery = recovery
         self._pace = Pace()
         """At which requests that have a controller end."""
         self._waiting: dict[int, _Waiting] = {}
         """By request."""
+
+    def check(self, name: str) -> None:
+        """Raises why a request for the controller ``name`` is refused."""
+        try:
+            self.choose(name)
+        except TokenbusError as error:
+            if not self._may_register(error):
+                raise
+
+    def _may_register(self, error: TokenbusError) -> bool:
+        """Whether ``choose`` has raised this as a worker may not have registered yet."""
+        missing = error.code in (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER)
+        return missing and self._recovery.awaits_workers(self._now())
 
     def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that runs the controller ``name``; raises why it is refused.
@@ -103,7 +119,7 @@ class Controllers:
 
         Where there is none, ``start`` chooses a worker, or says why the request is refused.
         """
-        if request.steered_by is None:
+        if request.steered_by is None and not self._may_come_back(request):
             with contextlib.suppress(TokenbusError):
                 self._assign(request, self.choose(request.controller, request.served_as))
 
@@ -126,11 +142,11 @@ class Controllers:
         if request.steered_by is None:
             try:
                 self._assign(request, self.choose(request.controller, request.served_as))
-            except UnavailableError:
-                self._waiting[request.id] = _Waiting(request, body, now)
-                return
             except TokenbusError as error:
-                self._refuse(request, error)
+                if isinstance(error, UnavailableError) or self._may_register(error):
+                    self._waiting[request.id] = _Waiting(request, body, now)
+                else:
+                    self._refuse(request, error)
                 return
         worker = request.steered_by
         assert worker is not None
@@ -143,11 +159,13 @@ class Controllers:
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def _may_come_back(self, request: Request) -> bool:
-        """Whether another worker may have served the controller of a request that was adopted, and
-        may not have registered yet, which takes a heartbeat: it has a name that only a Python
-        controller's own worker registers, or one that any worker for modules knows."""
+        """Whether another worker may have served the controller of a request under an earlier run
+        of the broker, and may not have registered yet, which takes a heartbeat: it has a name that
+        only a Python controller's own worker registers, or one that any worker for modules knows.
+        """
         name, at = request.controller, request.adopted_at
-        if at is None or request.served_as or self._now() - at > 2 * self._settings.heartbeat_s:
+        adopted_now = at is not None and self._now() - at <= 2 * self._settings.heartbeat_s
+        if request.served_as or not (adopted_now or self._recovery.settles(self._now())):
             return False
         workers = self._pools.of_role("controller").values()
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))

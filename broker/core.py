@@ -22,6 +22,7 @@ from .keyring import Keyring, revoked
 from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
+from .recovery import Recovery
 from .sessions import Sessions
 from .settings import BrokerSettings
 from .status import Counters
@@ -58,10 +59,13 @@ class Broker:
         ids = counting_ids(boot)
         self.keyring = keyring = Keyring()
         self.session_table = table = SessionTable()
-        self.dispatcher = dispatcher = Dispatcher(settings, table, self._out)
+        recovery = Recovery(settings, now)
+        self.dispatcher = dispatcher = Dispatcher(settings, table, self._out, recovery)
         buffers = Buffers(settings)
         attaches = Attaches(dispatcher, self._out)
-        self._adoption = adoption = Adoption(settings, table, dispatcher, attaches, self._out, now)
+        self._adoption = adoption = Adoption(
+            settings, table, dispatcher, attaches, self._out, recovery
+        )
         self._quotas = quotas = Quotas(keyring, table)
         self._admission = Admission(settings, table, dispatcher, buffers, ids, counters, quotas)
         self._sessions = Sessions(settings, table, dispatcher, buffers, adoption, self._out)
@@ -93,6 +97,7 @@ class Broker:
             counters,
             drains,
             quotas,
+            recovery,
         )
         self._settings = settings
         self._places_at = self._ticked_at = now

@@ -19,6 +19,7 @@ from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pool, Pools
 from .prefixes import Prefixes
+from .recovery import Recovery
 from .settings import BrokerSettings
 from .spans import record_span
 from .tables import RETRY_AFTER_S, CancelReason, Request, SessionTable, Worker, WorkerState
@@ -55,17 +56,28 @@ def room_for(priority: int, most: int) -> int:
 class Dispatcher:
     """Requests and workers: each request goes to the least loaded worker, or waits in a queue."""
 
-    def __init__(self, settings: BrokerSettings, sessions: SessionTable, out: Outgoings) -> None:
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        sessions: SessionTable,
+        out: Outgoings,
+        recovery: Recovery,
+    ) -> None:
         self._settings = settings
+        self._recovery = recovery
         self._out = out
         self.workers: dict[int, Worker] = {}
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self._unserved: dict[tuple[str, str], float] = {}
         """Since when no worker serves what waits in a queue."""
+        self._early: set[tuple[str, str]] = set()
+        """Queues of requests that came before any worker that serves them."""
         self.pools = Pools(self.is_hung)
         self.prefixes = Prefixes(settings.route_by_prefix)
-        self.controllers = Controllers(settings, self.workers, self.pools, out, lambda: self.now)
+        self.controllers = Controllers(
+            settings, self.workers, self.pools, out, lambda: self.now, recovery
+        )
         self.moves = Moves(settings, sessions, out)
         self.deadlines = Deadlines()
         self._pace = Pace()
@@ -88,13 +100,19 @@ class Dispatcher:
 
     def submit(self, request: Request) -> None:
         """Starts a request on a worker, or queues it; raises why it is refused."""
-        worker = self._candidates(request.role, request.model).least_loaded()
+        key, early = (request.role, request.model), False
+        try:
+            worker = self._candidates(*key).least_loaded()
+        except TokenbusError:
+            if not self._recovery.awaits_workers(self.now):
+                raise
+            worker, early = None, True
         if worker is None:
             self._check_queues(request)
         else:
             worker = self._with_prefix(request, worker)
         if request.controller:
-            self.controllers.choose(request.controller)
+            self.controllers.check(request.controller)
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
@@ -102,8 +120,10 @@ class Dispatcher:
         if worker is not None:
             self._start(request, worker)
             return
-        queue = self.queues.setdefault((request.role, request.model), FairQueue())
+        queue = self.queues.setdefault(key, FairQueue())
         queue.push(request)
+        if early:
+            self._early.add(key)
         self._notify_queued(request, len(queue))
 
     def adopt(self, request: Request, worker: Worker, sent: bytes) -> None:
@@ -260,6 +280,8 @@ class Dispatcher:
             self._continue_moved()
         for role, model in list(self.queues):
             pool = self.pools.serving(role, model)
+            if pool.workers:
+                self._early.discard((role, model))
             while (role, model) in self.queues:
                 worker = pool.least_loaded()
                 if worker is None:
@@ -273,15 +295,19 @@ class Dispatcher:
         self.refill(worker)
 
     def refuse_unserved(self, now: float) -> None:
-        """Refuses what has waited for ``move_wait_s`` where no worker serves it any more."""
+        """Refuses what has waited for ``move_wait_s`` where no worker serves it any more, and what
+        came before any worker that serves it once none is awaited."""
         for key in [key for key in self._unserved if key not in self.queues]:
             del self._unserved[key]
+        self._early &= self.queues.keys()
+        awaited = self._recovery.awaits_workers(now)
         for (role, model), queue in list(self.queues.items()):
             try:
                 self._candidates(role, model)
             except TokenbusError as error:
                 since = self._unserved.setdefault((role, model), now)
-                if now - since >= self._settings.move_wait_s:
+                in_vain = (role, model) in self._early and not awaited
+                if in_vain or now - since >= self._settings.move_wait_s:
                     self._refuse(list(islice(queue, MOST_ENDED)), error)
                     self.behind |= bool(queue)
             else:

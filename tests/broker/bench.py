@@ -22,11 +22,15 @@ from tokenbus.protocol.worker_messages import Register, Registered
 
 
 class Bench:
-    """A broker with a clock of its own. Clients and workers have names."""
+    """A broker with a clock of its own. Clients and workers have names.
+
+    It awaits no workers of an earlier run, unless ``recover_s`` is given.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.now = 100.0
-        self.broker = Broker(BrokerSettings(**settings), boot=1, now=self.now)
+        given = {"recover_s": 0.0, **settings}
+        self.broker = Broker(BrokerSettings(**given), boot=1, now=self.now)
         self.sent: list[Outgoing] = []
         self._msgpack: set[str] = set()
         """Clients that get their messages in msgpack."""

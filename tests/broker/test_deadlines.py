@@ -128,7 +128,7 @@ def test_while_its_broker_was_away(bench: Bench, age_s: float) -> None:
     """It counts from its arrival at the broker of then."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
     [session] = bench.broker.session_table
-    after = Bench(expiry_s=1000.0, session_grace_s=1000.0)
+    after = Bench(recover_s=30.0, expiry_s=1000.0, session_grace_s=1000.0)
     live = [LiveRequest(request=7, session=session.id, stream_id=1)]
     after.send(
         "a",

@@ -54,7 +54,7 @@ def bench() -> Bench:
 def server() -> Iterator[BrokerServer]:
     """A broker on its sockets, in a thread of its own."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
-        settings = BrokerSettings(expiry_s=600, tick_s=0.02, drain_s=0)
+        settings = BrokerSettings(expiry_s=600, tick_s=0.02, drain_s=0, recover_s=0)
         front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
         server = BrokerServer(front, back, settings)
         loop = asyncio.new_event_loop()

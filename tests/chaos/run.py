@@ -20,12 +20,9 @@ from .workloads import Workload, modules, workloads
 
 BETWEEN_S = 2.0
 """Between two blows."""
-OF_THE_BROKER = re.compile(
-    "the connection( to the broker)? was lost|no (gpu|controller) worker is running"
-)
+OF_THE_BROKER = re.compile("the connection( to the broker)? was lost")
 """In the notice of a request that is sent again as its broker has died. That may be: what has
-brought nothing yet is rather sent again than looked for, and so is what ended meanwhile. A broker
-that was just started refuses what comes before its workers have registered."""
+brought nothing yet is rather sent again than looked for, and so is what ended meanwhile."""
 RECOVER_S = 30.0
 """Only bounds how long the next blow waits for streams to go on."""
 

@@ -1,0 +1,193 @@
+"""Requests that reach a broker before the workers of an earlier run of it have registered: they
+wait for these, and are refused when none is awaited any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.header import Header
+from tokenbus.protocol.worker_messages import (
+    ANY_MODULE,
+    Heartbeat,
+    Lost,
+    Start,
+    VocabularyName,
+)
+
+from .bench import Bench, generate, peer_of
+
+START = Start(
+    controller="mine",
+    prompt=[1],
+    max_tokens=5,
+    model="m",
+    vocabulary=VocabularyName(fingerprint="f", size=9, eos=[0]),
+)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """The second broker: a worker that has registered with the first one is heard of."""
+    made = Bench(recover_s=30.0)
+    asked = made.send("known", "HEARTBEAT", Heartbeat())
+    assert [message.frames[0] for message in asked] == [b"REREGISTER"]
+    made.sent.clear()
+    return made
+
+
+def controller_worker(bench: Bench, name: str, *patterns: str) -> None:
+    bench.worker(name, role="controller", patterns=[*patterns], default="", capacity=8)
+
+
+def wait(bench: Bench, seconds: float, *workers: str) -> None:
+    """Lets time pass in which these workers keep their leases."""
+    for _ in range(int(seconds)):
+        bench.pass_time(1.0)
+        for name in workers:
+            bench.send(name, "HEARTBEAT", Heartbeat())
+
+
+def errors(answers: list[tuple[str, Any]]) -> dict[int, str]:
+    return {body["stream_id"]: body["code"] for kind, body in answers if kind == "ERROR"}
+
+
+def kinds(bench: Bench, worker: str) -> list[str]:
+    return [kind for kind, _ in bench.to_worker(worker)]
+
+
+def test_a_request_waits_for_the_workers_of_the_earlier_run(bench: Bench) -> None:
+    [(kind, notice)] = bench.client("c", "GENERATE", generate(1))
+    assert (kind, notice["event"], notice["place"]) == ("SYSTEM", "queued", 1)
+    bench.client("c", "SCORE", {"stream_id": 2, "prompt": [1], "scored": [2], "model": "m"})
+    bench.client("c", "TOKENIZER", {"stream_id": 3, "model": "m"})
+    bench.pass_time(25.0)
+    assert errors(bench.to_client("c")) == {}
+    bench.worker("a", capacity=8)
+    assert kinds(bench, "a") == ["GENERATE", "SCORE", "TOKENIZER"]
+
+
+def test_it_is_refused_when_no_worker_is_awaited_any_more(bench: Bench) -> None:
+    bench.client("c", "GENERATE", generate(1))
+    bench.pass_time(29.5)
+    assert errors(bench.to_client("c")) == {}
+    bench.pass_time(1.0)
+    assert errors(bench.to_client("c")) == {1: "no_worker"}
+    assert errors(bench.client("c", "GENERATE", generate(2))) == {2: "no_worker"}
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may_be_silent() -> (
+    None
+):
+    bench = Bench(recover_s=30.0, expiry_s=5.0)
+    bench.client("c", "GENERATE", generate(1))
+    bench.pass_time(4.5)
+    assert errors(bench.to_client("c")) == {}
+    bench.pass_time(1.0)
+    assert errors(bench.to_client("c")) == {1: "no_worker"}
+
+
+def test_a_client_that_comes_with_its_session_shows_an_earlier_run() -> None:
+    bench = Bench(recover_s=30.0)
+    hello = {"session": "0" * 32, "capabilities": ["recover"]}
+    [(_, welcome)] = bench.client("d", "HELLO", hello)
+    assert welcome["recovering"]
+    bench.client("c", "GENERATE", generate(1))
+    bench.pass_time(29.0)
+    assert errors(bench.to_client("c")) == {}
+
+
+def test_a_model_whose_worker_has_not_registered_yet_is_not_unknown(bench: Bench) -> None:
+    bench.worker("a", patterns=["m"])
+    bench.client("c", "GENERATE", generate(1, model="n"))
+    bench.client("c", "GENERATE", generate(2, model="o"))
+    wait(bench, 10.0, "a")
+    bench.worker("b", patterns=["n"], default="n")
+    assert kinds(bench, "b") == ["GENERATE"]
+    wait(bench, 21.0, "a", "b")
+    assert errors(bench.to_client("c")) == {2: "unknown_model"}
+    assert kinds(bench, "a") == []
+
+
+def test_what_waits_counts_as_queued() -> None:
+    bench = Bench(recover_s=30.0, max_queued=1)
+    bench.client("c", "GENERATE", generate(1))
+    assert errors(bench.client("d", "GENERATE", generate(2))) == {2: "queue_full"}
+
+
+def test_what_waits_ends_by_its_time_or_by_its_client(bench: Bench) -> None:
+    bench.client("c", "GENERATE", generate(1, timeout_s=2.0))
+    bench.client("c", "GENERATE", generate(2))
+    [(_, [end])] = bench.client("c", "CANCEL", {"stream_id": 2})[-1:]
+    assert (end["stream_id"], end["finish_reason"]) == (2, "cancelled")
+    bench.pass_time(2.5)
+    [(_, [end])] = [m for m in bench.to_client("c") if m[0] == "TOKEN"]
+    assert (end["stream_id"], end["finish_reason"]) == (1, "timeout")
+    bench.worker("a")
+    assert kinds(bench, "a") == []
+
+
+def test_a_worker_that_is_lost_again_leaves_what_waits_for_it_as_any_other(bench: Bench) -> None:
+    bench.client("c", "GENERATE", generate(1))
+    bench.client("c", "GENERATE", generate(2))
+    bench.worker("a", capacity=1)
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
+    bench.pass_time(60.0)
+    assert errors(bench.to_client("c")) == {}
+    bench.worker("b", capacity=2)
+    assert kinds(bench, "b") == ["GENERATE", "GENERATE"]
+
+
+@pytest.mark.parametrize("others", [[], ["regex"]])
+def test_a_controller_waits_for_its_worker(bench: Bench, others: list[str]) -> None:
+    """None is there, or one that serves other controllers."""
+    bench.worker("gpu")
+    if others:
+        controller_worker(bench, "other", *others)
+    assert errors(bench.client("c", "GENERATE", generate(1, controller="mine"))) == {}
+    [(kind, header)] = bench.to_worker("gpu")
+    assert kind == "GENERATE"
+    bench.send("gpu", "START", START, Header(header.request))
+    wait(bench, 10.0, "gpu", *(["other"] if others else []))
+    controller_worker(bench, "python", "mine")
+    assert kinds(bench, "python") == ["START"]
+
+
+def test_a_controller_that_no_worker_serves_is_refused_in_the_end(bench: Bench) -> None:
+    bench.worker("gpu")
+    controller_worker(bench, "other", "regex")
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.send("gpu", "START", START, Header(header.request))
+    bench.sent.clear()
+    wait(bench, 31.0, "gpu", "other")
+    lost = [m for m in bench.sent if m.peer == peer_of("gpu") and m.frames[0] == b"LOST"]
+    [body] = [msgspec.msgpack.decode(message.frames[2], type=Lost) for message in lost]
+    assert (body.requests, body.code) == ([header.request], "unknown_controller")
+
+
+def test_a_name_goes_to_a_worker_for_modules_once_all_that_serve_it_may_have_registered(
+    bench: Bench,
+) -> None:
+    bench.worker("gpu")
+    controller_worker(bench, "any", ANY_MODULE)
+    for stream in (1, 2):
+        bench.client("c", "GENERATE", generate(stream, controller=f"mine {stream}"))
+    for _, header in bench.to_worker("gpu"):
+        bench.send("gpu", "START", START, Header(header.request))
+    wait(bench, 1.0, "gpu", "any")
+    assert kinds(bench, "any") == []
+    controller_worker(bench, "python", "mine 1")
+    assert kinds(bench, "python") == ["START"]
+    wait(bench, 5.0, "gpu", "any")
+    assert kinds(bench, "any") == ["START"]
+
+
+def test_an_upload_waits_for_a_worker_that_takes_modules(bench: Bench) -> None:
+    controller_worker(bench, "python", "mine")
+    assert errors(bench.client("c", "UPLOAD", {"stream_id": 1})) == {}
+    controller_worker(bench, "any", ANY_MODULE)
+    assert kinds(bench, "any") == ["UPLOAD"]
