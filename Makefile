@@ -10,7 +10,7 @@ PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-long fuzz chaos lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-long fuzz chaos ray lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -23,11 +23,8 @@ $(PY) -m pip install --quiet $(TORCH)
 $(PY) -m pip install --quiet --editable '.[$(1)]'
 endef
 
-# SGLang's parsers of answers without what their package depends on, which would replace the
-# versions of transformers and openai here; pyproject.toml has what they import.
 $(INSTALLED): pyproject.toml setup.py $(GUEST)
 	$(call with_extra,dev)
-	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@
 
 # What Containerfile makes of a bare Python: no tools for tests, and modules that are compiled, as the
@@ -68,6 +65,12 @@ SECONDS ?= 120
 SEED ?= 1
 chaos: install
 	$(PY) -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+# Workers on the nodes of a Ray cluster on this machine, one of which is killed; installs Ray. Not while
+# the machine is busy: Ray gives its processes 30 seconds to start.
+ray: install
+	$(PY) -m pip install --quiet --editable '.[ray]'
+	$(PY) -m pytest -p no:xdist tests/cluster/ray_nodes.py $(ARGS)
 
 # The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
 lint: install

@@ -114,6 +114,17 @@ class Settings(Struct, kw_only=True, frozen=True):
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
     """Controller worker processes of ``tokenbus up``; with one or more, a state worker too."""
+    ray: str = ""
+    """The Ray cluster in which ``tokenbus up`` places GPU and controller workers: its address, or
+    ``auto`` for the one on this machine; empty: they run on this machine, without Ray."""
+    max_gpu_workers: AtLeastZero = 0
+    """In a Ray cluster, how many GPU workers there may be; ``gpu_workers`` is the least."""
+    max_controller_workers: AtLeastZero = 0
+    """The same of controller workers."""
+    scale_up_s: Positive = 5.0
+    """How long more workers must have been needed before there are more."""
+    scale_down_s: Positive = 120.0
+    """How long fewer workers must have been enough before there is one less."""
     http: str = "127.0.0.1:8080"
     """Where the gateways listen for HTTP and WebSocket; ``none``: no gateway."""
     gateways: AtLeastOne = 1
@@ -141,7 +152,6 @@ class Settings(Struct, kw_only=True, frozen=True):
     ping_s: Positive = 2.0
     session_expiry_s: Positive = 10.0
     session_grace_s: Positive = 5.0
-    session_cut_s: Positive = 30.0
     recover_s: Positive = 30.0
     session_idle_s: Positive = 3600.0
     max_sessions: AtLeastOne = 10_000

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...protocol.settings import Settings
-from .faults import WRONG_SETTING, SystemFault
+from .faults import NOT_RUNNING, WRONG_SETTING, SystemFault
 
 if TYPE_CHECKING:
     from .. import Client
@@ -50,6 +50,14 @@ def add_commands(subparsers: Subparsers) -> None:
         action="store_true",
         help="replace every process of the system that runs here, while it serves",
     )
+    up.add_argument(
+        "--ray",
+        dest="in_ray",
+        action="store_true",
+        help="place GPU and controller workers in a Ray cluster, as many as there is work for: "
+        "--gpu-workers 2..16 --controller-workers 2..8",
+    )
+    up.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (auto)")
     _worker_flags(up)
     up.set_defaults(run=_reporting(_up))
 
@@ -61,6 +69,13 @@ def add_commands(subparsers: Subparsers) -> None:
     )
     down.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="its run directory")
     down.add_argument("--port", type=_port, help="the port of a serve-model")
+    down.add_argument(
+        "--ray",
+        dest="in_ray",
+        action="store_true",
+        help="end its workers in a Ray cluster too, where it was killed",
+    )
+    down.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (auto)")
     down.set_defaults(run=_reporting(_down))
 
     serve = subparsers.add_parser(
@@ -83,10 +98,17 @@ def add_commands(subparsers: Subparsers) -> None:
 
 def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpu-workers", dest="gpu_workers", metavar="N", help="GPU worker processes (1)")
+    add(
+        "--gpu-workers",
+        dest="gpu_workers",
+        action=_Range,
+        metavar="N",
+        help="GPU worker processes (1); with --ray also as N..M, the least and the most",
+    )
     add(
         "--controller-workers",
         dest="controller_workers",
+        action=_Range,
         metavar="M",
         help="controller worker processes (1); with any, a state worker too",
     )
@@ -136,6 +158,23 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Range(argparse.Action):
+    """``N`` sets the setting of that name, ``N..M`` the one of the most, too."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Takes the value apart; what is no number is refused with the other settings."""
+        least, dots, most = str(values).partition("..")
+        setattr(namespace, self.dest, least)
+        if dots:
+            setattr(namespace, f"max_{self.dest}", most)
+
+
 def _reporting(command: Command) -> Command:
     """``command``, which reports a SystemFault as one line on stderr and returns its exit code."""
 
@@ -156,6 +195,8 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
 
     if args.rolling:
         return roll(settings)
+    settings = _with_ray(args, settings)
+    _check_ray(settings)
     if settings.join:
         settings = joining(_with_what_is_installed(msgspec.structs.replace(settings, http="none")))
         lines = [f"starting workers for {settings.back}; logs are in {RunDir.of(settings).logs}"]
@@ -177,6 +218,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
 def _serve_model(args: argparse.Namespace, settings: Settings) -> int:
     from .up import run_system
 
+    _check_ray(settings)
     settings = _with_what_is_installed(settings)
     port = args.port or DEFAULT_PORT
     settings = msgspec.structs.replace(
@@ -205,7 +247,26 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
 
     if args.port is not None and not settings.run_dir:
         settings = msgspec.structs.replace(settings, run_dir=_port_dir(args.port))
-    return end_system(settings)
+    settings = _with_ray(args, settings)
+    if not settings.ray:
+        return end_system(settings)
+    from ..cluster.leftovers import end_in_ray
+
+    try:
+        end_system(settings)
+    except SystemFault as fault:
+        if fault.exit_code != NOT_RUNNING or not end_in_ray(settings):
+            raise
+    else:
+        end_in_ray(settings)
+    return 0
+
+
+def _with_ray(args: argparse.Namespace, settings: Settings) -> Settings:
+    """The settings, with the Ray cluster that the flags name."""
+    if not args.in_ray and not args.address:
+        return settings
+    return msgspec.structs.replace(settings, ray=args.address or settings.ray or "auto")
 
 
 def _http_lines(settings: Settings) -> list[str]:
@@ -234,6 +295,33 @@ def _with_what_is_installed(settings: Settings) -> Settings:
         )
         return msgspec.structs.replace(settings, controller_workers=0)
     return settings
+
+
+def _check_ray(settings: Settings) -> None:
+    """Raises SystemFault where the settings of a Ray cluster do not fit each other."""
+    if settings.ray and settings.join:
+        raise SystemFault(
+            f"join: {settings.join} has a broker of its own, and --ray places the workers of the "
+            "broker here; leave out one of the two",
+            WRONG_SETTING,
+        )
+    for kind in ("gpu_workers", "controller_workers"):
+        least, most = getattr(settings, kind), getattr(settings, f"max_{kind}")
+        if most and not settings.ray:
+            raise SystemFault(
+                f"{kind}: {least}..{most} is for a Ray cluster; add --ray, or give one number",
+                WRONG_SETTING,
+            )
+        if most and most < least:
+            raise SystemFault(
+                f"{kind}: {least}..{most} has its most below its least; turn them round",
+                WRONG_SETTING,
+            )
+    if settings.ray and find_spec("ray") is None:
+        raise SystemFault(
+            "ray: the package is not installed; pip install 'tokenbus[ray]' installs it",
+            WRONG_SETTING,
+        )
 
 
 def _check_model(settings: Settings) -> None:

@@ -6,12 +6,16 @@ import math
 from configparser import RawConfigParser
 from pathlib import Path
 
+import msgspec
+
 from ...protocol.settings import Settings
 
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to the one at the top level."""
 RUN_DIR = "%(here)s/run"
 """The run directory in that file. What is made here stands in the run directory itself."""
+GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
+"""The modules of two programs."""
 STOP_MARGIN_S = 10
 """What a worker gets beyond ``drain_s`` before it is killed, in seconds."""
 
@@ -31,9 +35,12 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
             program = conf[name]
             program["command"] = program["command"].replace("python ", interpreter, 1)
             program["stopwaitsecs"] = str(math.ceil(settings.drain_s) + STOP_MARGIN_S)
+    conf["program:state-worker"]["numprocs"] = str(min(1, settings.controller_workers))
+    if settings.ray:
+        _place_workers_in_ray(conf)
+        settings = msgspec.structs.replace(settings, gpu_workers=0, controller_workers=0)
     conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
     conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
-    conf["program:state-worker"]["numprocs"] = str(min(1, settings.controller_workers))
     if settings.join:
         # The machine with the broker has these.
         for name in ("program:broker", "program:state-worker", "program:gateway"):
@@ -43,3 +50,16 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     else:
         conf["program:gateway"]["numprocs"] = str(settings.gateways)
     return conf
+
+
+def _place_workers_in_ray(conf: RawConfigParser) -> None:
+    """Runs the process that keeps workers in a Ray cluster, instead of workers on this machine."""
+    program = conf["program:gpu-worker"]
+    drains = int(program["stopwaitsecs"])
+    conf["program:cluster"] = {
+        **program,
+        "command": program["command"].replace(GPU_WORKER, CLUSTER),
+        "numprocs": "1",
+        # Each of its workers is ended after as long as a worker here.
+        "stopwaitsecs": str(drains + STOP_MARGIN_S),
+    }

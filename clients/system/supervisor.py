@@ -13,6 +13,7 @@ import xmlrpc.client
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,8 +85,9 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies the broker that it will not be started again when it is stopped."""
-        self._ask(lambda api: bool(api.signalProcess("broker:broker", "USR1")))
+        """Notifies those that leave something to their successors that they will have none."""
+        for name in ("broker:broker", "cluster:cluster-0"):
+            self._ask(partial(_announce, name))
 
     def shutdown(self) -> None:
         """Tells supervisord to stop everything in the stop order, and to exit."""
@@ -101,6 +103,10 @@ class Control:
             return None
         finally:
             transport.close()
+
+
+def _announce(name: str, api: Any) -> bool:
+    return bool(api.signalProcess(name, "USR1"))
 
 
 class Supervisor:

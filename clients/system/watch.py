@@ -10,7 +10,6 @@ from socket import create_connection, gethostname
 
 from ...protocol.endpoints import host_and_port
 from ...protocol.errors import TokenbusError
-from ...protocol.keys import own_key
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .. import Client
@@ -61,8 +60,8 @@ class Watcher:
         self._control = control
         self._run_dir = control.run_dir
         self._front = settings.front
-        self._key = None if settings.join else own_key(settings, "client")
         self._http = settings.http
+        self._least = {"gpu": settings.gpu_workers, "controller": settings.controller_workers}
         self._on_demand = settings.model == "auto"
         self._joins = bool(settings.join)
         self._client: Client | None = None
@@ -80,7 +79,7 @@ class Watcher:
     def client(self) -> Client:
         """The client of the broker, which is made at the first call."""
         if self._client is None:
-            self._client = Client(self._front, key=self._key)
+            self._client = Client(self._front)
         return self._client
 
     def close(self) -> None:
@@ -95,6 +94,16 @@ class Watcher:
                 return True
         except OSError:
             return False
+
+    def _of_cluster(self, process: ProcessState, workers: list[WorkerStatus]) -> Shown:
+        """The process that keeps workers in a Ray cluster: it is ready when the least are."""
+        ready = {
+            role: sum(w.role == role and _serves(w, self._on_demand) for w in workers)
+            for role in self._least
+        }
+        serves = all(ready[role] >= least for role, least in self._least.items())
+        doing = f"{ready['gpu']} GPU workers, {ready['controller']} controller workers"
+        return Shown(process, serves, doing)
 
     def _status(self) -> Status | None:
         with suppress(TokenbusError):
@@ -116,6 +125,8 @@ class Watcher:
             serves = process.state == "RUNNING" or self._listens()
             return Shown(process, serves, "up" if serves else "starting")
         workers = status.workers if status is not None else []
+        if process.name.startswith("cluster"):
+            return self._of_cluster(process, workers)
         here = gethostname()
         worker = next((w for w in workers if w.pid == process.pid and w.host == here), None)
         if worker is None:
@@ -140,6 +151,12 @@ def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str
     """Whether a process is a state worker beside another one, which has the variables."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
+
+
+def _serves(worker: WorkerStatus, on_demand: bool) -> bool:
+    """Whether requests can be given to it."""
+    loaded = worker.role != "gpu" or bool(worker.models) or on_demand
+    return worker.state == "ready" and loaded
 
 
 def load_line(status: Status | None) -> str:

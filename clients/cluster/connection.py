@@ -1,0 +1,68 @@
+"""How a system finds its Ray cluster, and what it is called there."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from hashlib import blake2b
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ...protocol.endpoints import is_loopback
+from ...protocol.settings import SettingError, Settings, environment
+from .members import ray_module
+
+
+def system_name(settings: Settings) -> str:
+    """The name of a system in a Ray cluster: of its machine and its run directory."""
+    place = f"{socket.gethostname()}:{settings.run_folder.resolve()}"
+    return f"tokenbus-{blake2b(place.encode(), digest_size=6).hexdigest()}"
+
+
+def connect(settings: Settings) -> None:
+    """Connects to the Ray cluster; raises SettingError where there is none."""
+    try:
+        ray = ray_module()
+    except ImportError:
+        raise SettingError(
+            "ray: the package is not installed; pip install 'tokenbus[ray]' installs it"
+        ) from None
+    try:
+        ray.init(
+            address=settings.ray,
+            namespace="tokenbus",
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SettingError(
+            f"ray: no cluster at {settings.ray!r} ({error}); 'ray start --head' starts one"
+        ) from None
+    here = importlib.import_module("ray.util").get_node_ip_address()
+    others = sorted({n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]} - {here})
+    if others and not reachable(settings.back_endpoint):
+        raise SettingError(
+            f"back: {settings.back_endpoint} can be reached on this machine only, and Ray has "
+            f"other nodes ({', '.join(others)}); set it to tcp://{here}:5556, and make keys with "
+            "'tokenbus keys new'"
+        )
+
+
+def reachable(endpoint: str) -> bool:
+    """Whether other machines can connect to an address."""
+    parts = urlsplit(endpoint)
+    return parts.scheme == "tcp" and not is_loopback(parts.hostname or "")
+
+
+def variables_of_workers(settings: Settings) -> dict[str, str]:
+    """The environment of the workers: these settings, without what is of this process alone."""
+    own = msgspec.structs.replace(
+        settings,
+        run_dir=str(settings.run_folder.resolve()),
+        back=settings.back_endpoint,
+        health_file="",
+        keys="",
+        key="",
+    )
+    return environment(own)

@@ -1,0 +1,35 @@
+"""Ending the workers of a system that does not run any more."""
+
+from __future__ import annotations
+
+import time
+
+from ...protocol.settings import SettingError, Settings
+from ..system.faults import WRONG_SETTING, SystemFault
+from .connection import connect, system_name
+from .members import Kind, Members, WorkerSetup
+
+LOOK_EVERY_S = 0.1
+
+
+def end_in_ray(settings: Settings) -> int:
+    """Ends all workers of the system of these settings, of whatever run; how many there were.
+
+    They drain first. Raises SystemFault where there is no Ray cluster.
+    """
+    try:
+        connect(settings)
+    except SettingError as error:
+        raise SystemFault(str(error), WRONG_SETTING) from None
+    nothing = WorkerSetup({}, None)
+    kinds: tuple[Kind, ...] = ("gpu", "controller")
+    # No run has an empty name, so that what there is belongs to others, and retires.
+    left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
+    now = time.monotonic()
+    found = sum(members.find(now) for members in left)
+    while not all(members.empty for members in left):
+        for members in left:
+            members.look(time.monotonic())
+        time.sleep(LOOK_EVERY_S)
+    print(f"ended {found} workers in the Ray cluster")
+    return found

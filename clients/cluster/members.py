@@ -1,0 +1,240 @@
+"""The workers of one kind in a Ray cluster: placed, watched, retired, and found again by name."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ...protocol.settings import Settings
+from .owner import Owner, Report
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["gpu", "controller"]
+MODULES: Mapping[Kind, str] = {
+    "gpu": "tokenbus.workers.gpu",
+    "controller": "tokenbus.workers.controller",
+}
+ENDING_MARGIN_S = 10.0
+"""How long after ``drain_s`` a worker that retires is ended, in seconds."""
+
+
+def ray_module() -> Any:
+    """The package ``ray``, of the extra of this name."""
+    return importlib.import_module("ray")
+
+
+def resources(kind: Kind, settings: Settings) -> dict[str, float]:
+    """What a worker reserves on its node: a GPU for each rank, or a CPU for each thread."""
+    if kind == "gpu" and settings.device != "cpu":
+        return {"GPU": float(settings.tp), "CPU": float(settings.tp)}
+    if kind == "gpu":
+        return {"CPU": float(max(1, settings.threads))}
+    return {"CPU": 1.0}
+
+
+class WorkerSetup(NamedTuple):
+    """What a worker is started with."""
+
+    variables: dict[str, str]
+    """Its settings, in its environment."""
+    key: str | None
+    """The content of its key file."""
+
+
+class Member:
+    """One worker: its placement group, its actor, and what that reported last."""
+
+    def __init__(self, name: str, number: int, actor: Any, target: str | None = None) -> None:
+        """``target``: the node that it was placed for, if it was just now."""
+        self.name = name
+        self.number = number
+        self.actor = actor
+        self._target = target
+        self.report: Report | None = None
+        self.retired_at: float | None = None
+        self._asked: Any = None
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on, or will be; None where that is unknown."""
+        return self.report.node if self.report is not None else self._target
+
+    def look(self, now: float) -> None:
+        """Takes the next report, if it is there, without waiting for it."""
+        ray = ray_module()
+        if self._asked is None:
+            self._asked = self.actor.report.remote()
+        ready, _ = ray.wait([self._asked], timeout=0)
+        if not ready:
+            return
+        asked, self._asked = self._asked, None
+        try:
+            report = Report(*ray.get(asked))
+        except ray.exceptions.RayActorError:
+            # Ray starts the actor again, on another node where its node has died.
+            if self.report is not None:
+                log.warning("%s is lost with its actor; Ray places it elsewhere", self.name)
+            self.report = self._target = None
+            return
+        before = self.report
+        if report.pid and (
+            before is None or (before.node, before.pid) != (report.node, report.pid)
+        ):
+            log.info("%s is process %d on node %s", self.name, report.pid, report.node[:12])
+        if report.retiring and self.retired_at is None:
+            self.retired_at = now  # By a predecessor of this process.
+        if report.over and self.retired_at is None and (before is None or not before.over):
+            log.error("%s is not started again: its exit code is %s", self.name, report.exit_code)
+        self.report = report
+
+    def retire(self, now: float) -> None:
+        """Drains it; ``gone`` when that is done."""
+        self.retired_at = now
+        self.actor.retire.remote()
+
+    def gone(self, now: float, drain_s: float) -> bool:
+        """Whether a worker that retires has ended, or has had its time."""
+        if self.retired_at is None:
+            return False
+        ended = self.report is not None and self.report.over
+        return ended or now - self.retired_at > drain_s + ENDING_MARGIN_S
+
+
+class Members:
+    """All workers of one kind of one system.
+
+    Names are ``SYSTEM/RUN/KIND-N``, of placement groups and of actors: what an earlier run of the
+    system has left is known by them. Both are detached, so that workers outlive the process that
+    made them.
+    """
+
+    def __init__(
+        self, kind: Kind, system: str, run: str, settings: Settings, setup: WorkerSetup
+    ) -> None:
+        self._kind = kind
+        self._system = system
+        self._run = run
+        self._settings = settings
+        self._setup = setup
+        self._members: dict[str, Member] = {}
+
+    @property
+    def serving(self) -> list[Member]:
+        """Those that are not to end."""
+        return [member for member in self._members.values() if member.retired_at is None]
+
+    @property
+    def empty(self) -> bool:
+        """Whether none is left."""
+        return not self._members
+
+    def find(self, now: float) -> int:
+        """Takes over what is there: workers of this run go on, those of an earlier one retire.
+
+        How many there are.
+        """
+        for name in _names(f"{self._system}/"):
+            run, _, rest = name.removeprefix(f"{self._system}/").partition("/")
+            kind, _, number = rest.rpartition("-")
+            if kind != self._kind or not number.isdecimal():
+                continue
+            try:
+                actor = ray_module().get_actor(name)
+            except ValueError:
+                _remove(name)  # A placement group whose actor never was, or is no more.
+                continue
+            member = self._members[name] = Member(name, int(number), actor)
+            if run != self._run:
+                log.info("ends %s, of an earlier run", name)
+                member.retire(now)
+        return len(self._members)
+
+    def place(self) -> None:
+        """One more worker. Where no node has room for it, Ray's autoscaler is to add one."""
+        taken = {member.number for member in self.serving}
+        number = next(n for n in range(len(taken) + 1) if n not in taken)
+        name = f"{self._system}/{self._run}/{self._kind}-{number}"
+        if name in self._members:  # Its predecessor is retiring still.
+            number = max(member.number for member in self._members.values()) + 1
+            name = f"{self._system}/{self._run}/{self._kind}-{number}"
+        ray = ray_module()
+        util = importlib.import_module("ray.util")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        bundle = resources(self._kind, self._settings)
+        target = self._emptiest(bundle)
+        group = util.placement_group(
+            [bundle],
+            strategy="STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            _soft_target_node_id=target,
+        )
+        actor = (
+            ray.remote(Owner)
+            .options(
+                name=name,
+                lifetime="detached",
+                max_restarts=-1,
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=0
+                ),
+            )
+            .remote(MODULES[self._kind], self._setup.variables, self._setup.key)
+        )
+        self._members[name] = Member(name, number, actor, target)
+        log.info("places %s: %s", name, bundle)
+
+    def retire(self, now: float) -> None:
+        """Has the worker that came last leave."""
+        max(self.serving, key=lambda member: member.number).retire(now)
+
+    def retire_all(self, now: float) -> None:
+        """Has all of them leave."""
+        for member in self.serving:
+            member.retire(now)
+
+    def look(self, now: float) -> None:
+        """Takes their reports, and removes those that have left."""
+        for member in list(self._members.values()):
+            member.look(now)
+            if member.gone(now, self._settings.drain_s):
+                ray_module().kill(member.actor)
+                _remove(member.name)
+                del self._members[member.name]
+                log.info("%s has left", member.name)
+
+    def _emptiest(self, bundle: Mapping[str, float]) -> str | None:
+        """The node with the fewest of these workers, of those with room for one more."""
+        nodes = [node for node in ray_module().nodes() if node["Alive"]]
+        on = [member.node for member in self.serving]
+        room = [
+            node["NodeID"]
+            for node in nodes
+            if all(node["Resources"].get(name, 0.0) >= amount for name, amount in bundle.items())
+        ]
+        return min(room, key=lambda node: (on.count(node), node), default=None)
+
+
+def _names(prefix: str) -> Iterator[str]:
+    """The names, of placement groups and of actors, that begin so."""
+    util = importlib.import_module("ray.util")
+    groups = [
+        group["name"]
+        for group in util.placement_group_table().values()
+        if group["state"] != "REMOVED"
+    ]
+    yield from sorted({n for n in (*groups, *util.list_named_actors()) if n.startswith(prefix)})
+
+
+def _remove(name: str) -> None:
+    """Removes a placement group, which ends its actor too."""
+    util = importlib.import_module("ray.util")
+    try:
+        util.remove_placement_group(util.get_placement_group(name))
+    except ValueError:
+        log.debug("%s has no placement group", name)

@@ -1,0 +1,135 @@
+"""The actor that owns one worker's process, on whatever node Ray places it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESTART_S = (0.5, 15.0)
+"""The pause before a process that has ended is started again, and the longest: each is twice the
+one before, until a process has run for longer than the longest."""
+WRONG_SETTING = 2
+"""The exit code with which starting it again would not help."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Report(NamedTuple):
+    """What an owner says of its process."""
+
+    host: str
+    pid: int
+    """0 where none runs."""
+    node: str
+    starts: int
+    """How often it was started here."""
+    exit_code: int | None
+    """Of the last one that has ended."""
+    retiring: bool
+    """It is to end: whoever keeps the workers has said so."""
+    over: bool
+    """None runs, and none will be started."""
+
+
+class Owner:
+    """Runs ``python -m MODULE`` until it is retired, and starts it again when it ends.
+
+    The process dies with the actor: Ray kills actors without notice, and with a node all of its
+    actors. ``key`` is the content of the worker's key file, which the node does not have: it is
+    written to a file there, which an orderly end removes.
+    """
+
+    def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
+        self._module = module
+        self._environment = os.environ | dict(settings)
+        self._key_folder: str | None = None
+        if key is not None:
+            self._key_folder = tempfile.mkdtemp(prefix="tokenbus-key-")
+            path = Path(self._key_folder, "worker.key")
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(key)
+            self._environment["TOKENBUS_KEY"] = str(path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._exit_code: int | None = None
+        self._retiring = threading.Event()
+        self._over = threading.Event()
+        # One thread starts all processes, and it lives as long as the actor: when it ends, the
+        # kernel kills what it has started.
+        threading.Thread(target=self._run, name="owner", daemon=True).start()
+
+    def report(self) -> Report:
+        """The state of the process."""
+        process = self._process
+        running = process is not None and process.poll() is None
+        return Report(
+            host=socket.gethostname(),
+            pid=process.pid if process is not None and running else 0,
+            node=_node_id(),
+            starts=self._starts,
+            exit_code=self._exit_code,
+            retiring=self._retiring.is_set(),
+            over=self._over.is_set(),
+        )
+
+    def retire(self) -> None:
+        """Drains the process: its streams go on elsewhere. It is not started again."""
+        self._retiring.set()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+    def _run(self) -> None:
+        first_s, longest_s = RESTART_S
+        pause_s = first_s
+        try:
+            while not self._retiring.is_set():
+                ran = threading.Event()
+                timer = threading.Timer(longest_s, ran.set)
+                timer.daemon = True
+                timer.start()
+                code = self._run_once()
+                timer.cancel()
+                if code == WRONG_SETTING:
+                    return
+                pause_s = first_s if ran.is_set() else min(2 * pause_s, longest_s)
+                self._retiring.wait(pause_s)
+        finally:
+            if self._key_folder is not None:
+                shutil.rmtree(self._key_folder, ignore_errors=True)
+            self._over.set()
+
+    def _run_once(self) -> int:
+        """Runs a process to its end; its exit code."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self._module],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
+        self._starts += 1
+        if self._retiring.is_set():
+            self._process.send_signal(signal.SIGTERM)
+        self._exit_code = self._process.wait()
+        return self._exit_code
+
+
+def _die_with_parent() -> None:
+    """In the new process: the kernel kills it when the thread ends that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _node_id() -> str:
+    """The node of Ray that this actor is on."""
+    ray: Any = importlib.import_module("ray")
+    return str(ray.get_runtime_context().get_node_id())
