@@ -38,9 +38,9 @@ def tokenbus(
 class Foreground:
     """A ``tokenbus up`` or ``serve-model`` that runs in a folder of its own, away from files."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, host: str = "127.0.0.1") -> None:
         self.port = free_port()
-        self.front = f"tcp://127.0.0.1:{self.port}"
+        self.front = f"tcp://{host}:{self.port}"
         self.folder = folder
         self.run_dir = RunDir(folder / "run")
         self._output = folder / "output"
