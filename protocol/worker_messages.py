@@ -350,8 +350,8 @@ class Variable(Struct, array_like=True):
 
     request: Id
     lineage: int
-    """Of the sequence: 0 for sequence 0, else a number that follows from the forks that led to it,
-    and not from the number of the sequence, as a replay may number concurrent forks otherwise."""
+    """Of the sequence: 0 for sequence 0, else a hash of the forks that led to it, which no two
+    sequences share."""
     count: int
     """Of the operations of its sequence, from 1."""
     op: Literal["get", "set", "append"]

@@ -13,9 +13,6 @@ from tokenbus.clients import GeneratedSequence
 
 TOLERANCE = 1e-4
 """By so much log-probabilities may differ: a batch of another shape has other last bits."""
-Path = tuple[int, ...]
-"""A sequence's place in the tree of forks: the numbers, among their siblings, of it and those that
-it comes from."""
 
 
 @dataclass
@@ -51,8 +48,8 @@ class Outcome:
 def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
     """The outcome of a stream of the bus."""
     made = Outcome()
-    for path, one in _by_path(sequences).items():
-        name = f"sequence {'.'.join(map(str, path))}: "
+    for one in sequences:
+        name = f"sequence {one.seq} of {one.parent}: "
         # Without the counts of the prompt: what is cached depends on what ran before.
         for part in ("tokens", "text", "logs", "storage", "finish_reason", "error", "code", "stop",
                      "constraint"):  # fmt: skip
@@ -95,22 +92,6 @@ def outcome_of_events(lines: Iterable[str]) -> Outcome:
     made.parts["rest"] = rest
     made.logprobs["logprobs"] = likely
     return made
-
-
-def _by_path(sequences: Sequence[GeneratedSequence]) -> dict[Path, GeneratedSequence]:
-    children: dict[int | None, list[GeneratedSequence]] = defaultdict(list)
-    for sequence in sorted(sequences, key=lambda one: one.seq):
-        children[sequence.parent].append(sequence)
-    found: dict[Path, GeneratedSequence] = {}
-
-    def add(path: Path, of: list[GeneratedSequence]) -> None:
-        for i, sequence in enumerate(of):
-            found[*path, i] = sequence
-            add((*path, i), children[sequence.seq])
-
-    add((), children[None])
-    assert len(found) == len(sequences), [(one.seq, one.parent) for one in sequences]
-    return found
 
 
 def _likely(top: dict[int, float]) -> list[float]:

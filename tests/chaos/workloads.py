@@ -1,9 +1,7 @@
 """The requests: one hundred and some, of every kind, whose outcomes depend on no race.
 
 What would depend on one, and is left out: who appends to a variable first and is then read in that
-order, how often a compare-and-set is tried, how often a suspended sequence is woken. The numbers of
-sequences that fork at the same time do too: such forks are compared by their place in the tree of
-forks, and sample greedily, as a sequence's number is a part of what it draws.
+order, how often a compare-and-set is tried, how often a suspended sequence is woken.
 
 Logits have other last bits in a batch of another shape, which can decide between two tokens that
 are as good as each other: no request comes to such a place (``close_calls.py``).

@@ -88,11 +88,8 @@ class GroupReplay:
         self._made: list[ControlledSequence] = []
         """Sequences that the last round made."""
         self._places = 0
-        self.after = 1 + max(
-            (seq for one in told for seq in (one.seq, *one.forks)),
-            default=0,
-        )
-        """The first number for sequences that were never made before."""
+        self.recorded = {seq for one in told for seq in (one.seq, *one.forks)}
+        """The numbers of the sequences that were made before."""
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The numbers that the sequences of a fork had; None where it was not applied. Raises
@@ -184,7 +181,7 @@ class GroupReplay:
             self._places += 1
             if result.then != "fork":
                 continue
-            applied = result.children[0] < self.after
+            applied = result.children[0] in self.recorded
             if applied:
                 past.forked()
             for child in result.children:

@@ -58,6 +58,8 @@ class ControlledSequence:
     """Changes that other sequences of its request had made when its last pre_process began."""
     forks: int = 0
     """Forks that it has made."""
+    children: int = 0
+    """Sequences that these have made."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from functools import partial
 
 from ...protocol.errors import Code, ControllerError
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
+from .forks import lineage_of_fork, number_of_fork
 from .host import Host, Vocabulary
 from .interface import Controller, Program
 from .limits import Limits
@@ -24,7 +25,7 @@ from .meters import Meter
 from .replays import GroupReplay, Steps, replayed_limits, usual_limits
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
-from .variable_calls import SequenceVariables, lineage_of_fork
+from .variable_calls import SequenceVariables
 
 Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
@@ -83,7 +84,8 @@ class SequenceGroup:
         self._rows: MaskRows | None = None
         self._replay: GroupReplay | None = None
         """While it runs."""
-        self._next = 1
+        self._numbers = {0}
+        """Of all sequences that there have been."""
         self._changes = 0
         self._wakes = 0
         self._written_bytes = 0
@@ -123,7 +125,7 @@ class SequenceGroup:
         """
         replay = GroupReplay(told, self._rounds, self._drop_ended)
         self._replay = replay
-        self._next = replay.after
+        self._numbers |= replay.recorded
         first = self._first(program, vocabulary)
         results = yield from replay.run(
             first, lambda: self._rounds.begin(first, prompt, n), lambda: self._closed
@@ -271,13 +273,16 @@ class SequenceGroup:
         with self._lock:
             replay = self._replay
             recorded = replay.numbers(parent, more) if replay is not None else None
-            numbers = recorded or self._new_numbers(more)
-            limits = self._limits_among(len(self._sequences) + more)
             parent.forks += 1
+            lineages = [
+                lineage_of_fork(parent.variables.lineage, parent.forks, at) for at in range(more)
+            ]
+            numbers = recorded or self._new_numbers(parent, lineages)
+            parent.children += more
+            limits = self._limits_among(len(self._sequences) + more)
         children: list[ControlledSequence] = []
         try:
-            for at, seq in enumerate(numbers):
-                lineage = lineage_of_fork(parent.variables.lineage, parent.forks, at)
+            for seq, lineage in zip(numbers, lineages, strict=True):
                 variables = self._variables(lineage)
                 host = self._host(seq, variables, limits)
                 controller = parent.controller.fork(host)
@@ -297,17 +302,22 @@ class SequenceGroup:
             replay.made(children)
         return children
 
-    def _new_numbers(self, more: int) -> Sequence[int]:
-        """Numbers for so many more sequences; raises ControllerError where they are too many."""
-        first = self._next
-        if first + more > self._limits.forks:
+    def _new_numbers(self, parent: ControlledSequence, lineages: Sequence[int]) -> list[int]:
+        """Numbers for more sequences; raises ControllerError where they are too many."""
+        more = len(lineages)
+        total = len(self._numbers) + more
+        if total > self._limits.forks:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the fork of {more} more sequences would make {first + more} of this request; "
+                f"the fork of {more} more sequences would make {total} of this request; "
                 f"at most {self._limits.forks} are allowed",
             )
-        self._next += more
-        return range(first, first + more)
+        numbers = []
+        for place, lineage in enumerate(lineages, parent.children + 1):
+            number = number_of_fork(parent.seq, place, lineage, self._numbers)
+            self._numbers.add(number)
+            numbers.append(number)
+        return numbers
 
     def _limits_among(self, sequences: int) -> Limits:
         """The limits of each fork, where there are so many sequences."""

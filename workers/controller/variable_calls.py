@@ -7,7 +7,6 @@ it, so that it is executed once, also where its controller is replayed.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -113,13 +112,6 @@ class _Call:
         if self.answer is None:
             self.answer = answer
             self.answered.release()
-
-
-def lineage_of_fork(parent: int, fork: int, child: int) -> int:
-    """The lineage of a new sequence, of 64 bits: of the ``fork``-th fork of its parent, the
-    ``child``-th sequence that it made. It does not depend on the numbers of sequences."""
-    path = f"{parent}/{fork}/{child}".encode()
-    return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
 
 
 class SequenceVariables:

@@ -215,7 +215,7 @@ class Arrivals:
         if resumption is not None:
             stream.live = len(resumption.live)
             generated = {one.seq: one.tokens for one in resumption.live}
-            continued = Continued(generated, resumption.next_seq)
+            continued = Continued(generated, len(resumption.sequences))
         stream.usage = engine.add(
             stream.request,
             stream.prompt,

@@ -182,7 +182,7 @@ class Engine:
         for one in sequences if speculate else ():
             self._speculation.begin(one)
         if continued is not None:
-            self._live.restore(sequences, continued.next_seq)
+            self._live.restore(sequences, continued.made)
         else:
             self._live.begin(sequence)
         return sequence.prompt_usage
@@ -295,8 +295,8 @@ class Engine:
     # --- steering -------------------------------------------------------------------------------
 
     def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
-        """Forks a sequence into itself and ``n`` more; their numbers: the next ones, or
-        ``numbers`` where the caller counts them.
+        """Forks a sequence into itself and ``n`` more; their numbers: as many as there have been
+        sequences, and so on, or ``numbers`` where the caller has names for them.
 
         Blocks are shared until one of them is written to. Forks of a sequence that is ready sample
         from the same logits, so that no forward is spent on them; each draws its own token, since

@@ -101,11 +101,6 @@ class Resumption:
         return [one for one in self.sequences.values() if one.alive]
 
     @property
-    def next_seq(self) -> int:
-        """The number of its next fork."""
-        return 1 + max(self.sequences)
-
-    @property
     def given(self) -> dict[int, Given]:
         """By sequence: what its client has that is given again."""
         return {one.seq: one.given for one in self.live if one.given}

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .speculation.drafts import Drafting
 
 
+MAX_SEQ = 2**32 - 1
+"""The highest number of a sequence: they are sent as u32."""
+
+
 class Inspected(NamedTuple):
     """What a request with ``inspect`` is told about a token."""
 
@@ -81,8 +85,8 @@ class Continued(NamedTuple):
 
     generated: Mapping[int, Tokens[int]]
     """By number, at least one: the tokens after the prompt."""
-    next_seq: int
-    """The number of its next fork."""
+    made: int
+    """How many sequences there have been of it."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from .intake import Intake
 from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import Inspected, Sequence, TokenOutput
+from .sequence import MAX_SEQ, Inspected, Sequence, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class LiveSequences:
         self._runner = runner
         self._max_forks = max_forks
         self.requests: dict[int, dict[int, Sequence]] = {}
-        self._next_fork: dict[int, int] = {}
-        """By request: the number of its next fork."""
+        self._made: dict[int, int] = {}
+        """By request: how many sequences there have been of it."""
         self.step: PendingStep | None = None
         """The step whose forward was launched, and which has not been sampled."""
         self.outputs: list[TokenOutput] = []
@@ -59,14 +59,15 @@ class LiveSequences:
     def begin(self, sequence: Sequence) -> None:
         """Takes in the first sequence of a request."""
         self.requests[sequence.request] = {sequence.seq: sequence}
-        self._next_fork[sequence.request] = 1 + sequence.pending_forks
+        self._made[sequence.request] = 1 + sequence.pending_forks
         self._scheduler.add(sequence)
 
-    def restore(self, sequences: Tokens[Sequence], next_seq: int) -> None:
-        """Takes in the live sequences of a request that began elsewhere."""
+    def restore(self, sequences: Tokens[Sequence], made: int) -> None:
+        """Takes in the live sequences of a request that began elsewhere; so many of it there have
+        been."""
         request = sequences[0].request
         self.requests[request] = {sequence.seq: sequence for sequence in sequences}
-        self._next_fork[request] = next_seq
+        self._made[request] = made
         for sequence in sequences:
             self._scheduler.add(sequence)
 
@@ -106,31 +107,31 @@ class LiveSequences:
         del left[sequence.seq]
         if not left:
             del self.requests[sequence.request]
-            del self._next_fork[sequence.request]
+            del self._made[sequence.request]
 
     # --- forks ----------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, n: int, numbers: Tokens[int] | None) -> list[int]:
         """Forks a sequence into itself and ``n`` more; their numbers (``Engine.fork``)."""
         request = parent.request
-        first = self._next_fork[request]
+        first = self._made[request]
         numbers = range(first, first + n) if numbers is None else numbers
         live = self.requests[request]
-        if min(numbers) < 0 or len({*numbers, *live}) < n + len(live):
+        if min(numbers) < 0 or max(numbers) > MAX_SEQ or len({*numbers, *live}) < n + len(live):
             raise RequestError(
                 Code.INVALID_FIELD,
                 f"forks of request {request} cannot be numbered {list(numbers)}: each takes a "
-                "number of its own, from 0, that no live sequence of the request has",
+                f"number of its own, from 0 to {MAX_SEQ}, that no live sequence of the request has",
             )
-        after = max(first, max(numbers) + 1)
-        if after > self._max_forks:
+        total = first + n
+        if total > self._max_forks:
             self.fail(
                 parent,
-                f"{n} more forks would make {after} sequences of this request; "
+                f"{n} more forks would make {total} sequences of this request; "
                 f"{self._max_forks} are allowed",
             )
             return []
-        self._next_fork[request] = after
+        self._made[request] = total
         self.forks += n
         children = [self._forked(parent, number) for number in numbers]
         for child in children:

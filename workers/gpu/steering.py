@@ -28,7 +28,7 @@ from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
 from .resumption import Given
 from .sampler import NOTHING_ALLOWED
-from .sequence import StepOutputs, TokenColumns, TokenOutput
+from .sequence import MAX_SEQ, StepOutputs, TokenColumns, TokenOutput
 from .steered import Steered
 
 log = logging.getLogger(__name__)
@@ -419,7 +419,7 @@ class Steering:
     def _check_children(engine: Engine, one: StepResult) -> None:
         """Refuses the numbers of new sequences that are not new."""
         children = one.children
-        known = any(seq < 1 or engine.alive(one.request, seq) for seq in children)
+        known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
         if known or len(set(children)) < len(children):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,

@@ -152,7 +152,7 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
     for sequence in await run.finished(request):
         answer.choices.append(
             Choice(
-                sequence.seq,
+                run.index_of(sequence.seq),
                 sequence.text,
                 sequence.logs,
                 sequence.storage,

@@ -88,6 +88,12 @@ class Run:
         self._first = first
         self._sequences = Sequences()
         self.usage = Usage()
+        self._indexes = {0: 0}
+
+    def index_of(self, seq: int) -> int:
+        """The index of a sequence: AICI's are 0, 1, 2, …, in the order in which they begin, and its
+        clients keep lists of them."""
+        return self._indexes.setdefault(seq, len(self._indexes))
 
     @classmethod
     async def begin(
@@ -119,7 +125,7 @@ class Run:
     async def finished(self, request: Request) -> list[GeneratedSequence]:
         """All sequences, as they are at their end."""
         await unless_disconnected(request.receive, self._read())
-        return self._sequences.listed()
+        return sorted(self._sequences.listed(), key=lambda one: self.index_of(one.seq))
 
     async def _read(self) -> None:
         async for _ in self.forks():
@@ -135,7 +141,7 @@ class Run:
             new = "" if entry.text is UNSET else entry.text
             text = BACKTRACK + new if entry.backtrack else new
         return Fork(
-            index=entry.seq,
+            index=self.index_of(entry.seq),
             text=text,
             logs=entry.logs,
             storage=entry.storage,
@@ -151,7 +157,7 @@ class Run:
                 sequence.finish_reason, sequence.error = "error", error.message
                 sequence.code = error.code
                 yield Fork(
-                    index=sequence.seq,
+                    index=self.index_of(sequence.seq),
                     text="",
                     logs="",
                     storage=[],

@@ -336,6 +336,37 @@ def test_a_group_that_is_closed_keeps_a_sequence_until_its_round_has_ended() -> 
     assert not group._sequences
 
 
+@pytest.mark.parametrize(
+    "order",
+    [(0, 1, 0, 1025), (1, 0, 1025, 0), (1, 1025, 0, 0), (0, 0, 1, 1025)],
+)
+def test_the_numbers_of_forks_do_not_depend_on_which_sequence_forks_first(
+    order: tuple[int, ...],
+) -> None:
+    """What a sequence draws, what its controller sees and what a client counts go by its number, so
+    that a request that is run again gives the same."""
+    group, results = opened(decides([fork(2)] * 9))
+    assert [result.children for result in results] == [[1], [], []]
+    made = {}
+    for seq in order:
+        results = stepped(group, 5, seq=seq)
+        group.record(results)
+        made.setdefault(seq, []).append(results[0].children)
+    assert made == {0: [[2], [3]], 1: [[1025]], 1025: [[1025 * 1024 + 1]]}
+
+
+def test_forks_of_forks_have_numbers_of_their_own_however_deep_they_are() -> None:
+    group, results = opened(decides([fork(2)] * 60))
+    seq, seen = 0, {0}
+    for _ in range(50):
+        [seq] = results[0].children
+        assert 0 < seq < 2**32
+        assert seq not in seen
+        seen.add(seq)
+        group.record(results)
+        results = stepped(group, 5, seq=seq)
+
+
 def test_a_group_whose_controller_is_being_made_may_be_closed() -> None:
     group = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
     group.close()

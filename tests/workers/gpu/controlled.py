@@ -137,11 +137,10 @@ def vocabulary_of(
     return TokenizerVocabulary.from_json(json.decode(), size=size, eos=eos, fingerprint=fingerprint)
 
 
-def script(rng: Random, longest: int, n: int = 1) -> dict[str, Any]:
-    """What controllers do, drawn: forks of sequence 0 only, as the numbers of concurrent forks
-    depend on time."""
+def script(rng: Random, longest: int) -> dict[str, Any]:
+    """What controllers do, drawn; forks fork too."""
 
-    def some(length: int, forks: bool) -> list[list[Any]]:
+    def some(length: int, depth: int) -> list[list[Any]]:
         done: list[list[Any]] = []
         for _ in range(length):
             tokens = [rng.randrange(10, 60) for _ in range(rng.randrange(1, 4))]
@@ -164,14 +163,14 @@ def script(rng: Random, longest: int, n: int = 1) -> dict[str, Any]:
                     done.append(["set", rng.choice("xy"), "1"])
                 case "wait":
                     done.append(["wait", rng.choice("xy")])
-                case "fork" if forks:
+                case "fork" if depth < 3:
                     ways = rng.randrange(2, 4)
                     first = [["splice", 0, tokens]] if rng.random() < 0.5 else []
-                    branches = [first + some(rng.randrange(1, 6), i == 0) for i in range(ways)]
+                    branches = [first + some(rng.randrange(1, 6), depth + 1) for _ in range(ways)]
                     done.append(["fork", branches])
                     return done
         done.append(rng.choice([["stop"], ["sample", None], ["log", "end"], ["fail", "so"]]))
         return done
 
     todo = [["set", "x", "0"]] if rng.random() < 0.7 else []
-    return {"do": todo + some(longest, n == 1), "tells": rng.random() < 0.3}
+    return {"do": todo + some(longest, 0), "tells": rng.random() < 0.3}

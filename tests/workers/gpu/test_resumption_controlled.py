@@ -115,7 +115,7 @@ def test_a_controlled_stream_moves_after_any_message(
     overlap: bool,
     data: st.DataObject,
 ) -> None:
-    body = body | {"controller": "c", "controller_arg": script(rng, 8, body.get("n", 1))}
+    body = body | {"controller": "c", "controller_arg": script(rng, 8)}
     storage = VariableStorage()
     whole = Run(tmp_path, embedded, storage, rng, overlap)
     give(whole.loop, b"GENERATE", body, 0)
@@ -135,7 +135,7 @@ def test_a_controlled_stream_moves_after_any_message(
 def test_lost_controllers_are_started_again_at_any_moment(
     tmp_path: Path, embedded: LoadedModel, body: dict[str, Any], rng: Random, overlap: bool
 ) -> None:
-    body = body | {"controller": "c", "controller_arg": script(rng, 8, body.get("n", 1))}
+    body = body | {"controller": "c", "controller_arg": script(rng, 8)}
     whole = Run(tmp_path, embedded, VariableStorage(), rng, overlap)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
