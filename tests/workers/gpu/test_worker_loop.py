@@ -12,6 +12,7 @@ import pytest
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Header, decode_header
 from tokenbus.protocol.messages import Cancel
+from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import Lost, Result, StepResult
 from tokenbus.workers.bus import FromBus
@@ -34,6 +35,7 @@ class Loop:
         loaded: LoadedModel,
         overlap: bool = False,
         speculation: bool = False,
+        batched: int = 2048,
         **settings: Any,
     ) -> None:
         back = f"ipc://{folder}/back.sock"
@@ -41,12 +43,16 @@ class Loop:
         self.loaded = loaded
         self.overlap = overlap
         self.speculation = speculation
+        self.batched = batched
         self.load("m")
 
     def load(self, model: str) -> None:
         """A model is loaded."""
         config = EngineConfig(
-            kv_cache_bytes=2**22, overlap=self.overlap, speculation=self.speculation
+            kv_cache_bytes=2**22,
+            max_num_batched_tokens=self.batched,
+            overlap=self.overlap,
+            speculation=self.speculation,
         )
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()
@@ -136,6 +142,40 @@ def test_a_message_that_hangs_counts_as_a_step_that_does(
     assert len(ages) == 2
     assert None not in ages
     assert bus._beat(time.monotonic()).step_age_s is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_deadline_that_ends_during_prefill_ends_the_stream_before_its_first_token(
+    tmp_path: Path, embedded: LoadedModel, overlap: bool, turns: int
+) -> None:
+    """The broker sends CANCEL when ``timeout_s`` is over; the rest of the prompt is not computed,
+    and its blocks are free for others."""
+    loop = Loop(tmp_path, embedded, overlap=overlap, batched=64)
+    prompt = [5 + i % 50 for i in range(600)]
+    body = {"model": "m", "stream_id": 1, "prompt": prompt, "max_tokens": 50, "timeout_s": 3.0}
+    loop.give(b"GENERATE", msgspec.json.encode(body), 1, 101)
+    engine = loop.worker._models.engines["m"]
+
+    def computed() -> float:
+        steps = engine.metrics()["iteration_tokens_total"]
+        assert isinstance(steps, Histogram)
+        return steps.total
+
+    for _ in range(turns):
+        loop.turn()
+    assert 0 < computed() < len(prompt)
+    loop.give(b"CANCEL", Cancel(stream_id=1, reason="timeout"), 1)
+    while not loop.entries(1):
+        loop.turn()
+    [end] = loop.entries(1)
+    assert (end["token"], end["finish_reason"]) == (None, "timeout")
+    loop.generate(2, max_tokens=3)
+    while len(loop.entries(2)) < 3:
+        loop.turn()
+    assert computed() < len(prompt)
+    assert engine.stats()["kv_pages_used"] == 0
+    assert len(loop.entries(1)) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -391,10 +393,26 @@ def test_a_grammar_is_given_as_text_or_by_its_name(constraints: Constraints) -> 
 def test_no_more_grammars_are_compiled_at_once_than_the_machine_can_do(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(yacc_compiler._turns, "_value", 0)
-    with pytest.raises(UnavailableError, match="2 grammars are being compiled") as caught:
+    monkeypatch.setattr(yacc_compiler, "_turns", threading.Semaphore(0))
+    monkeypatch.setattr(yacc_compiler, "TURN_S", 0.0)
+    with pytest.raises(UnavailableError, match="2 grammars have been compiled") as caught:
         Steered(named(constraints, "yacc"), WORDS, '%start s\n%%\ns: "new here" ;')
     assert caught.value.retry_after_s == 1
+
+
+@pytest.mark.process
+def test_a_grammar_waits_for_its_turn_to_be_compiled(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = threading.Semaphore(0)
+    monkeypatch.setattr(yacc_compiler, "_turns", turns)
+    program = named(constraints, "yacc")
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(Steered, program, WORDS, '%start s\n%%\ns: "the next one" ;')
+        with pytest.raises(TimeoutError):
+            made.result(timeout=0.2)
+        turns.release()
+        assert made.result(timeout=120.0).mid()
 
 
 # --- what is kept ---------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 AT_ONCE = 2
-"""Most grammars that are compiled at the same time; further requests must try again."""
+"""Most grammars that are compiled at the same time; further ones wait."""
+TURN_S = 30.0
+"""For how long, in seconds; then their requests must try again."""
 MAX_SECONDS = 20
 CPU_S = 25
 """Limit on CPU time, in case the compiler does not keep its own bound."""
@@ -43,12 +45,13 @@ class _Wrong(msgspec.Struct):
 
 def compile_apart(text: str) -> bytes:
     """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError if it is not
-    valid or exceeds the bounds above, and UnavailableError if ``AT_ONCE`` others are being
-    compiled."""
-    if not _turns.acquire(blocking=False):
+    valid or exceeds the bounds above, and UnavailableError if others are being compiled for so long
+    that its turn does not come. Call it where the thread's slot is free for others."""
+    if not _turns.acquire(timeout=TURN_S):
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"{AT_ONCE} grammars are being compiled, which is the limit; try again",
+            f"{AT_ONCE} grammars have been compiled for {TURN_S:g} s, which is as many as may be "
+            "at once; try again",
             retry_after_s=1.0,
         )
     try:
