@@ -23,8 +23,11 @@ $(PY) -m pip install --quiet $(TORCH)
 $(PY) -m pip install --quiet --editable '.[$(1)]'
 endef
 
+# SGLang's parsers of answers without what their package depends on, which would replace the
+# versions of transformers and openai here; pyproject.toml has what they import.
 $(INSTALLED): pyproject.toml setup.py $(GUEST)
 	$(call with_extra,dev)
+	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@
 
 # What Containerfile makes of a bare Python: no tools for tests, and modules that are compiled, as the

@@ -178,13 +178,26 @@ class Sessions:
                 continue
             silent = now - session.last_seen
             if session.detached_at is not None:
-                if now - session.detached_at > settings.session_grace_s:
+                grace_s = settings.session_cut_s if session.cut else settings.session_grace_s
+                if now - session.detached_at > grace_s:
                     self.end(session)
-            elif session.pings and silent > settings.session_expiry_s:
-                if session.peer is not None:
-                    self.on_gone(session.peer, now)
+            elif session.pings and silent > settings.session_expiry_s / 2:
+                self._look(session, silent, now)
             elif not session.streams and silent > settings.session_idle_s:
                 self.end(session)
+
+    def _look(self, session: Session, silent: float, now: float) -> None:
+        """A client is silent. Sent anything, the connection of one that is gone proves to be closed
+        (``on_gone``); one that stands still, or is behind a link that is cut, may come back."""
+        peer = session.peer
+        if peer is None:
+            return
+        if session.probed != session.last_seen:
+            session.probed = session.last_seen
+            self._out.to_peer(peer, b"PONG", Pong(session=True), session.encoding)
+        elif silent > self._settings.session_expiry_s:
+            self.on_gone(peer, now)
+            session.cut = True
 
     def end(self, session: Session) -> None:
         """Ends a session and every stream of it; where there are many, the last ones in the ticks
@@ -211,7 +224,7 @@ class Sessions:
             )
             self._out.to_session(known, b"ERROR", error_body(taken))
         self._table.attach(known, peer)
-        known.detached_at = None
+        known.detached_at, known.cut = None, False
 
     def _make_room(self) -> None:
         idle = [s for s in self._table if not s.streams]

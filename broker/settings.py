@@ -23,6 +23,9 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """After this long without a message, a client with the capability ``ping`` counts as gone."""
     session_grace_s: float = 5.0
     """How long a session without a connection waits to be taken over before its streams end."""
+    session_cut_s: float = 30.0
+    """The same of a client that fell silent, and whose connection was not seen to close: a link on
+    the way may be cut."""
     recover_s: float = 30.0
     """How long after its start a broker adopts streams of an earlier run, which workers report."""
     session_idle_s: float = 3600.0

@@ -66,6 +66,10 @@ class Session:
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
+    probed: float | None = None
+    """The ``last_seen`` of the silence in which it was last looked whether it has a connection."""
+    cut: bool = False
+    """Whether it lost it by silence, so that its client may still be there."""
     streams: dict[int, Request] = field(default_factory=dict)
     """Its live streams, by their stream_id."""
     buffers: dict[str, bytes] = field(default_factory=dict)

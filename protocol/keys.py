@@ -150,7 +150,8 @@ class KeyFolder:
         if (self.path / BROKER).exists():
             return False
         try:
-            for folder in (self.path, *(self._folder(role) for role in ROLES)):
+            # What is made above it, as a run directory is, is for this user only too.
+            for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise KeyFault(f"cannot make the folder {self.path}: {error.strerror}") from None

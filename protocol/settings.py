@@ -152,6 +152,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     ping_s: Positive = 2.0
     session_expiry_s: Positive = 10.0
     session_grace_s: Positive = 5.0
+    session_cut_s: Positive = 30.0
     recover_s: Positive = 30.0
     session_idle_s: Positive = 3600.0
     max_sessions: AtLeastOne = 10_000

@@ -152,8 +152,8 @@ class State(NamedTuple):
     """Where an answer is.
 
     In ``text`` and ``value``: a phase, with ``tags`` that may still begin where it began, ``at``
-    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags``. In ``content`` and in
-    ``end``: the one tag in ``tags``, ``at`` bytes of it.
+    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags``. In ``content``: the one
+    tag in ``tags``. In ``end``: the same, ``at`` bytes of its end.
     """
 
     mode: Mode
@@ -191,9 +191,11 @@ class Automaton:
         self.closings = [_with_special(tag.closing + tag.end, names) for tag in tags]
         self._never = [[_with_special(one, names) for one in each.excludes] for each in phases]
         self._not_inside = [[_with_special(one, names) for one in tag.excludes] for tag in tags]
+        self._triggers = [
+            list(dict.fromkeys(self.triggers[tag] for tag in phase.tags)) for phase in phases
+        ]
         self._watched = [
-            [*(self.triggers[tag] for tag in phase.tags), *never]
-            for phase, never in zip(phases, self._never, strict=True)
+            [*triggers, *never] for triggers, never in zip(self._triggers, self._never, strict=True)
         ]
         self._watched_inside = [
             [end, *never] if tag.content == "text" else never
@@ -288,7 +290,7 @@ class Automaton:
             return _DEAD
         watched = self._watched[state.phase]
         near = state.near + bytes([byte])
-        for trigger in watched[: len(phase.tags)]:
+        for trigger in self._triggers[state.phase]:
             if near.endswith(trigger):
                 same_tags = tuple(t for t in phase.tags if self.triggers[t] == trigger)
                 return self._began(state, same_tags, len(trigger))
@@ -330,7 +332,7 @@ class Automaton:
         kept = _kept(near, self._watched_inside[tag])
         if _leaves_special(state.near, byte, kept):
             return _DEAD
-        state = state._replace(at=state.at + 1, near=kept)
+        state = state._replace(near=kept)
         return state if text else self._json(state, byte)
 
     def _json(self, state: State, byte: int) -> State:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ...protocol.structure import Phase, Structure, Tag
@@ -78,6 +78,8 @@ MISTRAL_LIST = Family(
     closing="]",
 )
 """Of Mistral, before its eleventh tokenizer."""
+MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
+"""The same where the tokenizer is SentencePiece's, which writes a space behind special tokens."""
 MISTRAL = Family(
     head="[TOOL_CALLS]",
     middle="[ARGS]",
@@ -138,7 +140,9 @@ def family_of(chat_template: str) -> Family:
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
-        return MISTRAL if "[ARGS]" in chat_template else MISTRAL_LIST
+        if "[ARGS]" in chat_template:
+            return MISTRAL
+        return MISTRAL_SPACED_LIST if "[TOOL_CALLS] [" in chat_template else MISTRAL_LIST
     if _CALLS_BEGIN in chat_template:
         return DEEPSEEK_FENCED if "```json" in chat_template else DEEPSEEK
     if HERMES.trigger not in chat_template and '{"name": function name, "param' in chat_template:
@@ -231,9 +235,7 @@ class _Building:
             rest = wanted.rest
             return Phase(controller=rest.controller, arg=rest.arg, first=first, may_end=True)
         calls = self._calls(family.opening)
-        never = [*(family.never if wanted.functions else ())]
-        if wanted.thinking != "none":
-            never += [THINK, THOUGHT]
+        never = [*(family.never if wanted.functions else ()), *self._marks()]
         return Phase(
             text=True,
             tags=[] if family.first_only else calls,
@@ -272,7 +274,7 @@ class _Building:
                     content="json",
                     schema=function.parameters,
                     end=family.tail,
-                    excludes=list(family.never),
+                    excludes=[*family.never, *self._marks()],
                     kind="call",
                     name=function.name,
                     then=self.CALLED,
@@ -280,6 +282,10 @@ class _Building:
             )
             for function in self._wanted.functions
         ]
+
+    def _marks(self) -> list[str]:
+        """What parsers take for the marks of thinking, wherever it is."""
+        return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:
         return json.dumps(function.name) if self._family.quoted else function.name

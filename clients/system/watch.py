@@ -10,6 +10,7 @@ from socket import create_connection, gethostname
 
 from ...protocol.endpoints import host_and_port
 from ...protocol.errors import TokenbusError
+from ...protocol.keys import own_key
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .. import Client
@@ -60,6 +61,7 @@ class Watcher:
         self._control = control
         self._run_dir = control.run_dir
         self._front = settings.front
+        self._key = None if settings.join else own_key(settings, "client")
         self._http = settings.http
         self._least = {"gpu": settings.gpu_workers, "controller": settings.controller_workers}
         self._on_demand = settings.model == "auto"
@@ -79,7 +81,7 @@ class Watcher:
     def client(self) -> Client:
         """The client of the broker, which is made at the first call."""
         if self._client is None:
-            self._client = Client(self._front)
+            self._client = Client(self._front, key=self._key)
         return self._client
 
     def close(self) -> None:

@@ -291,11 +291,41 @@ def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
     bench.to_worker("a")
     bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("anonymous"), bench.now)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    for _ in range(16):
-        bench.pass_time(1.0)
-        bench.send("a", "HEARTBEAT", Heartbeat())
+    _pass_time(bench, 41)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     assert len(bench.broker.session_table) == 0
+
+
+def _pass_time(bench: Bench, seconds: int) -> None:
+    """Time passes, and the worker lives."""
+    for _ in range(seconds):
+        bench.pass_time(1.0)
+        bench.send("a", "HEARTBEAT", Heartbeat())
+
+
+def test_a_client_behind_a_link_that_is_cut_has_time_to_come_back(bench: Bench) -> None:
+    bench.worker("a")
+    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["ping"]})
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_worker("a")
+    _pass_time(bench, 38)
+    assert bench.to_worker("a") == []
+    [(_, again)] = bench.client("d", "HELLO", {"session": welcome["session"]})
+    assert (again["resumed"], again["streams"]) == (True, [1])
+
+
+def test_a_silent_client_whose_connection_is_closed_has_less(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("c", "HELLO", {"capabilities": ["ping"]})
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_client("c")
+    bench.to_worker("a")
+    _pass_time(bench, 6)
+    # What is sent to it shows that the connection is closed.
+    assert bench.to_client("c") == [("PONG", {})]
+    bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
+    _pass_time(bench, 6)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
 
 
 def test_ping_says_whether_the_connection_has_a_session(bench: Bench) -> None:

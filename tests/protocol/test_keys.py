@@ -70,6 +70,12 @@ def test_only_this_user_can_read_the_files(folder: KeyFolder) -> None:
         OwnKey.read(Path("ann.key"))
 
 
+def test_a_run_directory_that_is_made_for_the_keys_is_for_this_user_only(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert KeyFolder(run_dir / "keys").make(new_pair)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
 def test_a_key_has_one_holder_in_one_role(folder: KeyFolder) -> None:
     pair = new_pair()
     folder.allow("client", "ann", Allowed(public=pair.public))

@@ -17,6 +17,7 @@ from tokenbus.clients.gateway.answer_forms import (
     LLAMA,
     MISTRAL,
     MISTRAL_LIST,
+    MISTRAL_SPACED_LIST,
     Family,
     Function,
     Rest,
@@ -74,7 +75,8 @@ def test_the_form_is_that_of_the_template() -> None:
     assert family_of("{{ messages }}") is HERMES
     llama = 'Respond in the format {"name": function name, "parameters": dictionary …}.'
     assert family_of(llama) is LLAMA
-    assert family_of("{{ '[TOOL_CALLS] [' }}") is MISTRAL_LIST
+    assert family_of("{{ '[TOOL_CALLS] [' }}") is MISTRAL_SPACED_LIST
+    assert family_of("{{ '[TOOL_CALLS][' }}") is MISTRAL_LIST
     assert family_of("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is MISTRAL
     assert family_of(f"{DEEPSEEK.opening}{DEEPSEEK.head}") is DEEPSEEK
     assert family_of(f"{DEEPSEEK.opening}{DEEPSEEK.head}'\n```json\n'") is DEEPSEEK_FENCED

@@ -29,12 +29,22 @@ from .test_worker_loop import Loop
 PROMPT = "rows = [['Ada', 36], ['Alan', 41], ['Ada', 36], ['Alan', 41], ['Ada', 36], "
 ROWS = r"(\['(Ada|Alan|Grace)', [0-9]{2}\], )*"
 SCHEMA = {"type": "array", "items": {"type": "string"}}
+STRUCTURE = {
+    "tags": [
+        {"begin": "<think>", "end": "</think>", "max_tokens": 24, "closing": "\n", "then": 1},
+        {"begin": "<call>[", "end": "]</call>", "content": "json", "schema": SCHEMA, "then": 0},
+    ],
+    "phases": [{"text": True, "tags": [1], "may_end": True}, {"first": [1]}],
+    "inside": 0,
+}
+"""Thinking, of which the prompt is the beginning, then a call, then text."""
 WAYS = ((False, False), (True, False), (True, True))
 """Without drafts; with them; with them where steps overlap."""
 KINDS: dict[str, dict[str, Any]] = {
     "regex": {"controller": "regex", "controller_arg": r"[\[\]', A-Za-z0-9]*"},
     "rows": {"controller": "regex", "controller_arg": ROWS},
     "schema": {"controller": "json_schema", "controller_arg": SCHEMA},
+    "structural": {"controller": "structural", "controller_arg": STRUCTURE},
 }
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"text": True},
@@ -131,6 +141,8 @@ def body_of(kind: str, name: str) -> dict[str, Any]:
         ("regex", "greedy", False),
         ("rows", "greedy", False),
         pytest.param("schema", "greedy", False, marks=pytest.mark.process),
+        pytest.param("structural", "greedy", True, marks=pytest.mark.process),
+        pytest.param("structural", "sampled", False, marks=pytest.mark.process),
     ],
 )
 def test_a_constrained_stream_is_the_same_with_drafts(

@@ -1,15 +1,9 @@
-"""Random answers under the masks of a structure, and how parsers that are not ours read them.
-
-The references are transformers' parser of responses, with the templates that describe a family's
-answers to it, and Python's json for Llama's calls.
-"""
+"""Random answers under the masks of a structure, with drafts and without."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from tokenbus.clients.gateway.answer_forms import (
@@ -20,15 +14,15 @@ from tokenbus.clients.gateway.answer_forms import (
     LLAMA,
     MISTRAL,
     MISTRAL_LIST,
+    MISTRAL_SPACED_LIST,
     Family,
     Function,
     Wanted,
     structure_of,
 )
 from tokenbus.protocol.structure import Structure
-from tokenbus.workers.controller.interface import Action, Constraint, Program
+from tokenbus.workers.controller.interface import Action, Constraint, Program, TakesDrafts
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
-from transformers.utils.chat_parsing import parse_response
 
 from ..played import BYTES, EOS
 from .llguidance_streams import host
@@ -44,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "hermes": HERMES,
     "llama": LLAMA,
     "mistral, list": MISTRAL_LIST,
+    "mistral, spaced list": MISTRAL_SPACED_LIST,
     "mistral": MISTRAL,
     "deepseek, fenced": DEEPSEEK_FENCED,
     "deepseek": DEEPSEEK,
@@ -51,6 +46,7 @@ FAMILIES: dict[str, Family] = {
 }
 SPECIAL_NAMES = {
     "mistral, list": ["[TOOL_CALLS]"],
+    "mistral, spaced list": ["[TOOL_CALLS]"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
     "harmony": [
         f"<|{name}|>"
@@ -58,117 +54,6 @@ SPECIAL_NAMES = {
     ],
 }
 """The markers that are special tokens of a family's vocabulary; all others are text."""
-
-CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_SEP, _BEGIN, _END = DEEPSEEK.middle, DEEPSEEK.head, DEEPSEEK.tail
-_OPEN, _CLOSE = DEEPSEEK.opening, DEEPSEEK.closing
-_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
-
-
-def _template(calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    content = fields.pop("content", {"content": "text"})
-    thinking = fields.pop("reasoning_content", _THINK)
-    return {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "assistant:",
-        "fields": {
-            "reasoning_content": thinking,
-            "tool_calls": {"content": "json", **calls},
-            "content": content,
-        },
-    }
-
-
-TEMPLATES: dict[str, dict[str, Any]] = {
-    # As transformers has it for Qwen 2 and 3 (transformers.cli.serving.utils).
-    "hermes": _template(
-        {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        }
-    ),
-    "mistral, list": _template({"open": "[TOOL_CALLS]"}),
-    "mistral": _template(
-        {
-            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[]+)\[ARGS\]",
-            "close_pattern": r"(?=\[TOOL_CALLS\])|$",
-            "repeats": True,
-            "transform": CALL,
-        }
-    ),
-    "deepseek, fenced": _template(
-        {
-            "open_pattern": rf"\s*(?:{_OPEN})?{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\n",
-            "close_pattern": rf"\n```{_END}(?:{_CLOSE})?",
-            "repeats": True,
-            "transform": CALL,
-        }
-    ),
-    "deepseek": _template(
-        {
-            "open_pattern": rf"\s*(?:{_OPEN})?{_BEGIN}(?P<name>\w+){_SEP}",
-            "close_pattern": rf"{_END}(?:{_CLOSE})?",
-            "repeats": True,
-            "transform": CALL,
-        }
-    ),
-    "harmony": _template(
-        {
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\."
-            r"(?P<name>\w+) <\|constrain\|>json<\|message\|>",
-            "close_pattern": r"<\|call\|>|$",
-            "repeats": True,
-            "transform": CALL,
-        },
-        reasoning_content={
-            "open": "<|channel|>analysis<|message|>",
-            "close": "<|end|>",
-            "content": "text",
-        },
-        content={
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>",
-            "close_pattern": r"<\|return\|>|$",
-            "content": "text",
-        },
-    ),
-}
-
-
-class Read(NamedTuple):
-    """An answer as somebody has read it; white space around texts is of no account."""
-
-    reasoning: str
-    text: str
-    calls: list[tuple[str, Any]]
-
-
-def reference(family: str, answer: str, begun: bool) -> Read:
-    """How a parser that is not ours reads an answer; ``begun``: the prompt ends in thinking."""
-    if family == "llama":
-        return _llama(answer)
-    prefix = "assistant:<think>\n" if begun else "assistant:"
-    message = parse_response(answer, TEMPLATES[family], prefix=prefix)
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function", call) for call in calls]
-    return Read(
-        message.get("reasoning_content", "").strip(),
-        message.get("content", "").strip(),
-        [(function["name"], function["arguments"]) for function in functions],
-    )
-
-
-def _llama(answer: str) -> Read:
-    calls: list[tuple[str, Any]] = []
-    at, decoder = 0, json.JSONDecoder()
-    if not answer.startswith("{"):
-        return Read("", answer.strip(), [])
-    while at < len(answer):
-        at += 2 * answer.startswith("; ", at)
-        call, at = decoder.raw_decode(answer, at)
-        calls.append((call["name"], call["parameters"]))
-    return Read("", "", calls)
 
 
 def vocabulary_for(family: str, structure: Structure) -> TokenizerVocabulary:
@@ -199,8 +84,13 @@ def wants(family: str) -> Iterator[Wanted]:
         yield Wanted(FUNCTIONS, parallel=False, thinking="inside", max_thinking_tokens=6)
 
 
+DRAFT = 6
+"""Tokens of a draft."""
+
+
 class Walk:
-    """One random answer under the masks."""
+    """One random answer under the masks: what is chosen depends on the seed, the place in the
+    answer, and what is allowed there."""
 
     def __init__(
         self, program: Program, family: str, wanted: Wanted, seed: int, max_tokens: int = 400
@@ -213,41 +103,84 @@ class Walk:
         assert isinstance(made, Constraint)
         self.controller = made
         self.tokens: list[int] = []
-        self._rng = random.Random(seed)
-        self._mask = memoryview(bytearray(4 * -(-self.vocabulary.size // 32)))
+        self.drafted = 0
+        """Tokens of drafts that were accepted."""
+        self._seed = seed
+        size = 4 * -(-self.vocabulary.size // 32)
+        self._mask = memoryview(bytearray(size))
+        self._along = [memoryview(bytearray(size)) for _ in range(DRAFT)]
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The texts and the special tokens of the answer; True: a special token."""
+        pieces: list[tuple[str, bool]] = []
+        data = b""
+        for token in self.tokens:
+            if token in self.names:
+                pieces += [(data.decode("utf-8", "replace"), False), (self.names[token], True)]
+                data = b""
+            else:
+                data += self.vocabulary.token(token)
+        return [piece for piece in (*pieces, (data.decode("utf-8", "replace"), False)) if piece[0]]
 
     @property
     def text(self) -> str:
         """The answer, with the names of its special tokens."""
-        data = (self.names.get(t, "").encode() or self.vocabulary.token(t) for t in self.tokens)
-        return b"".join(data).decode("utf-8", "replace")
+        return "".join(piece for piece, _ in self.pieces)
 
-    def run(self) -> str:
-        """Goes on to the end; how the answer ended."""
-        while self.step():
+    def run(self, guess: Sequence[int] = ()) -> str:
+        """Goes on to the end; how the answer ended. ``guess``: with drafts from these tokens."""
+        while self.step(guess):
             pass
         return self.controller.text_end()
 
-    def step(self) -> bool:
+    def step(self, guess: Sequence[int] = ()) -> bool:
         """One round; whether there is another."""
         answer = self.controller.mid_process((0,), self._mask)
         if answer.action is Action.STOP:
             return False
-        tokens = list(answer.tokens) if answer.action is Action.SPLICE else [self._chosen()]
-        if tokens[-1] == EOS:
-            self.controller.post_process(tokens, 0)
-            return False
-        self.tokens += tokens
-        self.controller.post_process(tokens, 0)
-        return True
+        if answer.action is Action.SPLICE:
+            tokens, back = list(answer.tokens), answer.backtrack
+        else:
+            tokens, back = self._verified(self._draft(guess)), 0
+        del self.tokens[len(self.tokens) - back :]
+        self.controller.post_process(tokens, back)
+        ended = EOS in tokens
+        self.tokens += tokens[:-1] if ended else tokens
+        return not ended
 
-    def _chosen(self) -> int:
+    def _draft(self, guess: Sequence[int]) -> list[int]:
+        """The tokens that are expected to follow; at times one of them is wrong."""
+        at = len(self.tokens)
+        draft = list(guess[at : at + DRAFT])
+        rng = random.Random(f"{self._seed} draft {at}")
+        if draft and rng.random() < 0.3:
+            draft[rng.randrange(len(draft))] = rng.randrange(self.vocabulary.size)
+        return draft
+
+    def _verified(self, draft: Sequence[int]) -> list[int]:
+        """What a step chooses that verifies a draft: of its tokens those that would have been
+        chosen without it, and one more."""
+        masks = [self._mask]
+        if draft:
+            assert isinstance(self.controller, TakesDrafts)
+            masks += self._along[: self.controller.masks_along(draft, self._along)]
+        chosen: list[int] = []
+        for number, mask in enumerate(masks):
+            chosen.append(self._chosen(len(self.tokens) + number, mask))
+            if number == len(masks) - 1 or chosen[-1] != draft[number]:
+                break
+            self.drafted += 1
+        return chosen
+
+    def _chosen(self, at: int, mask: memoryview) -> int:
         """A token of the mask: mostly long or special ones, so that parts begin and end; never one
         beyond ASCII, which might leave a character unfinished."""
-        bits = int.from_bytes(self._mask, "little")
+        rng = random.Random(f"{self._seed} {at}")
+        bits = int.from_bytes(mask, "little")
         allowed = [t for t in range(self.vocabulary.size) if bits >> t & 1]
         plain = [t for t in allowed if not 129 <= t <= 256]
         long = [t for t in plain if t > 256]
-        if long and self._rng.random() < 0.85:
-            return self._rng.choice(long)
-        return self._rng.choice([t for t in plain if t >= 33 or t == EOS] or plain or allowed)
+        if long and rng.random() < 0.85:
+            return rng.choice(long)
+        return rng.choice([t for t in plain if t >= 33 or t == EOS] or plain or allowed)

@@ -11,13 +11,20 @@ import re
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
 
 from .....protocol.structure import SPECIAL, Automaton, State, special
 from ...host import Vocabulary
 
+T = TypeVar("T")
+
+_ANY: Final = re.compile(b"(?s).")
+
 KEPT_MASKS = 128
 """Masks that are cached, of 16 kB at 131,072 tokens. Most of a text is in one state."""
+KEPT_FORBIDDEN = 1024
+"""States inside JSON whose forbidden tokens are cached; there are hardly ever any."""
 
 
 class TokenTable:
@@ -81,7 +88,9 @@ class FreeMasks:
         self.table = table
         self._lock = threading.Lock()
         self._masks: OrderedDict[State, bytes] = OrderedDict()
+        self._forbidden: OrderedDict[State, list[int]] = OrderedDict()
         self._having: dict[bytes, set[int]] = {}
+        self._marking: dict[tuple[str, int, bool], re.Pattern[bytes]] = {}
         names = table.vocabulary.special
         self._special = {names[name]: special(name) for name in automaton.special if name in names}
 
@@ -91,35 +100,77 @@ class FreeMasks:
 
     def get(self, state: State) -> bytes:
         """The mask of a state, without ends of the sequence. JSON in tags has no mask here."""
-        key = state._replace(part=0, last=-1, at=state.at if state.tags else 0)
-        with self._lock:
-            mask = self._masks.get(key)
-            if mask is not None:
-                self._masks.move_to_end(key)
-                return mask
-        made = bytes(self._made(state))
-        with self._lock:
-            self._masks[key] = made
-            while len(self._masks) > KEPT_MASKS:
-                self._masks.popitem(last=False)
-        return made
+        return self._kept(self._masks, KEPT_MASKS, state, self._made)
 
     def forbidden(self, state: State) -> list[int]:
         """The tokens that a state inside JSON does not allow, whatever the schema does."""
-        return [token for token, data in self._suspects(state) if not self._allowed(state, data)]
+        if not self.automaton.watched(state):
+            return []
+        return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
+
+    def forced(self, state: State) -> list[int]:
+        """The tokens that must come next in a literal text, as the tokenizer writes all of it; none
+        where the texts that may come differ in the first."""
+        each = [self.table.of_literal(text) for text in self.rests(state)]
+        if not each:
+            return []
+        low, high = min(each), max(each)
+        same = (a == b for a, b in zip(low, high, strict=False))
+        return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
     def follow(self, state: State, data: bytes) -> State:
         """The state after a token, dead also where it is in two parts, of which one is JSON."""
+        marked = self._marks(state).search(data)
+        if marked is None:
+            return state
         inside = self.automaton.holds_json(state)
-        for at, byte in enumerate(data):
-            state = self.automaton.step(state, byte)
+        for at in range(marked.start(), len(data)):
+            state = self.automaton.step(state, data[at])
             if at + 1 < len(data) and self.automaton.holds_json(state) != inside:
                 return State("dead")
         return state
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _made(self, state: State) -> bytearray:
+    def _kept(
+        self, cache: OrderedDict[State, T], most: int, state: State, make: Callable[[State], T]
+    ) -> T:
+        key = state if not state.part else state._replace(part=0, last=-1)
+        with self._lock:
+            found = cache.get(key)
+            if found is not None:
+                cache.move_to_end(key)
+                return found
+        made = make(key)
+        with self._lock:
+            cache[key] = made
+            while len(cache) > most:
+                cache.popitem(last=False)
+        return made
+
+    def _marks(self, state: State) -> re.Pattern[bytes]:
+        """The bytes that may change a state; all others leave it as it is."""
+        json = self.automaton.holds_json(state)
+        free = self._is_free(state) or state.mode == "value"
+        if not free or state.near or (state.tags and state.mode != "content"):
+            return _ANY
+        if json and (state.quoted == 2 or not (state.depth or state.quoted)):
+            return _ANY
+        place = state.tags[0] if state.mode == "content" else state.phase
+        key = state.mode, place, state.quoted == 1
+        found = self._marking.get(key)
+        if found is None:
+            marks = {text[:1] for text in self.automaton.watched(state)} | {SPECIAL}
+            if json:
+                marks |= {b'"', b"\\"} if state.quoted else {b'"', b"{", b"}", b"[", b"]"}
+            joined = b"|".join(map(re.escape, sorted(marks)))
+            found = self._marking[key] = re.compile(joined)
+        return found
+
+    def _not_allowed(self, state: State) -> list[int]:
+        return [token for token, data in self._suspects(state) if not self._allowed(state, data)]
+
+    def _made(self, state: State) -> bytes:
         free = self._is_free(state)
         mask = bytearray(self.table.all_text if free else len(self.table.all_text))
         for token, data in self._suspects(state) if free else self._literal(state):
@@ -130,7 +181,7 @@ class FreeMasks:
         for token, data in self._special.items():
             if self._allowed(state, data):
                 mask[token >> 3] |= 1 << (token & 7)
-        return mask
+        return bytes(mask)
 
     def _is_free(self, state: State) -> bool:
         """Whether all text is allowed, other than what is watched for."""
@@ -177,13 +228,3 @@ class FreeMasks:
         if found is None:
             found = self._having[text] = self.table.having(text)
         return found
-
-
-def common(texts: Sequence[bytes]) -> bytes:
-    """The longest common beginning of some texts, not ending inside of a special token."""
-    if not texts:
-        return b""
-    low, high = min(texts), max(texts)
-    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    found = low[:length]
-    return found[: found.rfind(SPECIAL)] if found.count(SPECIAL) % 2 else found

@@ -11,8 +11,9 @@ from .....protocol.messages import ConstraintEnd
 from .....protocol.structure import State
 from ... import interface
 from ...host import Host
-from ...interface import CONTINUE, STOP, Action, Answer, Constraint
-from .free_masks import FreeMasks, common
+from ...interface import CONTINUE, STOP, Action, Answer, Constraint, TakesDrafts
+from ..text_before import before_end
+from .free_masks import FreeMasks
 
 Arg = str | dict[str, Any] | list[Any] | bool | None
 StartValue = Callable[[str, Arg, Host], Constraint]
@@ -75,20 +76,32 @@ class StructuralController:
             return self._of_schema(self._inner, mask)
         closing = self._closing()
         if closing:
-            return self._append(closing)
+            return self._append(self._masks.table.of_literal(closing))
         free = state.mode == "content" or self._is_text(state)
         if not free and not self._automaton.may_end(state):
-            forced = common(self._masks.rests(state))
+            forced = self._masks.forced(state)
             if forced:
                 return self._append(forced)
         mask[:] = self._masks.get(state)
         if self._automaton.may_end(state):
-            if not free and not any(mask):
+            if not free and not _any(mask):
                 return interface.COMPLETE
-            self._allow_end(mask)
-        if not any(mask):
+            self._allow_end(mask, state)
+        if not _any(mask):
             raise self._error("no token of this model's vocabulary can follow in the structure")
         return _MASKED
+
+    def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """Up to where a part begins or ends that is JSON or another value, or a text is forced."""
+        left = self._host.max_tokens - len(self._tokens) - 1
+        draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
+        state, inner = self._state, self._inner
+        if inner is None:
+            return self._free_along(draft, masks)
+        if not isinstance(inner, TakesDrafts) or (state.mode == "value" and state.tags):
+            return 0
+        written = inner.masks_along(draft, masks)
+        return written if state.mode == "value" else self._json_along(draft, masks[:written])
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
@@ -140,23 +153,72 @@ class StructuralController:
     def _is_text(self, state: State) -> bool:
         return state.mode == "text" and self._automaton.structure.phases[state.phase].text
 
-    def _append(self, text: bytes) -> Answer:
+    def _is_spent(self, state: State, spent: int) -> bool:
+        """Whether a part that has so many tokens may have no more than those that close it."""
+        if state.mode != "content":
+            return False
+        most = self._automaton.structure.tags[state.tags[0]].max_tokens
+        return most is not None and spent >= most
+
+    def _append(self, tokens: Sequence[int]) -> Answer:
         left = self._host.max_tokens - len(self._tokens)
-        return Answer(Action.SPLICE, tokens=self._masks.table.of_literal(text)[:left])
+        return Answer(Action.SPLICE, tokens=tokens[:left])
 
     def _closing(self) -> bytes:
         """What ends a part of text whose tokens are used up, unless it ends inside a character."""
         state = self._state
-        if state.mode != "content":
+        if not self._is_spent(state, self._spent):
             return b""
         tag = state.tags[0]
-        most = self._automaton.structure.tags[tag].max_tokens
-        if most is None or self._spent < most:
-            return b""
+        most = self._automaton.structure.tags[tag].max_tokens or 0
         tail = b"".join(map(self._masks.bytes_of, self._tokens[-LONGEST_CHARACTER:]))
         if self._spent < most + LONGEST_CHARACTER and _ends_inside(tail):
             return b""
         return self._automaton.closings[tag]
+
+    def _free_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """``masks_along`` in text, and in the begins and ends of tags."""
+        state, spent = self._state, self._spent
+        for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
+            before, data = state, self._masks.bytes_of(token)
+            state = self._masks.follow(before, data) if data else State("dead")
+            spent += 1
+            if (state.part, state.mode) != (before.part, before.mode):
+                spent = 0
+            free = state.mode == "content" or self._is_text(state)
+            if state.mode in ("dead", "value") or self._automaton.holds_json(state):
+                return number
+            may_end = self._automaton.may_end(state)
+            if not free and not may_end and self._masks.forced(state):
+                return number
+            if self._is_spent(state, spent):
+                return number
+            mask[:] = self._masks.get(state)
+            if may_end:
+                if not free and not _any(mask):
+                    return number
+                self._allow_end(mask, state)
+            if not _any(mask):
+                return number
+        return min(len(draft), len(masks))
+
+    def _json_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """How many of the masks along a draft, which are a schema's, hold in a tag; without what
+        must not be in it."""
+        state = self._state
+        for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
+            state = self._masks.follow(state, self._masks.bytes_of(token))
+            if not self._automaton.holds_json(state):
+                return number
+            if not self._forbid(state, mask):
+                return number
+        return len(masks)
+
+    def _forbid(self, state: State, mask: memoryview) -> bool:
+        """Takes out of a schema's mask what must not be in a tag; whether anything is left."""
+        for token in self._masks.forbidden(state):
+            mask[token >> 3] &= ~(1 << (token & 7))
+        return _any(mask)
 
     def _of_schema(self, inner: Constraint, mask: memoryview) -> Answer:
         """A round in a value, of a tag or as the rest of the answer."""
@@ -169,9 +231,7 @@ class StructuralController:
             return self._with_tags(answer, mask) if state.tags else answer
         if answer.action is Action.SPLICE:
             return answer
-        for token in self._masks.forbidden(state):
-            mask[token >> 3] &= ~(1 << (token & 7))
-        if not any(mask):
+        if not self._forbid(state, mask):
             raise self._error("the schema has only what would end the tag, or must not be in it")
         return answer
 
@@ -187,9 +247,9 @@ class StructuralController:
         mask[:] = both.to_bytes(len(mask), "little")
         return _MASKED
 
-    def _allow_end(self, mask: memoryview) -> None:
+    def _allow_end(self, mask: memoryview, state: State) -> None:
         vocabulary = self._host.vocabulary
-        name = self._automaton.structure.phases[self._state.phase].end
+        name = self._automaton.structure.phases[state.phase].end
         only = vocabulary.special.get(name) if name else None
         for token in (only,) if only in vocabulary.eos_ids else vocabulary.eos_ids:
             assert token is not None
@@ -272,6 +332,10 @@ class StructuralController:
     def _error(self, why: str) -> ControllerError:
         text = b"".join(map(self._masks.bytes_of, self._tokens)).decode("utf-8", "replace")
         return ControllerError(Code.CONTROLLER_FAILED, f"{why}; the text so far: {text[-200:]!r}")
+
+
+def _any(mask: memoryview) -> bool:
+    return bytes(mask).count(0) < len(mask)
 
 
 def _ends_inside(text: bytes) -> bool:
