@@ -118,9 +118,28 @@ class FreeMasks:
         same = (a == b for a, b in zip(low, high, strict=False))
         return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
+    def marks(self, state: State) -> re.Pattern[bytes]:
+        """The bytes that may change a state; all others leave it as it is."""
+        json = self.automaton.holds_json(state)
+        free = self._is_free(state) or state.mode == "value"
+        if not free or state.near or (state.tags and state.mode != "content"):
+            return _ANY
+        if json and (state.quoted == 2 or not (state.depth or state.quoted)):
+            return _ANY
+        place = state.tags[0] if state.mode == "content" else state.phase
+        key = state.mode, place, state.quoted == 1
+        found = self._marking.get(key)
+        if found is None:
+            marks = {text[:1] for text in self.automaton.watched(state)} | {SPECIAL}
+            if json:
+                marks |= {b'"', b"\\"} if state.quoted else {b'"', b"{", b"}", b"[", b"]"}
+            joined = b"|".join(map(re.escape, sorted(marks)))
+            found = self._marking[key] = re.compile(joined)
+        return found
+
     def follow(self, state: State, data: bytes) -> State:
         """The state after a token, dead also where it is in two parts, of which one is JSON."""
-        marked = self._marks(state).search(data)
+        marked = self.marks(state).search(data)
         if marked is None:
             return state
         inside = self.automaton.holds_json(state)
@@ -147,25 +166,6 @@ class FreeMasks:
             while len(cache) > most:
                 cache.popitem(last=False)
         return made
-
-    def _marks(self, state: State) -> re.Pattern[bytes]:
-        """The bytes that may change a state; all others leave it as it is."""
-        json = self.automaton.holds_json(state)
-        free = self._is_free(state) or state.mode == "value"
-        if not free or state.near or (state.tags and state.mode != "content"):
-            return _ANY
-        if json and (state.quoted == 2 or not (state.depth or state.quoted)):
-            return _ANY
-        place = state.tags[0] if state.mode == "content" else state.phase
-        key = state.mode, place, state.quoted == 1
-        found = self._marking.get(key)
-        if found is None:
-            marks = {text[:1] for text in self.automaton.watched(state)} | {SPECIAL}
-            if json:
-                marks |= {b'"', b"\\"} if state.quoted else {b'"', b"{", b"}", b"[", b"]"}
-            joined = b"|".join(map(re.escape, sorted(marks)))
-            found = self._marking[key] = re.compile(joined)
-        return found
 
     def _not_allowed(self, state: State) -> list[int]:
         return [token for token, data in self._suspects(state) if not self._allowed(state, data)]

@@ -44,6 +44,14 @@ class StructuralController:
         """The state before each token of the part."""
         self._ended = False
         """The model has ended the answer where it may."""
+        self._settled: State | None = None
+        """The state of free text whose mask was given last."""
+        self._settled_mask = b""
+        """This mask, with ends of the sequence."""
+        self._settled_until = 0
+        """Tokens of its part up to which it holds."""
+        self._marked = masks.marks(self._state).search
+        """Finds in a token what may lead out of this state."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -72,6 +80,9 @@ class StructuralController:
         if len(self._tokens) >= self._host.max_tokens:
             return STOP
         state = self._state
+        if state is self._settled and self._spent < self._settled_until:
+            mask[:] = self._settled_mask
+            return _MASKED
         if self._inner is not None:
             return self._of_schema(self._inner, mask)
         closing = self._closing()
@@ -89,6 +100,8 @@ class StructuralController:
             self._allow_end(mask, state)
         if not _any(mask):
             raise self._error("no token of this model's vocabulary can follow in the structure")
+        if free:
+            self._settle(state, mask)
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
@@ -152,6 +165,14 @@ class StructuralController:
 
     def _is_text(self, state: State) -> bool:
         return state.mode == "text" and self._automaton.structure.phases[state.phase].text
+
+    def _settle(self, state: State, mask: memoryview) -> None:
+        """Most of free text is in one state, of which each token then takes hardly any time."""
+        tag = self._automaton.structure.tags[state.tags[0]] if state.mode == "content" else None
+        most = tag.max_tokens if tag is not None else None
+        self._settled, self._settled_mask = state, bytes(mask)
+        self._settled_until = self._host.max_tokens if most is None else most
+        self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
         """Whether a part that has so many tokens may have no more than those that close it."""
@@ -277,6 +298,12 @@ class StructuralController:
     def _advance(self, token: int, followed: bool = False) -> None:
         """``followed``: the controller of the value has the token already."""
         before = self._state
+        if before is self._settled and before is not None:
+            text = self._host.vocabulary.token(token)
+            if text and not self._marked(text):
+                self._tokens.append(token)
+                self._spent += 1
+                return
         data = self._masks.bytes_of(token)
         after = self._masks.follow(before, data) if data else State("dead")
         if before.mode == "value":
@@ -335,7 +362,7 @@ class StructuralController:
 
 
 def _any(mask: memoryview) -> bool:
-    return bytes(mask).count(0) < len(mask)
+    return bytes(mask) != bytes(len(mask))
 
 
 def _ends_inside(text: bytes) -> bool:

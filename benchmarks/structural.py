@@ -1,0 +1,161 @@
+"""The cost of an answer of several parts (the constraint ``structural``), over Tekken's tokens.
+
+An answer in Hermes's form, masks of 131,072 tokens: free text in which eight functions may be
+called, thinking, and calls. A step is the work for one token: accept it and fill the next mask,
+through the calls that a worker makes. Free text is compared with a regular expression that allows
+any text, with the same calls, and with llguidance alone under structural tags with the same
+triggers; the arguments of a call with ``json_schema`` alone. All have processed the text before;
+``first`` is the first pass. One thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import msgspec
+from _masks_engines import LLGuidance
+from _masks_schema import SCHEMA
+from _masks_world import MICRO, ROOT, TEXTS, World, steady_us
+from _report import arguments, report
+from llguidance import StructTag
+from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
+from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.controller.interface import Action, Controller
+
+FUNCTIONS = [Function(f"save_{number}", SCHEMA) for number in range(8)]
+PARTS = ("text", "thinking")
+_clock = time.perf_counter
+
+
+class Steps:
+    """Walks texts under a constraint, as a worker does."""
+
+    def __init__(self, world: World, constraints: Constraints) -> None:
+        self._world, self._constraints = world, constraints
+        self._mask = world.mask()
+
+    def start(self, name: str, arg: str) -> Controller:
+        """The controller of a new sequence."""
+        program = self._constraints.get(name)
+        assert program is not None
+        controller = program.start(self._world.host(arg))
+        controller.init_prompt([1, 2, 3])
+        return controller
+
+    def free(self, name: str, arg: str, tokens: Sequence[int]) -> list[float]:
+        """Seconds of each step along a text, all of whose tokens are sampled."""
+        controller, mask, group = self.start(name, arg), self._mask, [0]
+        controller.mid_process(group, mask)
+        seconds = []
+        for token in tokens:
+            began = _clock()
+            controller.post_process([token], 0)
+            controller.pre_process()
+            answer = controller.mid_process(group, mask)
+            seconds.append(_clock() - began)
+            assert answer.masked
+        controller.close()
+        return seconds
+
+    def value(self, name: str, arg: str, text: bytes, value: bytes) -> list[float]:
+        """Seconds of each step that ends in a mask, while the rest of ``text`` has less than
+        ``value`` and is inside of it; what is forced is appended."""
+        controller, mask, group = self.start(name, arg), self._mask, [0]
+        seconds: list[float] = []
+        appended: list[int] = []
+        while True:
+            began = _clock()
+            controller.post_process(appended, 0)
+            controller.pre_process()
+            answer = controller.mid_process(group, mask)
+            took = _clock() - began
+            if answer.action is Action.STOP or not text:
+                controller.close()
+                return seconds
+            # In free text the last part of the value is behind the beginning of its last token.
+            if answer.masked and len(text) < len(value):
+                seconds.append(took)
+            tokens = self._world.vocabulary.tokenize(text)[:1]
+            appended = list(answer.tokens) if answer.action is Action.SPLICE else tokens
+            written = self._world.vocabulary.bytes_of(appended)
+            assert text.startswith(written), f"{written!r} where the text has {text!r}"
+            text = text[len(written) :]
+
+
+def structures() -> dict[str, str]:
+    """The arguments of the constraint by the part that an answer begins in."""
+    text = structure_of(HERMES, Wanted(FUNCTIONS))
+    thinking = structure_of(HERMES, Wanted(FUNCTIONS, thinking="inside"))
+    return {
+        "text": msgspec.json.encode(text).decode(),
+        "thinking": msgspec.json.encode(thinking).decode(),
+    }
+
+
+def structural_tags() -> str:
+    """The same calls as llguidance's structural tags."""
+    return StructTag.to_grammar(
+        [
+            StructTag(
+                trigger=HERMES.trigger,
+                begin=f'{HERMES.head}"{each.name}"{HERMES.middle}',
+                grammar=each.parameters,
+                end=HERMES.tail,
+            )
+            for each in FUNCTIONS
+        ],
+        assume_special=False,
+    )
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__)
+    passes = 3 if given.quick else 9
+    world = World.make()
+    constraints = Constraints(world.engine, None)
+    steps = Steps(world, constraints)
+    words = world.tokens((ROOT / "docs" / "architecture.md").read_text().replace("<", "("))[:1000]
+    theirs = LLGuidance(LLGuidance.tokenizer(world.vocabulary), world.vocabulary, structural_tags())
+    args = structures()
+    record = json.dumps(json.loads((TEXTS / "records.json").read_text())[0], ensure_ascii=False)
+    call = f'{HERMES.head}"save_0"{HERMES.middle}{record}'.encode()
+    results: dict[str, float] = {}
+    gc.disable()
+    for part in PARTS:
+        first = steps.free("structural", args[part], words)
+        results[f"{part}_first_us"] = statistics.mean(first) * MICRO
+    times: dict[str, list[list[float]]] = {}
+    for _ in range(passes):
+        for part in PARTS:
+            times.setdefault(part, []).append(steps.free("structural", args[part], words))
+        times.setdefault("regex", []).append(steps.free("regex", "(?s:.*)", words))
+        times.setdefault("llguidance", []).append(theirs.walk(words)[1:])
+        inside = steps.value("structural", args["text"], call, record.encode())
+        times.setdefault("call", []).append(inside)
+        alone = steps.value("json_schema", json.dumps(SCHEMA), record.encode(), record.encode())
+        times.setdefault("schema", []).append(alone)
+    constraints.close()
+    for name, passed in times.items():
+        results[f"{name}_us"] = steady_us(passed)
+    results["text_vs_regex"] = results["text_us"] / results["regex_us"]
+    results["text_vs_llguidance"] = results["text_us"] / results["llguidance_us"]
+    results["thinking_vs_regex"] = results["thinking_us"] / results["regex_us"]
+    results["call_vs_schema"] = results["call_us"] / results["schema_us"]
+    notes = {
+        "text_vs_regex": "free text, over a regex that allows any text (at most 1.2)",
+        "text_vs_llguidance": "the same over llguidance alone under structural tags (at most 1.0)",
+        "thinking_vs_regex": "thinking, over that regex (at most 1.2)",
+        "call_vs_schema": "the arguments of a call, over json_schema alone (at most 2.0)",
+        "text_us": "a step in free text",
+        "text_first_us": "the same on the first pass, with the making of the masks",
+    }
+    report(results, notes, given.json)
+
+
+if __name__ == "__main__":
+    main()
