@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
+NATIVE := $(wildcard workers/gpu/native/*.c workers/gpu/native/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
 .PHONY: install image demo test test-quick test-long fuzz chaos ray lint bench bench-peers clean
@@ -16,7 +17,7 @@ FOLDERS := $(PACKAGES) tests benchmarks
 install: $(INSTALLED)
 
 # torch goes first and alone: it is most of the download, and what follows then finds it there.
-# The guest that runs grammars is compiled with the package.
+# The guest that runs grammars and the GPU worker's native code are compiled with the package.
 define with_extra
 test -x $(PY) || $(PYTHON) -m venv $(VENV)
 $(PY) -m pip install --quiet $(TORCH)
@@ -25,7 +26,7 @@ endef
 
 # SGLang's parsers of answers without what their package depends on, which would replace the
 # versions of transformers and openai here; pyproject.toml has what they import.
-$(INSTALLED): pyproject.toml setup.py $(GUEST)
+$(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE)
 	$(call with_extra,dev)
 	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
 from .projections import Projection
 
@@ -57,8 +57,8 @@ class RmsNorm:
     """``x / sqrt(mean(x ** 2) + eps) * gain`` over the last dimension."""
 
     def __init__(self, gain: torch.Tensor, eps: float) -> None:
-        self._gain = gain
-        self._eps = eps
+        self.gain = gain
+        self.eps = eps
         # rms_norm is a dozen operations on a CPU, this is four: x * gain * sqrt(dim) over the
         # hypotenuse of its norm and sqrt(dim * eps).
         self._few = gain.device.type == "cpu" and gain.dtype == torch.float32
@@ -67,7 +67,7 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._few:
-            return rms_norm(x, self._gain.shape, self._gain, self._eps)
+            return rms_norm(x, self.gain.shape, self.gain, self.eps)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scaled: torch.Tensor = x * self._scaled
         return scaled.div_(torch.hypot(norm, self._floor))
@@ -99,13 +99,12 @@ class GatedMlp:
     def __init__(self, gate_up: Projection, down: Projection, activation: Function) -> None:
         self.gate_up = gate_up
         self.down = down
-        self._activation = activation
-        self._is_silu = activation is silu
+        self.activation = activation
 
     def add_to(self, residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         """The result, added to ``residual`` if there is one."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        product = self._activation(gate).mul_(up)
+        product = self.activation(gate).mul_(up)
         return self.down(product) if residual is None else self.down.add_to(residual, product)
 
 
@@ -173,7 +172,8 @@ class FusedDecoder:
     """The forward of a whole model.
 
     ``rotary``: cosines and sines ``[1, num_tokens, rotary_dim]`` for hidden states, positions
-    ``[1, num_tokens]`` and one of ``kinds``, as the model computes them.
+    ``[1, num_tokens]`` and one of ``kinds``, as the model computes them; ``by_position``: whether
+    they depend on nothing but the position.
     """
 
     def __init__(
@@ -186,14 +186,17 @@ class FusedDecoder:
         rotary: Callable[[torch.Tensor, torch.Tensor, str], Rotation],
         logits_scale: float,
         logits_cap: float | None,
+        by_position: bool = False,
     ) -> None:
         self._embed = embed
         self._embedding_scale = embedding_scale
         self.layers = list(layers)
-        self._kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
-        self._norm = norm
+        self.kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
+        """The rotary embeddings that its layers use."""
+        self.norm = norm
         self.head = head
         self._rotary = rotary
+        self.by_position = by_position
         self._logits_scale = logits_scale
         self._logits_cap = logits_cap
 
@@ -209,16 +212,21 @@ class FusedDecoder:
         """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``;
         ``rows`` of the length of ``ids`` are all of them, in order. ``context`` goes to
         ``attend`` as it is."""
-        hidden = self._embed(ids)
-        if self._embedding_scale != 1:
-            hidden = hidden * self._embedding_scale
-        places = positions.unsqueeze(0)
-        rotations = {kind: self._rotation(hidden, places, kind) for kind in self._kinds}
+        hidden = self.embedded(ids)
+        rotations = {kind: self.rotation(hidden, positions, kind) for kind in self.kinds}
         for layer in self.layers:
             hidden = layer(hidden, rotations, context, attend)
         if len(rows) != len(ids):
             hidden = hidden.index_select(0, rows)
-        logits = self.head(self._norm(hidden))
+        return self.scaled(self.head(self.norm(hidden)))
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The hidden states ``[num_tokens, hidden]`` before the first layer."""
+        hidden = self._embed(ids)
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as the model gives them, from those of the output layer, which are overwritten."""
         if self._logits_scale != 1:
             logits = logits.mul_(self._logits_scale)
         if self._logits_cap is not None:
@@ -236,8 +244,10 @@ class FusedDecoder:
             left -= projection.pack(left)
         return budget - left
 
-    def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
-        cos, sin = self._rotary(hidden, positions, kind)
+    def rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
+        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. Of ``hidden`` only
+        dtype and device count."""
+        cos, sin = self._rotary(hidden, positions.unsqueeze(0), kind)
         half = sin.shape[-1] // 2
         signed = torch.cat((sin[0, :, :half].neg(), sin[0, :, half:]), -1)
         return cos[0].unsqueeze(1), signed.unsqueeze(1)

@@ -33,6 +33,9 @@ from .projections import Projection, stored_by_input
 
 IGNORED = {"act_fn", "activation_fn", "resid_attn_dropout", "resid_mlp_dropout"}
 """Modules without weights; a model that is served drops nothing out."""
+BY_POSITION = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings that depend on nothing but the position: others are scaled by the length of the
+text."""
 
 
 class NotFusible(Exception):
@@ -40,11 +43,15 @@ class NotFusible(Exception):
 
 
 def fused_model(
-    model: Any, shapes: Mapping[int, LayerShape], options: Mapping[int, AttentionOptions]
+    model: Any,
+    shapes: Mapping[int, LayerShape],
+    options: Mapping[int, AttentionOptions],
+    by_input: bool = True,
 ) -> FusedDecoder:
     """The model as a FusedDecoder.
 
-    ``shapes`` and ``options`` are what its layers' attentions were called with. Raises NotFusible.
+    ``shapes`` and ``options`` are what its layers' attentions were called with. ``by_input``:
+    weights are stored by input where that is faster (``stored_by_input``). Raises NotFusible.
     """
     if not type(model).__module__.startswith("transformers."):
         raise NotFusible("its code is not transformers' own")
@@ -57,7 +64,7 @@ def fused_model(
     tied = model.lm_head.weight is base.embed_tokens.weight
     rotary = _Rotary(base.rotary_emb, config)
     layers = [
-        _layer(layer, i, shapes.get(i), options.get(i), rotary.kind(i))
+        _layer(layer, i, shapes.get(i), options.get(i), rotary.kind(i), by_input)
         for i, layer in enumerate(base.layers)
     ]
     return FusedDecoder(
@@ -65,10 +72,11 @@ def fused_model(
         embedding_scale=_embedding_scale(model, base),
         layers=layers,
         norm=_norm(base.norm),
-        head=_joined([model.lm_head], by_input=not tied),
+        head=_joined([model.lm_head], by_input and not tied),
         rotary=rotary,
         logits_scale=1 / getattr(config, "logits_scaling", 1.0),
         logits_cap=getattr(config, "final_logit_softcapping", None),
+        by_position=rotary.by_position,
     )
 
 
@@ -90,6 +98,7 @@ def _layer(
     shape: LayerShape | None,
     options: AttentionOptions | None,
     rotation: str,
+    by_input: bool,
 ) -> Layer:
     if shape is None or options is None:
         raise NotFusible(f"the attention of layer {index} was not called")
@@ -108,9 +117,9 @@ def _layer(
     attention = layer.self_attn
     _only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"})
     if hasattr(attention, "qkv_proj"):
-        qkv = _joined([attention.qkv_proj])
+        qkv = _joined([attention.qkv_proj], by_input)
     else:
-        qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], by_input)
     dim, rest = shape.key_dim, qkv.weight.shape[0] % shape.key_dim
     num_heads = qkv.weight.shape[0] // dim - 2 * shape.kv_heads
     if rest or num_heads < shape.kv_heads:
@@ -123,8 +132,8 @@ def _layer(
         head_norms=_head_norms(attention, dim),
         rotation=rotation if getattr(attention, "use_rope", True) else None,
         options=options,
-        output=_joined([attention.o_proj]),
-        mlp=_mlp(layer.mlp),
+        output=_joined([attention.o_proj], by_input),
+        mlp=_mlp(layer.mlp, by_input),
         before_attention=found.get("input_layernorm"),
         after_attention=after if around else None,
         before_mlp=found.get("pre_feedforward_layernorm") if around else after,
@@ -133,12 +142,12 @@ def _layer(
     )
 
 
-def _mlp(mlp: Any) -> GatedMlp:
+def _mlp(mlp: Any, by_input: bool) -> GatedMlp:
     _only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
     if hasattr(mlp, "gate_up_proj"):
-        gate_up = _joined([mlp.gate_up_proj])
+        gate_up = _joined([mlp.gate_up_proj], by_input)
     elif hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
-        gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        gate_up = _joined([mlp.gate_proj, mlp.up_proj], by_input)
     else:
         raise NotFusible(f"its {type(mlp).__name__} has no gate")
     activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
@@ -147,7 +156,7 @@ def _mlp(mlp: Any) -> GatedMlp:
     sample = torch.linspace(-4, 4, 64)
     if torch.equal(activation(sample), silu(sample)):
         activation = silu
-    return GatedMlp(gate_up, _joined([mlp.down_proj]), activation)
+    return GatedMlp(gate_up, _joined([mlp.down_proj], by_input), activation)
 
 
 def _head_norms(attention: Any, dim: int) -> HeadNorms | None:
@@ -179,7 +188,7 @@ def _norm(module: Any) -> Function:
     return module  # type: ignore[no-any-return]
 
 
-def _joined(layers: list[Any], by_input: bool = True) -> Projection:
+def _joined(layers: list[Any], by_input: bool) -> Projection:
     """Linear layers of the same input as one product. Their weights are put side by side in
     memory, and become views of that; ``by_input``: stored by input, where that is faster."""
     for layer in layers:
@@ -193,17 +202,17 @@ def _joined(layers: list[Any], by_input: bool = True) -> Projection:
     if layers[0].bias is not None:
         bias = torch.cat([layer.bias.detach() for layer in layers])
     weights = [layer.weight.detach() for layer in layers]
-    joined = _already_joined(weights)
+    joined = _already_joined(weights, by_input)
     if joined is None:
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
-        if by_input and stored_by_input(joined):
-            joined = joined.t().contiguous().t()
+        wants = by_input and stored_by_input(joined)
+        joined = joined.t().contiguous().t() if wants else joined.contiguous()
         for layer, part in zip(layers, joined.split([len(w) for w in weights]), strict=True):
             layer.weight.data = part
     return Projection(joined, bias)
 
 
-def _already_joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
     """The matrix of which ``parts`` are the rows, where a model was joined before."""
     first = parts[0]
     storage, strides = first.untyped_storage(), first.stride()
@@ -215,7 +224,7 @@ def _already_joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
         at += len(part) * strides[0] * part.itemsize
     rows = sum(len(part) for part in parts)
     joined = first.as_strided((rows, first.shape[1]), strides)
-    wants = stored_by_input(joined)
+    wants = by_input and stored_by_input(joined)
     return joined if wants != joined.is_contiguous() else None
 
 
@@ -246,8 +255,11 @@ class _Rotary:
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module
         self._types: list[str] | None = None
-        if isinstance(getattr(module, "rope_type", None), Mapping):
+        given = getattr(module, "rope_type", None)
+        if isinstance(given, Mapping):
             self._types = list(config.layer_types)
+        found = set(given.values()) if isinstance(given, Mapping) else {given}
+        self.by_position = found <= BY_POSITION
 
     def kind(self, layer: int) -> str:
         """Which of them a layer uses."""

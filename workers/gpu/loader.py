@@ -20,6 +20,7 @@ from .attention import dot_product, register
 from .fused import AttentionOptions, FusedDecoder
 from .fused_model import NotFusible, fused_model
 from .kv_cache import LayerShape
+from .native_decoder import Unsupported, check_supported, library
 from .ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Atte
         raise ModelLoadError(
             f"the engine cannot run {name!r}: {kind} does not use transformers' attention interface"
         )
-    away = _difference(found, expected)
+    away = difference(found, expected)
     if not away <= PROBE_TOLERANCE:
         raise ModelLoadError(
             f"the engine cannot run {name!r}: {kind} does something to its attention that the "
@@ -220,7 +221,7 @@ def _fused(
     furthest = (getattr(model.config, "max_position_embeddings", None) or 2048) - 1
     positions = torch.tensor([0, 1, furthest // 3, furthest], device=model.device)
     try:
-        decoder = fused_model(model, layers, options)
+        decoder = _read(model, layers, options)
         with torch.inference_mode():
             model.set_attn_implementation(PROBE)
             expected = model(
@@ -230,7 +231,7 @@ def _fused(
                 packed_batch=PROBE,
             ).logits[0]
             found = decoder.forward(ids, positions, ids, None, attend)
-        away = _difference(found.float(), expected.float())
+        away = difference(found.float(), expected.float())
         limit = FUSED_TOLERANCE if found.dtype == torch.float32 else PROBE_TOLERANCE
         if not away <= limit:
             raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
@@ -243,7 +244,21 @@ def _fused(
     return decoder
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _read(
+    model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
+) -> FusedDecoder:
+    """The FusedDecoder of a model, with its weights in the order of the code that computes it."""
+    if library() is not None:
+        decoder = fused_model(model, layers, options, by_input=False)
+        try:
+            check_supported(decoder)
+            return decoder
+        except Unsupported:
+            pass
+    return fused_model(model, layers, options)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The greatest difference of logits, relative to their standard deviation."""
     away = (found - expected).abs().max() / (expected.std() + 1e-6)
     return away.item()

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...protocol.sampling import Sampling
 from . import varlen
 from .attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
 from .device_queue import DeviceQueue, InlineQueue, Work, on_device
-from .fused import Attend
+from .fused import Attend, FusedDecoder
 from .graphs import DecodeGraphs
 from .head import packed_head
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
-from .loader import LoadedModel
+from .loader import FUSED_TOLERANCE, LoadedModel, difference
+from .native_decoder import MOST_TOKENS, NativeDecoder, Unsupported
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
 from .scheduler import Batch, Chunk
+from .sequence import Sequence
 from .threads import ThreadChooser
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 4
+"""Tokens with which the native code is compared with torch."""
 
 
 @dataclass(slots=True)
@@ -76,22 +86,36 @@ class Runner:
         if layout.in_place and plain:
             width = -(-loaded.context_length // layout.block_size)
             self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
+        self._native: NativeDecoder | None = None
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
-        self.mirrors: Mirrors | None = None
+        self._mirrors: Mirrors | None = None
         self._threads: ThreadChooser | None = None
         if self._device.type == "cpu":
             if self._ranks is None and not fixed_threads:
                 self._threads = ThreadChooser(torch.get_num_threads())
             per_token = token_bytes(loaded.layers, loaded.dtype)
-            self.mirrors = Mirrors(per_token, layout.block_size)
+            self._mirrors = Mirrors(per_token, layout.block_size)
         self._mirror: dict[int, Mirror] = {}
+        if self._decoder is not None and self._device.type == "cpu" and not layout.in_place:
+            try:
+                self._native = self._native_decoder(self._decoder)
+            except Unsupported as why:
+                log.info("%s: torch computes all of its steps: %s", self._name, why)
         if self._ranks is not None:
             self._ranks.open(self._name, num_blocks, layout, compiled)
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
         size, in_place, _ = self._layout
-        return pack(batch, size, spans=in_place, mirrors=self.mirrors)
+        return pack(batch, size, spans=in_place, mirrors=self.mirrors_for(batch.num_tokens))
+
+    def mirrors_for(self, num_tokens: int) -> Mirrors | None:
+        """Where a forward of so many tokens finds copies of keys and values; None where it reads
+        them from their blocks, so that no copy is up to date behind it."""
+        if self._native is None or num_tokens > MOST_TOKENS:
+            return self._mirrors
+        self.forget_mirrors()
+        return None
 
     def launch(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
         """Hands the forward of a step to the device. ``drawn`` gives, in the queue's turn, the
@@ -105,10 +129,10 @@ class Runner:
 
     def forget_mirrors(self) -> None:
         """A forward that was launched was not computed."""
-        if self.mirrors is not None:
-            self.mirrors.forget()
+        if self._mirrors is not None:
+            self._mirrors.forget()
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, blocks: Sequences[int]) -> None:
         """Sets blocks to zeros, since they contain NaN."""
         self.queue.submit(lambda: self._cache.clear_blocks(blocks))
         if self._ranks is not None:
@@ -133,6 +157,8 @@ class Runner:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
                 return logits.float()
+        if self._native is not None and len(ids) <= MOST_TOKENS:
+            return self._natively(self._native, ids, packed)
         rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()
 
@@ -147,6 +173,33 @@ class Runner:
     @torch.inference_mode()
     def _copy_blocks(self, packed: Packed) -> None:
         self._cache.copy_blocks(packed.copies)
+
+    def _native_decoder(self, decoder: FusedDecoder) -> NativeDecoder:
+        """What computes forwards of few tokens. Raises Unsupported; also where its logits are not
+        those of torch."""
+        native = NativeDecoder(decoder, self._cache, self._layout.block_size)
+        sequence = Sequence(0, 0, list(range(PROBE_TOKENS)), PROBE_TOKENS, Sampling(), PROBE_TOKENS)
+        # The block that is not allocated.
+        sequence.block_table.blocks.append(self._cache.num_blocks - 1)
+        _, packed = pack(Batch([Chunk(sequence, 0, PROBE_TOKENS)]), self._layout.block_size)
+        ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
+        found = native.forward(ids, packed, 1)
+        wanted = self._compute(ids, positions, rows, self._context(packed))
+        self._cache.clear_blocks([self._cache.num_blocks - 1])
+        away = difference(found, wanted)
+        if not away <= FUSED_TOLERANCE:
+            raise Unsupported(f"its logits would be off by {away:.3g} of their spread")
+        return native
+
+    def _natively(self, native: NativeDecoder, ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """A forward of few tokens."""
+        if self._threads is None:
+            return native.forward(ids, packed, torch.get_num_threads())
+        threads = self._threads.choose(len(ids))
+        began = time.perf_counter()
+        logits = native.forward(ids, packed, threads)
+        self._threads.observe(len(ids), time.perf_counter() - began)
+        return logits
 
     def _forward(
         self,

@@ -132,7 +132,8 @@ class Stepper:
         decodes, self._decodes = self._decodes, None
         if decodes is not None and self._continues(decodes, before):
             self.step_tokens.observe(len(decodes.sequences))
-            packed = decodes.pack(before is not None, self._runner.mirrors)
+            mirrors = self._runner.mirrors_for(len(decodes.sequences))
+            packed = decodes.pack(before is not None, mirrors)
             step = PendingStep(self._runner.launch(packed, tokens))
             step.decodes = decodes.sequences, decodes.positions
             step.rows = dict(zip(decodes.sequences, range(len(packed.ids)), strict=True))

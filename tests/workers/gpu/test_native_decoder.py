@@ -1,0 +1,164 @@
+"""The native code gives the logits of torch, for all that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu import native_decoder
+from tokenbus.workers.gpu.block_manager import BlockManager
+from tokenbus.workers.gpu.loader import wrap_model
+from tokenbus.workers.gpu.native_decoder import MOST_TOKENS, library
+from tokenbus.workers.gpu.runner import Runner
+from tokenbus.workers.gpu.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.sequence import Sequence
+from tokenbus.workers.gpu.varlen import choose_layout
+
+from .test_architectures import CASES, make
+from .test_fused import NOT_FUSED
+
+BLOCKS = 64
+
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="no native code was compiled for this machine"
+)
+
+
+class Both:
+    """The same sequences computed by the native code and by torch, each with its own cache."""
+
+    def __init__(self, name: str) -> None:
+        loaded = wrap_model(name, make(name))
+        layout = choose_layout(loaded)
+        self.runners = [Runner(loaded, BLOCKS, layout), Runner(loaded, BLOCKS, layout)]
+        assert self.runners[0]._native is not None
+        self.runners[1]._native = None
+        self._blocks = BlockManager(BLOCKS, layout.block_size)
+        self._generator = torch.Generator().manual_seed(3)
+
+    def sequence(self, length: int) -> Sequence:
+        """A sequence of random tokens."""
+        tokens = torch.randint(0, 500, (length,), generator=self._generator).tolist()
+        return Sequence(0, 0, tokens, length, Sampling(), 1000)
+
+    def difference(self, *parts: tuple[Sequence, int] | tuple[Sequence, int, list[int]]) -> float:
+        """The greatest difference of logits of a step that computes so much of each sequence, with
+        a draft behind it, over their standard deviation."""
+        chunks = []
+        for sequence, count, *drafts in parts:
+            draft = drafts[0] if drafts else []
+            start = sequence.num_computed_tokens
+            assert (
+                self._blocks.reserve(sequence.block_table, start, start + count + len(draft)) == []
+            )
+            chunks.append(Chunk(sequence, start, start + count + len(draft), draft))
+            sequence.num_computed_tokens += count
+        native, wanted = (runner.forward(runner.pack(Batch(chunks))[1]) for runner in self.runners)
+        if not len(wanted):
+            return 0.0
+        return ((native - wanted).abs().max() / wanted.std()).item()
+
+    def decode(self, *sequences: Sequence) -> float:
+        """The same of a step that computes one more token of each."""
+        for sequence in sequences:
+            sequence.tokens.append(len(sequence.tokens) * 7 % 500)
+        return self.difference(*((sequence, 1) for sequence in sequences))
+
+
+@pytest.fixture(params=[name for name in CASES if name not in NOT_FUSED])
+def both(request: pytest.FixtureRequest) -> Both:
+    return Both(request.param)
+
+
+def test_logits_are_those_of_torch(both: Both) -> None:
+    long, short, other = (both.sequence(length) for length in (60, 5, 11))
+    # A prompt within one step, one in two parts, and one that torch computes.
+    assert both.difference((short, 5)) < 1e-3
+    assert both.difference((other, 6)) < 1e-3
+    assert both.difference((other, 5)) < 1e-3
+    assert both.difference((long, 60)) < 1e-3
+    for _ in range(7):
+        assert both.decode(long, short, other) < 1e-3
+    # Drafts behind the last token, beside sequences that have none.
+    long.tokens.append(3)
+    short.tokens.append(4)
+    assert both.difference((long, 1, [7, 8, 9]), (short, 1)) < 1e-3
+    # They were refused: others take their places.
+    for _ in range(3):
+        assert both.decode(long, short, other) < 1e-3
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The code for processors with vectors half as wide as this one's may have."""
+    monkeypatch.setattr(native_decoder, "_processor", lambda machine: "x86_64_v3")
+    library.cache_clear()
+    yield
+    monkeypatch.undo()
+    library.cache_clear()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the processor has no AVX-512"
+)
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("name", ["llama", "gemma2: soft caps, windows in every other layer"])
+def test_narrower_vectors_give_the_same(name: str) -> None:
+    both = Both(name)
+    sequence = both.sequence(13)
+    assert both.difference((sequence, 13)) < 1e-3
+    for _ in range(5):
+        assert both.decode(sequence) < 1e-3
+
+
+def test_a_row_does_not_depend_on_the_others_or_on_the_threads() -> None:
+    both = Both("llama")
+    runner = both.runners[0]
+    native = runner._native
+    assert native is not None
+    sequences = [both.sequence(4) for _ in range(4)]
+    for sequence in sequences:
+        both.difference((sequence, 4))
+        sequence.num_computed_tokens = 3
+
+    def logits(some: list[Sequence], threads: int) -> Any:
+        _, packed = runner.pack(Batch([Chunk(one, 3, 4) for one in some]))
+        return native.forward(torch.from_numpy(packed.ids), packed, threads)
+
+    together = logits(sequences, 1)
+    assert torch.equal(logits(sequences, 3), together)
+    assert torch.allclose(logits(sequences[2:3], 2), together[2:3], atol=1e-5)
+
+
+def test_what_it_does_not_know_is_left_to_torch() -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    loaded = wrap_model("llama", model)
+    assert loaded.decoder is not None
+    assert Runner(loaded, BLOCKS, choose_layout(loaded))._native is None
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str) -> None:
+        raise OSError(f"{path}: wrong ELF class")
+
+    monkeypatch.setattr(native_decoder, "CDLL", fail)
+    library.cache_clear()
+    try:
+        assert library() is None
+        assert "wrong ELF class" in caplog.text
+    finally:
+        monkeypatch.undo()
+        library.cache_clear()
+
+
+def test_longer_steps_are_left_to_torch() -> None:
+    both = Both("llama")
+    runner = both.runners[0]
+    assert runner.mirrors_for(MOST_TOKENS) is None
+    assert runner.mirrors_for(MOST_TOKENS + 1) is not None

@@ -1,0 +1,396 @@
+/* The forward of a decoder for few tokens, in float32, in one call.
+ *
+ * A token of a small model costs more in calls of small operations than in arithmetic, and one row
+ * times a matrix is bound by how fast memory gives the matrix. So here the weights are read once for
+ * all tokens, in the order in which they lie in memory, and what is between the products is done on
+ * the way. Keys and values are read from their blocks in place. It computes what FusedDecoder
+ * (fused.py) computes; the structures are those of native_decoder.py. */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "threads.h"
+#include "vectors.h"
+
+typedef struct {
+    const float *gain; /* Null: there is no such norm. */
+    int64_t size;
+    float eps;
+} Norm;
+
+typedef struct {
+    const float *weight; /* [out, in] */
+    const float *bias;   /* [out], or null */
+    int64_t out, in;
+} Product;
+
+enum { SILU, GELU_TANH };
+
+typedef struct {
+    Norm before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
+    Product qkv, output, gate_up, down;
+    float *keys, *values; /* [blocks, block_size, kv_heads, dim] */
+    int64_t heads, kv_heads, dim;
+    int64_t window;   /* 0: none */
+    int64_t rotation; /* Which of the step's; -1: none */
+    int64_t activation;
+    float scale, softcap, residual_scale; /* softcap 0: none */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    int64_t num_layers, hidden, block_size;
+    Norm norm;
+    Product head;
+} Decoder;
+
+typedef struct {
+    const float *cos, *sin; /* [.., dim]; the first half of the sines is negated. */
+    int64_t dim;
+    int64_t by_position; /* A row for each position; 0: one for each token of the step. */
+} Rotation;
+
+typedef struct {
+    int64_t num_tokens, num_rows, threads;
+    const int64_t *positions, *slots; /* [num_tokens] */
+    const int64_t *const *blocks;     /* [num_tokens]: the blocks of each one's sequence */
+    const int64_t *rows;              /* [num_rows]: the tokens whose logits are wanted */
+    const Rotation *rotations;
+    float *hidden; /* [num_tokens, hidden]: the embeddings, which are overwritten */
+    float *logits; /* [num_rows, vocab] */
+} Step;
+
+enum {
+    PART_FLOATS = 1 << 13, /* Weights of a part of a product, about. */
+};
+
+/* --- products ------------------------------------------------------------------------------------ */
+
+/* y[t * stride] = x[t] . w for so many tokens, in so many sums each.
+ *
+ * Of the weights one row is read at a time, so that memory is read from one end to the other: four
+ * rows at once come at a third of the speed. */
+INLINE void dots(const float *w, const float *x, int64_t in, float *y, int64_t stride, int tokens,
+                 int sums) {
+    Vector found[8][4];
+    int64_t at = 0;
+    for (int t = 0; t < tokens; t++)
+        for (int i = 0; i < sums; i++)
+            found[t][i] = (Vector){0};
+    for (; at + sums * LANES <= in; at += sums * LANES)
+        for (int i = 0; i < sums; i++) {
+            Vector weights = load(w + at + i * LANES);
+            for (int t = 0; t < tokens; t++)
+                found[t][i] += weights * load(x + t * in + at + i * LANES);
+        }
+    for (; at < in; at += LANES) {
+        int64_t rest = in - at < LANES ? in - at : LANES;
+        Vector weights = load_some(w + at, rest);
+        for (int t = 0; t < tokens; t++)
+            found[t][0] += weights * load_some(x + t * in + at, rest);
+    }
+    for (int t = 0; t < tokens; t++) {
+        for (int i = 1; i < sums; i++)
+            found[t][0] += found[t][i];
+        y[t * stride] = sum(found[t][0]);
+    }
+}
+
+/* The outputs first to end - 1 of a product, for all tokens. */
+static void multiply(const Product *product, const float *x, int64_t tokens, float *y, int64_t first,
+                     int64_t end) {
+    int64_t in = product->in, stride = product->out, n;
+    for (n = first; n < end; n++) {
+        const float *w = product->weight + n * in;
+        int64_t t = 0;
+        for (; t + 8 <= tokens; t += 8)
+            dots(w, x + t * in, in, y + t * stride + n, stride, 8, 1);
+        for (; t + 4 <= tokens; t += 4)
+            dots(w, x + t * in, in, y + t * stride + n, stride, 4, 2);
+        for (; t + 2 <= tokens; t += 2)
+            dots(w, x + t * in, in, y + t * stride + n, stride, 2, 4);
+        if (t < tokens)
+            dots(w, x + t * in, in, y + t * stride + n, stride, 1, 4);
+    }
+    if (product->bias)
+        for (int64_t t = 0; t < tokens; t++)
+            for (n = first; n < end; n++)
+                y[t * stride + n] += product->bias[n];
+}
+
+typedef struct {
+    const Product *product;
+    const float *x;
+    float *y;
+    int64_t tokens;
+} Multiplied;
+
+static void multiply_part(const void *given, int64_t first, int64_t end) {
+    const Multiplied *m = given;
+    multiply(m->product, m->x, m->tokens, m->y, first, end);
+}
+
+static int64_t part_of(int64_t in) {
+    int64_t outs = PART_FLOATS / in;
+    return outs < 8 ? 8 : outs / 8 * 8;
+}
+
+static void product(const Product *given, const float *x, int64_t tokens, float *y) {
+    Multiplied m = {given, x, y, tokens};
+    threads_run(multiply_part, &m, given->out, part_of(given->in));
+}
+
+/* --- the gated MLP ------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Layer *layer;
+    const float *x;
+    float *both; /* [tokens, 2 * size]: gate and up */
+    float *y;    /* [tokens, size] */
+    int64_t tokens;
+} Gated;
+
+static void gated_part(const void *given, int64_t first, int64_t end) {
+    const Gated *g = given;
+    const Product *gate_up = &g->layer->gate_up;
+    int64_t size = gate_up->out / 2, count = end - first;
+    multiply(gate_up, g->x, g->tokens, g->both, first, end);
+    multiply(gate_up, g->x, g->tokens, g->both, size + first, size + end);
+    for (int64_t t = 0; t < g->tokens; t++) {
+        float *gate = g->both + t * 2 * size + first, *up = gate + size, *to = g->y + t * size + first;
+        if (g->layer->activation == SILU)
+            FOR_EACH(gate, count, v, v / (exponential(-v) + 1.0f));
+        else
+            FOR_EACH(gate, count, v,
+                     v / (exponential((v + v * v * v * 0.044715f) * -1.5957691216f) + 1.0f));
+        for (int64_t i = 0; i < count; i++)
+            to[i] = gate[i] * up[i];
+    }
+}
+
+/* --- norms and rotation -------------------------------------------------------------------------- */
+
+static void normalize(const Norm *norm, const float *x, float *y) {
+    int64_t size = norm->size;
+    float factor = 1.0f / sqrtf(dot(x, x, size) / (float)size + norm->eps);
+    for (int64_t i = 0; i < size; i++)
+        y[i] = x[i] * factor * norm->gain[i];
+}
+
+/* y = the norm of each token's x, or x where there is no norm. */
+static const float *normalized(const Norm *norm, const float *x, float *y, int64_t tokens) {
+    if (!norm->gain)
+        return x;
+    for (int64_t t = 0; t < tokens; t++)
+        normalize(norm, x + t * norm->size, y + t * norm->size);
+    return y;
+}
+
+/* hidden += scale * norm(update) */
+static void add(float *hidden, float *update, const Norm *norm, float scale, int64_t tokens,
+                int64_t size) {
+    for (int64_t t = 0; t < tokens; t++) {
+        float *to = hidden + t * size, *from = update + t * size;
+        if (norm->gain)
+            normalize(norm, from, from);
+        for (int64_t i = 0; i < size; i++)
+            to[i] += scale * from[i];
+    }
+}
+
+static void rotate(float *head, const float *cos, const float *sin, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        head[i] = low * cos[i] + high * sin[i];
+        head[half + i] = high * cos[half + i] + low * sin[half + i];
+    }
+}
+
+/* --- attention ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Layer *layer;
+    const Step *step;
+    int64_t block_size;
+    const float *qkv; /* [tokens, (heads + 2 * kv_heads) * dim] */
+    float *y;         /* [tokens, heads * dim] */
+    float *scores;    /* [tokens * kv_heads, heads / kv_heads, longest] */
+    int64_t longest;
+} Attention;
+
+/* The scores of one query at positions that lie together, as many as there are lanes; of fewer, the
+ * others are those of the first. */
+INLINE Vector scores_of(const float *query, const float *const *keys, int64_t dim) {
+    Vector found[LANES];
+    for (int i = 0; i < LANES; i++)
+        found[i] = (Vector){0};
+    int64_t at = 0;
+    for (; at + LANES <= dim; at += LANES) {
+        Vector part = load(query + at);
+        for (int i = 0; i < LANES; i++)
+            found[i] += part * load(keys[i] + at);
+    }
+    if (at < dim) {
+        Vector part = load_some(query + at, dim - at);
+        for (int i = 0; i < LANES; i++)
+            found[i] += part * load_some(keys[i] + at, dim - at);
+    }
+    return sums(found);
+}
+
+/* Scores become weights that sum up to 1. */
+static void softmax(float *scores, int64_t count) {
+    float greatest = -INFINITY, total = 0;
+    for (int64_t i = 0; i < count; i++)
+        greatest = scores[i] > greatest ? scores[i] : greatest;
+    FOR_EACH(scores, count, v, exponential(v - greatest));
+    for (int64_t i = 0; i < count; i++)
+        total += scores[i];
+    float factor = 1.0f / total;
+    for (int64_t i = 0; i < count; i++)
+        scores[i] *= factor;
+}
+
+/* One token's queries of one key head, over all positions that it attends to. */
+static void attend(const Attention *a, int64_t t, int64_t kv_head, float *scores) {
+    const Layer *layer = a->layer;
+    int64_t dim = layer->dim, group = layer->heads / layer->kv_heads;
+    int64_t row = layer->kv_heads * dim, size = a->block_size;
+    int64_t end = a->step->positions[t] + 1;
+    int64_t first = layer->window && end > layer->window ? end - layer->window : 0;
+    const int64_t *blocks = a->step->blocks[t];
+    const float *queries =
+        a->qkv + t * (layer->heads + 2 * layer->kv_heads) * dim + kv_head * group * dim;
+    float *found = a->y + t * layer->heads * dim + kv_head * group * dim;
+    float scale = layer->softcap ? layer->scale / layer->softcap : layer->scale;
+    for (int64_t at = first; at < end; at += LANES) {
+        const float *keys[LANES];
+        int64_t count = end - at < LANES ? end - at : LANES;
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t place = i < count ? at + i : at;
+            keys[i] = layer->keys + (blocks[place / size] * size + place % size) * row + kv_head * dim;
+        }
+        for (int64_t g = 0; g < group; g++) {
+            Vector several = scores_of(queries + g * dim, keys, dim) * scale;
+            memcpy(scores + g * a->longest + at - first, &several, (size_t)count * sizeof(float));
+        }
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float *own = scores + g * a->longest;
+        if (layer->softcap)
+            FOR_EACH(own, end - first, v,
+                     (1.0f - 2.0f / (exponential(v + v) + 1.0f)) * layer->softcap);
+        softmax(own, end - first);
+    }
+    memset(found, 0, (size_t)(group * dim) * sizeof(float));
+    for (int64_t at = first; at < end; at++) {
+        const float *value =
+            layer->values + (blocks[at / size] * size + at % size) * row + kv_head * dim;
+        for (int64_t g = 0; g < group; g++) {
+            float weight = scores[g * a->longest + at - first], *to = found + g * dim;
+            for (int64_t i = 0; i < dim; i++)
+                to[i] += weight * value[i];
+        }
+    }
+}
+
+static void attend_part(const void *given, int64_t first, int64_t end) {
+    const Attention *a = given;
+    int64_t kv_heads = a->layer->kv_heads, group = a->layer->heads / kv_heads;
+    for (int64_t i = first; i < end; i++)
+        attend(a, i / kv_heads, i % kv_heads, a->scores + i * group * a->longest);
+}
+
+/* Normalizes and rotates the queries and keys of each token, and writes keys and values. */
+static void write_keys(const Layer *layer, const Step *step, float *qkv) {
+    int64_t dim = layer->dim, heads = layer->heads, kv_heads = layer->kv_heads;
+    int64_t width = (heads + 2 * kv_heads) * dim, row = kv_heads * dim;
+    for (int64_t t = 0; t < step->num_tokens; t++) {
+        float *query = qkv + t * width, *key = query + heads * dim, *value = key + row;
+        for (int64_t i = 0; layer->query_norm.gain && i < heads * dim; i += layer->query_norm.size)
+            normalize(&layer->query_norm, query + i, query + i);
+        for (int64_t i = 0; layer->key_norm.gain && i < row; i += layer->key_norm.size)
+            normalize(&layer->key_norm, key + i, key + i);
+        if (layer->rotation >= 0) {
+            const Rotation *r = step->rotations + layer->rotation;
+            int64_t at = (r->by_position ? step->positions[t] : t) * r->dim;
+            for (int64_t h = 0; h < heads + kv_heads; h++)
+                rotate(query + h * dim, r->cos + at, r->sin + at, r->dim);
+        }
+        memcpy(layer->keys + step->slots[t] * row, key, (size_t)row * sizeof(float));
+        memcpy(layer->values + step->slots[t] * row, value, (size_t)row * sizeof(float));
+    }
+}
+
+/* --- the forward --------------------------------------------------------------------------------- */
+
+/* The buffers of a forward, which are kept for the next one. */
+typedef struct {
+    float *x, *y, *wide, *narrow, *scores;
+} Buffers;
+
+static int64_t most(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+static void layer_forward(const Decoder *decoder, const Layer *layer, const Step *step,
+                          const Buffers *b, int64_t longest) {
+    int64_t tokens = step->num_tokens, hidden = decoder->hidden;
+    const float *x = normalized(&layer->before_attention, step->hidden, b->x, tokens);
+    product(&layer->qkv, x, tokens, b->wide);
+    write_keys(layer, step, b->wide);
+    Attention a = {layer, step, decoder->block_size, b->wide, b->narrow, b->scores, longest};
+    int64_t work = longest * layer->heads * layer->dim;
+    threads_run(attend_part, &a, tokens * layer->kv_heads, 1 + layer->kv_heads * PART_FLOATS / work);
+    product(&layer->output, b->narrow, tokens, b->y);
+    add(step->hidden, b->y, &layer->after_attention, layer->residual_scale, tokens, hidden);
+    x = normalized(&layer->before_mlp, step->hidden, b->x, tokens);
+    Gated gated = {layer, x, b->wide, b->narrow, tokens};
+    int64_t size = layer->gate_up.out / 2;
+    threads_run(gated_part, &gated, size, part_of(2 * hidden));
+    product(&layer->down, b->narrow, tokens, b->y);
+    add(step->hidden, b->y, &layer->after_mlp, layer->residual_scale, tokens, hidden);
+}
+
+static float *floats(int64_t count) {
+    return aligned_alloc(64, (size_t)(count + 63) / 64 * 64 * sizeof(float));
+}
+
+/* Computes a step; 0, or -1 where there is no memory. */
+__attribute__((visibility("default"))) int decoder_forward(const Decoder *decoder, const Step *step) {
+    int64_t wide = 0, narrow = 0, scores = 0, longest = 0, tokens = step->num_tokens;
+    for (int64_t t = 0; t < tokens; t++)
+        longest = most(longest, step->positions[t] + 1);
+    for (int64_t i = 0; i < decoder->num_layers; i++) {
+        const Layer *layer = decoder->layers + i;
+        wide = most(wide, most(layer->qkv.out, layer->gate_up.out));
+        narrow = most(narrow, most(layer->output.in, layer->down.in));
+        scores = most(scores, layer->heads * longest);
+    }
+    int64_t hidden = decoder->hidden;
+    float *all = floats(tokens * (2 * hidden + wide + narrow + scores) + 5 * 64);
+    if (!all)
+        return -1;
+    Buffers b;
+    b.x = all;
+    b.y = b.x + tokens * hidden;
+    b.wide = b.y + tokens * hidden;
+    b.narrow = b.wide + tokens * wide;
+    b.scores = b.narrow + tokens * narrow;
+    threads_begin(step->threads);
+    for (int64_t i = 0; i < decoder->num_layers; i++)
+        layer_forward(decoder, decoder->layers + i, step, &b, longest);
+    for (int64_t r = 0; r < step->num_rows; r++) {
+        const float *from = step->hidden + step->rows[r] * hidden;
+        if (decoder->norm.gain)
+            normalize(&decoder->norm, from, b.x + r * hidden);
+        else
+            memcpy(b.x + r * hidden, from, (size_t)hidden * sizeof(float));
+    }
+    if (step->num_rows)
+        product(&decoder->head, b.x, step->num_rows, step->logits);
+    threads_end();
+    free(all);
+    return 0;
+}

@@ -1,0 +1,140 @@
+/* Vectors of float32 as wide as the processor's, and what a decoder computes with them. */
+
+#ifndef TOKENBUS_VECTORS_H
+#define TOKENBUS_VECTORS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+
+INLINE Vector load(const float *from) {
+    Vector found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE void store(float *to, Vector values) {
+    memcpy(to, &values, sizeof values);
+}
+
+/* The first entries of a vector, and zeros. */
+INLINE Vector load_some(const float *from, int64_t count) {
+    Vector found = {0};
+    memcpy(&found, from, (size_t)count * sizeof(float));
+    return found;
+}
+
+INLINE Vector all(float value) {
+    return value - (Vector){0};
+}
+
+INLINE float sum(Vector values) {
+#if LANES == 16
+    typedef float Half __attribute__((vector_size(32)));
+    Half low, high;
+    memcpy(&low, &values, sizeof low);
+    memcpy(&high, (char *)&values + sizeof low, sizeof high);
+    low += high;
+#elif LANES == 8
+    Vector low = values;
+#endif
+#if LANES >= 8
+    typedef float Quarter __attribute__((vector_size(16)));
+    Quarter four, other;
+    memcpy(&four, &low, sizeof four);
+    memcpy(&other, (char *)&low + sizeof four, sizeof other);
+    four += other;
+#else
+    Vector four = values;
+#endif
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Sums of neighbours: those of the first vector, then those of the second. */
+#if LANES == 16
+#define NEIGHBOURS(a, b)                                                                          \
+    (__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +   \
+     __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+#elif LANES == 8
+#define NEIGHBOURS(a, b)                                             \
+    (__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +      \
+     __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15))
+#else
+#define NEIGHBOURS(a, b) \
+    (__builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7))
+#endif
+
+/* The sum of each of as many vectors as there are lanes. */
+INLINE Vector sums(Vector *values) {
+    for (int count = LANES / 2; count; count /= 2)
+        for (int i = 0; i < count; i++)
+            values[i] = NEIGHBOURS(values[2 * i], values[2 * i + 1]);
+    return values[0];
+}
+
+/* Values chosen by a comparison's result. */
+INLINE Vector choose(Integers which, Vector yes, Vector no) {
+    return (Vector)(((Integers)yes & which) | ((Integers)no & ~which));
+}
+
+/* e to the power of each; as a float32 has it to within 2 units in the last place, from the least
+ * normal number to the greatest, beyond which it stays. Source: Cephes, expf. */
+INLINE Vector exponential(Vector x) {
+    const float bias = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer. */
+    x = choose(x < all(-87.3f), all(-87.3f), x);
+    x = choose(x > all(88.0f), all(88.0f), x);
+    Vector power = (x * 1.44269504f + bias) - bias;
+    Vector rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    Vector found = all(1.9875691500e-4f);
+    found = found * rest + 1.3981999507e-3f;
+    found = found * rest + 8.3334519073e-3f;
+    found = found * rest + 4.1665795894e-2f;
+    found = found * rest + 1.6666665459e-1f;
+    found = found * rest + 5.0000001201e-1f;
+    found = found * (rest * rest) + rest + 1.0f;
+    Integers scale = (__builtin_convertvector(power, Integers) + 127) << 23;
+    return found * (Vector)scale;
+}
+
+/* Applies this to count values in place, with a name for each vector of them. */
+#define FOR_EACH(values, count, name, expression)                            \
+    do {                                                                     \
+        int64_t at = 0;                                                      \
+        for (; at + LANES <= (count); at += LANES) {                         \
+            Vector name = load((values) + at);                               \
+            store((values) + at, expression);                                \
+        }                                                                    \
+        if (at < (count)) {                                                  \
+            Vector name = load_some((values) + at, (count) - at);            \
+            Vector changed = expression;                                     \
+            memcpy((values) + at, &changed, (size_t)((count) - at) * sizeof(float)); \
+        }                                                                    \
+    } while (0)
+
+INLINE float dot(const float *a, const float *b, int64_t count) {
+    Vector one = {0}, other = {0};
+    int64_t at = 0;
+    for (; at + 2 * LANES <= count; at += 2 * LANES) {
+        one += load(a + at) * load(b + at);
+        other += load(a + at + LANES) * load(b + at + LANES);
+    }
+    for (; at + LANES <= count; at += LANES)
+        one += load(a + at) * load(b + at);
+    if (at < count)
+        other += load_some(a + at, count - at) * load_some(b + at, count - at);
+    return sum(one + other);
+}
+
+#endif
