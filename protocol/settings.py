@@ -144,6 +144,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
     drain_s: Positive = 30.0
     """How long a worker that is stopped goes on with its running requests."""
+    linger_s: Positive = 3600.0
+    """How long a gateway whose place another one has taken goes on with its streams."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0

@@ -10,10 +10,18 @@ from pathlib import Path
 from ...protocol import logs, tracing
 from ...protocol.keys import KeyFault, own_key
 from ...protocol.settings import SettingError, load
+from .lingering import Leaving, run
+
+LINGERS = "--lingers"
+"""The flag of a gateway that leaves its place to the next one on SIGUSR2 (``lingering.py``)."""
 
 
 def main() -> int:
     """Runs the gateway until SIGINT or SIGTERM; the exit code."""
+    return run(_serve) if LINGERS in sys.argv[1:] else _serve(None)
+
+
+def _serve(leaving: Leaving | None) -> int:
     try:
         from .app import build
         from .keys import ApiKeys, KeyFileError
@@ -46,7 +54,7 @@ def main() -> int:
         return 1 if isinstance(error, BindError) and error.in_use else 2
     # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    server = GatewayServer(build(settings, keys), settings)
+    server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")
     scheme = "https" if settings.tls_cert else "http"
     log.info("listening on %s://%s", scheme, settings.http)

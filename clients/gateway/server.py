@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from ...protocol.endpoints import host_and_port, is_loopback
 from ...protocol.settings import Settings
 from .context import Gateway
 from .http_protocol import http_protocol
+from .lingering import Leaving
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +81,11 @@ class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, and lets running requests end.
 
     On the first signal ``/ready`` answers 503. Where a load balancer asks for it, connections are
-    accepted until it has seen that, so that no request meets a closed port.
+    accepted until it has seen that, so that no request meets a closed port. On SIGUSR2 it is the
+    same, but the process leaves its place to another one and may take longer (``lingering.py``).
     """
 
-    def __init__(self, app: Starlette, settings: Settings) -> None:
+    def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
         self._app = app
         config = uvicorn.Config(
             app,
@@ -103,6 +106,10 @@ class GatewayServer(uvicorn.Server):
         )
         super().__init__(config)
         self._drain_s = settings.drain_s
+        self._linger_s = settings.linger_s
+        self._leaving = leaving
+        self._leaves = False
+        """Whether it was asked to leave."""
         self._shares_port = settings.gateways > 1
         """A probe may reach another process."""
         self._draining: asyncio.Task[None] | None = None
@@ -122,6 +129,8 @@ class GatewayServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves on these sockets until it is asked to end."""
         self._loop = asyncio.get_running_loop()
+        if self._leaving is not None:
+            self._loop.add_signal_handler(signal.SIGUSR2, self._leave)
         await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -132,6 +141,10 @@ class GatewayServer(uvicorn.Server):
         gateway: Gateway = self._app.state.gateway
         gateway.draining = True
         gateway.tunnels.drain()
+        if self._leaves and self._leaving is not None:
+            log.info("its place is free; finishing what runs")
+            self._leaving.leave()
+            self._drain_s = self._linger_s
         # Until then uvicorn closes each connection that is idle.
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
@@ -164,6 +177,11 @@ class GatewayServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
+
+    def _leave(self) -> None:
+        if not self.should_exit:
+            self._leaves = True
+            self.handle_exit(signal.SIGTERM, None)
 
     def _drain(self, gateway: Gateway) -> None:
         self._draining = asyncio.ensure_future(self._until_seen(gateway))

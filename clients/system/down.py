@@ -36,6 +36,9 @@ def end_system(settings: Settings) -> int:
                 f"supervisord (process {pid}) does not stop; see its log, {run_dir.supervisor_log}",
                 FAILED,
             )
+        if not alive(pid):
+            # Gateways that have left their place: all streams have ended with the broker.
+            end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names) or 'an idle supervisord'} in {run_dir.path}")
     return 0
