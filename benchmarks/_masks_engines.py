@@ -153,7 +153,9 @@ class LLGuidance(_Walking):
         matcher.reset()
         return matcher.consume_token, lambda: fill_at(address, size)
 
-    def walk_rounds(self, rounds: Sequence[Sequence[int]]) -> list[float]:
+    def walk_rounds(
+        self, rounds: Sequence[Sequence[int]], clock: Callable[[], float] = _clock
+    ) -> list[float]:
         """Seconds for accepting the tokens of each round at once and filling the mask after
         them."""
         fill = self._begin()[1]
@@ -161,10 +163,10 @@ class LLGuidance(_Walking):
         seconds = []
         for tokens in rounds:
             some = list(tokens)
-            began = _clock()
+            began = clock()
             accept(some)
             fill()
-            seconds.append(_clock() - began)
+            seconds.append(clock() - began)
         self._end()
         return seconds
 

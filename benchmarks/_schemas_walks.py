@@ -23,11 +23,9 @@ MOST_TOKENS = 400
 
 
 @dataclass
-class Walks:
-    """The walks of all schemas, and what became of them."""
+class WalkFigures:
+    """What became of walks."""
 
-    world: World
-    program: JsonSchemaProgram
     walks: int = 0
     whole: int = 0
     tokens: int = 0
@@ -42,29 +40,17 @@ class Walks:
     exceptions: dict[str, str] = field(default_factory=dict)
     """Why a schema is not closed, by its name."""
 
-    def add(self, case: Case, count: int) -> None:
-        """So many walks under one schema: the first at the least ``max_tokens`` that it has."""
-        arg = json.dumps(case.schema)
-        try:
-            least = self._least(arg)
-        except TokenbusError:
-            return  # It is counted as not compiled.
-        if least is None:
-            self.exceptions[case.name] = "no shortest value was found"
-            return
-        if least > MOST_TOKENS:
-            self.longer += 1
-            return
-        validator = jsonschema.validators.validator_for(case.schema)(case.schema)
-        for number in range(count):
-            rng = random.Random(number)
-            most = least if not number else rng.randint(least, MOST_TOKENS)
-            self.walks += 1
-            why = self._walk(arg, most, rng, validator)
-            if why:
-                self.failures[case.name] = f"max_tokens {most}: {why}"
-            else:
-                self.whole += 1
+    def add(self, other: WalkFigures) -> None:
+        """Adds those of other cases."""
+        self.walks += other.walks
+        self.whole += other.whole
+        self.tokens += other.tokens
+        self.closed += other.closed
+        self.taken_back += other.taken_back
+        self.longer += other.longer
+        self.seconds += other.seconds
+        self.failures |= other.failures
+        self.exceptions |= other.exceptions
 
     def results(self) -> dict[str, float]:
         """The figures of all walks."""
@@ -78,15 +64,48 @@ class Walks:
             "longer_than_400_tokens": self.longer,
         }
 
+
+class Walks:
+    """The walks of one case after another."""
+
+    def __init__(self, world: World, program: JsonSchemaProgram) -> None:
+        self._world = world
+        self._program = program
+        self.figures = WalkFigures()
+
+    def add(self, case: Case, count: int) -> None:
+        """So many walks under one schema: the first at the least ``max_tokens`` that it has."""
+        arg = json.dumps(case.schema)
+        try:
+            least = self._least(arg)
+        except TokenbusError:
+            return  # It is counted as not compiled.
+        if least is None:
+            self.figures.exceptions[case.name] = "no shortest value was found"
+            return
+        if least > MOST_TOKENS:
+            self.figures.longer += 1
+            return
+        validator = jsonschema.validators.validator_for(case.schema)(case.schema)
+        for number in range(count):
+            rng = random.Random(number)
+            most = least if not number else rng.randint(least, MOST_TOKENS)
+            self.figures.walks += 1
+            why = self._walk(arg, most, rng, validator)
+            if why:
+                self.figures.failures[case.name] = f"max_tokens {most}: {why}"
+            else:
+                self.figures.whole += 1
+
     def _least(self, arg: str) -> int | None:
         """What the shortest value takes. A request below that is to be refused with it."""
-        host = self.world.host(arg)
-        shortest = self.program.start(host).shortest
+        host = self._world.host(arg)
+        shortest = self._program.start(host).shortest
         if shortest is None:
             return None
         least, refused = len(shortest), ""
         try:
-            self.program.start(replace(host, max_tokens=least - 1)).init_prompt([1])
+            self._program.start(replace(host, max_tokens=least - 1)).init_prompt([1])
         except TokenbusError as error:
             refused = error.message
         if f"takes {least} tokens" not in refused:
@@ -95,14 +114,14 @@ class Walks:
 
     def _walk(self, arg: str, most: int, rng: random.Random, validator: Any) -> str:
         """Why the text of a walk is not whole; empty if it is."""
-        controller = self.program.start(replace(self.world.host(arg), max_tokens=most))
+        controller = self._program.start(replace(self._world.host(arg), max_tokens=most))
         controller.init_prompt([1])
         self._measure(controller)
         tokens = self._sampled(controller, most, rng)
-        self.tokens += len(tokens)
+        self.figures.tokens += len(tokens)
         end = controller.text_end()
-        self.closed += end == "closed"
-        text = self.world.vocabulary.bytes_of(tokens)
+        self.figures.closed += end == "closed"
+        text = self._world.vocabulary.bytes_of(tokens)
         if len(tokens) > most:
             return f"it has {len(tokens)} tokens"
         try:
@@ -115,8 +134,8 @@ class Walks:
 
     def _sampled(self, controller: MatcherController, most: int, rng: random.Random) -> list[int]:
         """The tokens of a sequence whose model draws them at random."""
-        mask = self.world.mask()
-        bits = np.frombuffer(mask, np.uint8)
+        mask = self._world.mask()
+        words = np.frombuffer(mask, np.uint32)
         tokens: list[int] = []
         while len(tokens) < most:
             answer = controller.mid_process((0,), mask)
@@ -124,11 +143,10 @@ class Walks:
                 break
             appended = list(answer.tokens)
             if answer.action is Action.CONTINUE:
-                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-                appended = [int(allowed[rng.randrange(len(allowed))])]
+                appended = [_drawn(words, rng)]
                 if appended == [EOS]:
                     break
-            self.taken_back += answer.backtrack
+            self.figures.taken_back += answer.backtrack
             del tokens[len(tokens) - answer.backtrack :]
             tokens += appended
             controller.post_process(appended, answer.backtrack)
@@ -142,7 +160,18 @@ class Walks:
         def measured(text: list[int]) -> Answer | None:
             began = time.thread_time()
             found = look(text)
-            self.seconds += time.thread_time() - began
+            self.figures.seconds += time.thread_time() - began
             return found
 
         closing.look = measured  # type: ignore[assignment, method-assign]
+
+
+def _drawn(words: np.ndarray[tuple[int], np.dtype[np.uint32]], rng: random.Random) -> int:
+    """One of the tokens of a mask, each as probable as the others."""
+    up_to = np.cumsum(np.bitwise_count(words), dtype=np.int64)
+    number = rng.randrange(int(up_to[-1]))
+    at = int(np.searchsorted(up_to, number, side="right"))
+    word = int(words[at])
+    for _ in range(number - (int(up_to[at - 1]) if at else 0)):
+        word &= word - 1
+    return 32 * at + (word & -word).bit_length() - 1

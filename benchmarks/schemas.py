@@ -2,9 +2,9 @@
 tokens; and whether random texts under them are whole at every ``max_tokens``.
 
 The schemas and their texts are not part of this repository: ``--maskbench`` is a ``.tar.gz`` of
-files of MaskBench (guidance-ai/jsonschemabench on GitHub, ``maskbench/data``). One thread,
-everything in one process but the compilation that bounds a new schema. ``_schemas_masks.py``
-compares, ``_schemas_walks.py`` walks.
+files of MaskBench (guidance-ai/jsonschemabench on GitHub, ``maskbench/data``). Each of
+``--processes`` has a share of them and one thread, beside the process that bounds the compilation
+of a schema that may be expensive. ``_schemas_masks.py`` compares, ``_schemas_walks.py`` walks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import argparse
 import gc
 import sys
 import time
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from _masks_world import World
 from _report import report
-from _schemas_cases import WHERE, read_cases
-from _schemas_masks import Masks
-from _schemas_walks import Walks
+from _schemas_cases import WHERE, Case, read_cases
+from _schemas_masks import MaskFigures, Masks
+from _schemas_walks import WalkFigures, Walks
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 
@@ -34,10 +36,10 @@ NOTES = {
     "invalidation_errors": "schemas with an invalid text that is accepted (0)",
     "invalidation_errors_llguidance": "llguidance's",
     "mask_vs_llguidance": "a step along valid texts over one of llguidance, means (at most 1.1)",
-    "mask_us": "our step",
+    "mask_us": "our step, in CPU time",
     "mask_us_llguidance": "llguidance's",
     "first_mask_vs_llguidance": "from the schema to the first mask, means (at most 1.5)",
-    "first_mask_ms": "ours, with the process that bounds it",
+    "first_mask_ms": "ours at max_tokens 1024, with what bounds it",
     "first_mask_ms_llguidance": "llguidance's",
     "walks": "random walks, from the least max_tokens of a schema to 400",
     "closed_share": "walks whose text parses and validates with jsonschema (1.0)",
@@ -56,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="60 schemas and 4 walks")
     parser.add_argument("--maskbench", type=Path, default=WHERE, help=f"the archive ({WHERE})")
     parser.add_argument("--schemas", type=int, default=1_000_000, help="at most so many of them")
+    parser.add_argument("--processes", type=int, default=1, help="each has a share of the schemas")
     parser.add_argument("--walks", type=int, default=20, help="random walks of each schema")
     options = parser.parse_args()
     if options.quick:
@@ -68,25 +71,42 @@ def main() -> None:
     options = _arguments()
     began = time.monotonic()
     cases = read_cases(options.maskbench, options.schemas)
-    world = World.make()
-    matchers = Matchers()
-    program = JsonSchemaProgram(matchers)
-    program.start(world.host("{}"))  # The tokenizer is read and a process started.
-    gc.freeze()
-    gc.disable()
-    masks, walks = Masks(world, program), Walks(world, program)
-    for number, case in enumerate(cases):
-        masks.add(case)
-        walks.add(case, options.walks)
-        if number % 50 == 49:
-            gc.collect()
-    matchers.close()
+    _shared.append(World.make())
+    shares = [cases[number :: options.processes] for number in range(options.processes)]
+    masks, walks = MaskFigures(), WalkFigures()
+    with get_context("fork").Pool(options.processes) as pool:
+        run = partial(_run, walks=options.walks)
+        for of_masks, of_walks in pool.imap(run, shares):
+            masks.add(of_masks)
+            walks.add(of_walks)
     results = masks.results() | walks.results()
     results["minutes"] = (time.monotonic() - began) / 60
     report(results, NOTES, options.json)
     for kind, found in (("not closed", walks.exceptions), ("not whole", walks.failures)):
         for name, why in found.items():
             print(f"{name}: {kind}: {why}", file=sys.stderr)
+
+
+_shared: list[World] = []
+"""The vocabulary, which the processes have from the one that starts them."""
+
+
+def _run(cases: list[Case], walks: int) -> tuple[MaskFigures, WalkFigures]:
+    """The share of one process."""
+    [world] = _shared
+    matchers = Matchers()
+    program = JsonSchemaProgram(matchers)
+    program.start(world.host("{}"))  # The tokenizer is read.
+    compared, walked = Masks(world, program), Walks(world, program)
+    gc.freeze()
+    gc.disable()
+    for number, case in enumerate(cases):
+        compared.add(case)
+        walked.add(case, walks)
+        if number % 50 == 49:
+            gc.collect()
+    matchers.close()
+    return compared.figures, walked.figures
 
 
 if __name__ == "__main__":
