@@ -27,15 +27,14 @@ def _done(task: Task) -> Done:
     """Does a task. What it needs is imported now: a process may never get a task of that kind."""
     match task.kind:
         case "llguidance":
-            from ..llguidance.completion import shortest_text
-            from ..llguidance.trial import compiled
+            from ..llguidance.trial import check
 
-            grammar, until = task.grammar.decode(), time.process_time() + SHARE * task.cpu_s
-            matcher, refused = compiled(grammar)
-            return Done(
-                refused=refused,
-                shortest=None if refused else shortest_text(grammar, matcher, until),
-            )
+            return Done(refused=check(task.grammar.decode()))
+        case "shortest":
+            from ..llguidance.completion import shortest_text
+
+            until = time.process_time() + SHARE * task.cpu_s
+            return Done(shortest=shortest_text(task.grammar.decode(), until))
         case "blame":
             from ..llguidance.blame import blamed
 
@@ -52,7 +51,7 @@ def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
         # A task that bounds itself may end in its own words; blame bounds its parts.
-        spare = 0.0 if task.kind == "llguidance" else 0.3 + task.cpu_s / 4
+        spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))
         signal.setitimer(signal.ITIMER_PROF, 0)

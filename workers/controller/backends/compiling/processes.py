@@ -38,14 +38,18 @@ class Processes:
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    def check(self, grammar: str) -> bytes | None:
-        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken; the
-        shortest text of it that a search finds, or None if it finds none.
+    def check(self, grammar: str) -> None:
+        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken.
 
         Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the part of
         the grammar that is at fault. UnavailableError if no process becomes free in time.
         """
-        return self._done("llguidance", grammar.encode()).shortest
+        self._done("llguidance", grammar.encode())
+
+    def shortest(self, grammar: str) -> bytes | None:
+        """The shortest text of an llguidance grammar that a search finds; None if it finds none.
+        Raises as ``check`` does, without naming a part."""
+        return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
         """The tables that a task makes; raises as ``check`` does."""

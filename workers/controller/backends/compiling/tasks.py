@@ -7,7 +7,7 @@ from typing import IO, Literal
 
 import msgspec
 
-Kind = Literal["llguidance", "blame", "regex", "choice", "combination"]
+Kind = Literal["llguidance", "shortest", "blame", "regex", "choice", "combination"]
 
 _LENGTH = struct.Struct("<I")
 
@@ -29,7 +29,7 @@ class Done(msgspec.Struct):
     tables: bytes = b""
     refused: str = ""
     shortest: bytes | None = None
-    """Of ``llguidance``: the shortest text that a search found."""
+    """Of ``shortest``: the shortest text that a search found."""
 
 
 def read(source: IO[bytes]) -> bytes | None:

@@ -3,8 +3,9 @@
 llguidance has no call for it. The search runs over a matcher of the same grammar whose vocabulary
 is the 256 bytes: a step of it takes a microsecond. It goes from place to place: from where the text
 is to the nearest place where a closing bracket, or the quote that ends a string, is allowed, by the
-fewest bytes; there it takes that byte and begins anew, until the text may end. Every beginning of a
-text that a grammar allows has a completion, so no step has to be taken back.
+fewest bytes; there it takes that byte and begins anew, until the text may end. Names that are
+required come first. Every beginning of a text that a grammar allows has a completion, so no step
+has to be taken back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from .patterns import Pattern, patterns_of
+from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
 MOST_BYTES = 16_384
@@ -39,6 +40,9 @@ FREE_BYTES = 128
 """More bytes than that may follow in a text of any kind."""
 MOST_TAILS = 8
 """How many ends of the last completion are tried at each place."""
+
+_VALUES = (b"0", b'""', b"[]", b"{}", b"null", b"true", b"false")
+"""Values that are tried first where one may begin."""
 
 _END = byte_tokenizer().eos_token
 _QUOTE = 1 << ord('"')
@@ -68,27 +72,32 @@ _STAY, _ADVANCED = -1, -2
 _Mask = int
 
 
-def shortest_text(grammar: str, matcher: LLMatcher, until: float) -> bytes | None:
-    """The shortest text of a grammar that a search finds, with its matcher over bytes; None if it
-    finds none before this process has used ``until`` seconds of CPU time."""
-    return Completions(grammar, matcher).start().find(until)
+def shortest_text(grammar: str, until: float) -> bytes | None:
+    """The shortest text of a grammar that a search finds; None if it finds none before this process
+    has used ``until`` seconds of CPU time."""
+    return Completions(grammar).start().find(until)
 
 
 class Completions:
     """Finds completions of texts under one grammar. The caller serializes the calls of all that
     comes from one object, as their matchers share the lexer's states."""
 
-    def __init__(self, grammar: str, matcher: LLMatcher | None = None) -> None:
-        """``matcher``: one over bytes; by default the grammar is compiled."""
+    def __init__(self, grammar: str) -> None:
         self._grammar = grammar
-        if matcher is None:
-            matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
-        self._matcher = matcher
+        self._matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
         self._patterns: list[Pattern] | None = None
+        self._names: list[bytes] | None = None
 
     def start(self) -> Completion:
         """At the beginning of a text."""
         return Completion(self, self._matcher.deep_copy())
+
+    @property
+    def names(self) -> list[bytes]:
+        """Names that are required somewhere in the schema, as they are written."""
+        if self._names is None:
+            self._names = required_names(self._grammar)
+        return self._names
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -209,6 +218,27 @@ class _Search:
         self._path += path
         return True
 
+    def _value(self, matcher: LLMatcher, path: bytes) -> bool:
+        """Takes one of the shortest values of JSON, if one is allowed and may end here."""
+        for value in _VALUES:
+            if matcher.validate_tokens(list(value)) < len(value):
+                continue
+            after = matcher.deep_copy()
+            after.consume_tokens(list(value))
+            if after.is_accepting() or _mask(after) & (_BRACKETS | _COMMA):
+                return self._take(after, 0, path + value)
+        return False
+
+    def _name(self, matcher: LLMatcher, path: bytes) -> bool:
+        """Ends the string in which a way is as a name that is required, if one can."""
+        begun = _string(self._string, 1, path)
+        for name in self._shared.names:
+            end = name[len(begun) :] + b'":'
+            if name.startswith(begun) and matcher.validate_tokens(list(end)) == len(end):
+                matcher.consume_tokens(list(end))
+                return self._take(matcher, 0, path + end)
+        return False
+
     def _match(self, matcher: LLMatcher, path: bytes) -> bool:
         """Ends the string in which a way is by a match of a pattern, if one can."""
         string = _string(self._string, 1, path)
@@ -223,7 +253,7 @@ class _Search:
     def _go_on(self) -> bool:
         """To the next place; False if no byte may follow."""
         few, most = self._steps + FEW_NEAR, self._steps + MOST_NEAR
-        near, ran = False, False
+        near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None
         first = _Way(0, 0, 0, _STAY, b"", self._matcher.deep_copy(), self._quoted, 0)
         ways = [(0, 0, first)]
@@ -265,7 +295,13 @@ class _Search:
                     path += bytes((byte,))
                     quoted = _quotes(quoted, path[-1:])
                 return self._take(matcher, quoted, path)
+            if not quoted and not tried:
+                tried = True
+                if self._value(matcher, path):
+                    return True
             if quoted == 1 and string is None:
+                if self._name(matcher, path):
+                    return True
                 string = matcher.deep_copy(), path
             if self._steps >= few and not near:
                 if string is not None and self._match(*string):

@@ -61,7 +61,10 @@ class MatcherController:
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Raises RequestError if even the shortest text has more than ``max_tokens``. Not called
         for a part of another constraint, which may be left out."""
-        takes, most = len(self._grammar.shortest_tokens or ()), self._host.max_tokens
+        most, least = self._host.max_tokens, self._grammar.least
+        if least is not None and least <= most:
+            return
+        takes = len(self._grammar.shortest_tokens or ())
         if takes > most:
             raise RequestError(
                 Code.INVALID_FIELD,
@@ -94,10 +97,13 @@ class MatcherController:
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
-            self._fill(mask)
-            if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
-                return _MASKED
-            forced = self._matcher.compute_ff_tokens()
+            # The beginning is mostly forced.
+            forced = [] if self._text else self._matcher.compute_ff_tokens()
+            if not forced:
+                self._fill(mask)
+                if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
+                    return _MASKED
+                forced = self._matcher.compute_ff_tokens()
             complete = self._matcher.is_accepting()
             if self._matcher.is_error():
                 raise self._failed()

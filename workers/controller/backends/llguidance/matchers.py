@@ -7,6 +7,7 @@ of the token trie, with precomputed slices of the vocabulary).
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
 from .completion import Completion, Completions
-from .trial import parser_limits, reason
+from .least_length import least_bytes
+from .plain import MOST_TEXT, is_plain
+from .trial import parser_limits, plain_limits, reason, step_error
 
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
@@ -95,17 +98,39 @@ class Grammar:
         tokens: Tokens,
         matcher: LLMatcher,
         text: str,
-        shortest: list[int] | None,
+        least: int | None,
+        vocabulary: Vocabulary,
     ) -> None:
         self.lock = threading.Lock()
         self.tokens = tokens
-        self.shortest_tokens = shortest
-        """The shortest text that a search found; None if it found none."""
+        self.least = least
+        """Most tokens of the shortest text; None if they are not known before it was searched."""
+        self._search = threading.Lock()
+        self._vocabulary = vocabulary
+        self._shortest: tuple[bytes | None, list[int] | None] | None = None
+        """Once it was searched for."""
         self._matchers = matchers
         self._key = key
         self._matcher = matcher
         self._text = text
         self._completions: Completions | None = None
+
+    @property
+    def shortest_tokens(self) -> list[int] | None:
+        """The tokens of ``shortest_text``; None if there is none."""
+        return self._found()[1]
+
+    @property
+    def shortest_text(self) -> bytes | None:
+        """The shortest text that a search finds, in a process; None if it finds none, or none that
+        the vocabulary can write."""
+        return self._found()[0]
+
+    def _found(self) -> tuple[bytes | None, list[int] | None]:
+        with self._search:
+            if self._shortest is None:
+                self._shortest = self._matchers.shortest(self._vocabulary, self._text)
+            return self._shortest
 
     def start(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
@@ -135,7 +160,8 @@ class Matchers:
     def __init__(
         self, processes: Processes | None = None, meter: CompileMeter | None = None
     ) -> None:
-        """``processes`` check each new grammar first; ``meter`` counts what that takes."""
+        """``processes`` check each new grammar first that may be expensive; ``meter`` counts what
+        compiling takes."""
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
@@ -171,18 +197,36 @@ class Matchers:
             return found
 
     def _make(self, vocabulary: Vocabulary, name: object, key: bytes, grammar: str) -> Grammar:
-        shortest = self.processes.check(grammar)
         tokens = self._tokens_of(name, vocabulary)
-        matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise RefusedGrammar(reason(matcher.get_error()))
-        written = _tokenized(vocabulary, shortest)
-        made = Grammar(self, key, tokens, matcher, grammar, written)
+        schema = _schema_of(grammar)
+        least = None if schema is None else least_bytes(schema)
+        matcher = None
+        if schema is not None and is_plain(grammar, schema):
+            matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
+            if step_error(matcher):
+                matcher = None  # The error from the process names the part at fault.
+        if matcher is None:
+            self.processes.check(grammar)
+            matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
+            if matcher.is_error():
+                raise RefusedGrammar(reason(matcher.get_error()))
+        made = Grammar(self, key, tokens, matcher, grammar, least, vocabulary)
         with self._lock:
             self._grammars[key] = made
             if len(self._grammars) > KEPT_GRAMMARS:
                 self._grammars.popitem(last=False)
         return made
+
+    def shortest(
+        self, vocabulary: Vocabulary, grammar: str
+    ) -> tuple[bytes | None, list[int] | None]:
+        """The shortest text of a grammar that was compiled, and its tokens; nothing if a search
+        finds none, or none that the vocabulary can write."""
+        try:
+            found = self.processes.shortest(grammar)
+            return found, None if found is None else vocabulary.tokenize(found)
+        except (RefusedGrammar, ControllerError):
+            return None, None
 
     def drop(self, key: bytes, grammar: Grammar) -> None:
         """Removes a grammar from the cache."""
@@ -205,8 +249,14 @@ class Matchers:
             return tokens
 
 
-def _tokenized(vocabulary: Vocabulary, text: bytes | None) -> list[int] | None:
-    try:
-        return None if text is None else vocabulary.tokenize(text)
-    except ControllerError:
+def _schema_of(grammar: str) -> object | None:
+    """The schema of an ``LLMatcher.grammar_from_json_schema`` text, unless it is very long; None
+    for other grammars."""
+    if len(grammar) > MOST_TEXT:
         return None
+    try:
+        [only] = json.loads(grammar)["grammars"]
+    except (ValueError, RecursionError):
+        return None
+    schema: object | None = only.get("json_schema")
+    return schema

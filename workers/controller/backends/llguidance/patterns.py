@@ -1,4 +1,5 @@
-"""Short matches of the patterns in a schema, which a search over masks alone hardly finds.
+"""Short matches of the patterns in a schema, and the names that it requires: a search over masks
+alone hardly finds them.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
 so that masks do not lead to it. What is found here is only tried: the matcher decides.
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from .....grammars.regex import Dfa, RegexError, compile_regex
 
 MOST_PATTERNS = 32
 """Patterns of a schema that are compiled."""
+MOST_NAMES = 200
+"""Required names that are tried."""
 MOST_CHARACTERS = 1_000
 """Longest pattern that is compiled."""
 MOST_STATES = 5_000
@@ -62,19 +66,35 @@ def patterns_of(grammar: str) -> list[Pattern]:
     """The patterns of a schema in an ``LLMatcher.grammar_from_json_schema`` text, as far as their
     syntax is that of ``grammars.regex``; none of other grammars."""
     found: dict[str, None] = {}
+    for value in _objects(grammar):
+        if isinstance(pattern := value.get("pattern"), str):
+            found[pattern] = None
+        if isinstance(named := value.get("patternProperties"), dict):
+            found |= dict.fromkeys(named)
+    short = [pattern for pattern in found if len(pattern) <= MOST_CHARACTERS][:MOST_PATTERNS]
+    return [made for pattern in short if (made := _pattern(pattern)) is not None]
+
+
+def required_names(grammar: str) -> list[bytes]:
+    """The names that a schema requires anywhere, as they are written in a string of JSON; none of
+    other grammars."""
+    found: dict[str, None] = {}
+    for value in _objects(grammar):
+        if isinstance(names := value.get("required"), list):
+            found |= dict.fromkeys(name for name in names if isinstance(name, str))
+    return [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in found][:MOST_NAMES]
+
+
+def _objects(grammar: str) -> Iterator[dict[str, Any]]:
+    """All objects in an ``LLMatcher.grammar_from_json_schema`` text."""
     left = [json.loads(grammar)] if grammar.startswith("{") else []
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            if isinstance(pattern := value.get("pattern"), str):
-                found[pattern] = None
-            if isinstance(named := value.get("patternProperties"), dict):
-                found |= dict.fromkeys(named)
+            yield value
             left += value.values()
         elif isinstance(value, list):
             left += value
-    short = [pattern for pattern in found if len(pattern) <= MOST_CHARACTERS][:MOST_PATTERNS]
-    return [made for pattern in short if (made := _pattern(pattern)) is not None]
 
 
 def _pattern(text: str) -> Pattern | None:

@@ -1,7 +1,8 @@
 """Whether llguidance compiles a grammar, and the bounds that every grammar has in it.
 
-llguidance can only be bounded from outside, so each new grammar is first compiled in a process
-(``compiling.processes``), for a vocabulary of bytes, and takes one step there.
+llguidance can only be bounded from outside, so each new grammar, but a schema that is plain
+(``plain``), is first compiled in a process (``compiling.processes``), for a vocabulary of bytes,
+and takes one step there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 MAX_LEXER_STATES = 100_000
 """Most lexer states of one grammar, shared by all its sequences, of about 0.5 kB each. A string of
 bounded length takes about 5 per character."""
+PLAIN_FUEL = 200_000
+"""llguidance's measure of building the lexer of a plain schema: about 4 ms of CPU time."""
+PLAIN_SIZE = 100_000
+"""Most symbols in the productions of one."""
 SHOWN = 400
 """Most characters of a reason that an error message shows."""
 
@@ -20,6 +25,16 @@ SHOWN = 400
 def parser_limits() -> LLParserLimits:
     """The bounds on llguidance's lexer and parser, for every grammar."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def plain_limits() -> LLParserLimits:
+    """The bounds on a schema that is compiled without a process that can be ended."""
+    return LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES,
+        initial_lexer_fuel=PLAIN_FUEL,
+        max_grammar_size=PLAIN_SIZE,
+        verbose_errors=False,
+    )
 
 
 def reason(error: str) -> str:
@@ -46,6 +61,17 @@ def compiled(grammar: str) -> tuple[LLMatcher, str]:
         if not matcher.is_error() and token != byte_tokenizer().eos_token:
             matcher.consume_token(token)
     return made, reason(matcher.get_error()) if matcher.is_error() else ""
+
+
+def step_error(made: LLMatcher) -> bool:
+    """Whether a grammar failed to compile, or has no first mask."""
+    if made.is_error():
+        return True
+    matcher = made.deep_copy()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
+    if not matcher.is_stopped():
+        matcher.compute_bitmask()
+    return matcher.is_error()
 
 
 def check(grammar: str) -> str:

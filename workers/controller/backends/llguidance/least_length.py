@@ -1,0 +1,191 @@
+"""How long the shortest value of a JSON schema is at most, from the schema alone.
+
+Where that is far below ``max_tokens``, no shortest value has to be searched for before the text
+begins. The bound counts everything that any alternative requires.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .plain import target, unrolled
+
+MOST_PARTS = 200
+"""Schemas that one value may have to match."""
+MOST_VALUES = 500
+"""Values and parts that are looked at."""
+MOST_ENUM = 2_000
+"""Values of an ``enum``."""
+MOST_DEPTH = 40
+"""Values inside of each other."""
+MOST_CHARACTERS = 4_000
+"""Of a string with a pattern: more are not told."""
+NUMBER = 40
+"""Most characters of a shortest number, unless its bounds are very large or very near to 0."""
+FORMAT = 64
+"""Most characters of a shortest string of a format."""
+ESCAPED = 2
+"""Most bytes of a character of a shortest string: there is hardly one that needs more."""
+
+Schema = dict[str, Any]
+_OPTIONS = ("allOf", "anyOf", "oneOf")
+
+
+class _UnknownError(Exception):
+    """The schema has no bound that could be told."""
+
+
+def least_bytes(root: Any) -> int | None:
+    """Most bytes of the shortest value of a schema; None if they are not known, or if it is not a
+    valid schema."""
+    try:
+        return _Lengths(root).of([root], 0)
+    except (_UnknownError, AttributeError, TypeError, ValueError):
+        return None
+
+
+class _Lengths:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._active: set[int] = set()
+        self._left = MOST_VALUES
+        options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
+        for name in ("item_separator", "key_separator"):
+            if options.get(name, ",") not in (",", ", ", ":", ": "):
+                raise _UnknownError
+
+    def of(self, schemas: list[Any], depth: int) -> int:
+        """For a value that has to match all of some schemas."""
+        parts = self._parts(schemas)
+        self._left -= len(parts)
+        if self._left < 0 or depth > MOST_DEPTH:
+            raise _UnknownError
+        length = max(map(_listed, parts), default=0)
+        if length and len(parts) == 1:
+            return length
+        kinds = {kind for part in parts for kind in _kinds(part)}
+        if not kinds and len(parts) < 2:
+            return len("null")
+        entered = {id(part) for part in parts}
+        if entered & self._active:
+            raise _UnknownError
+        self._active |= entered
+        length = max(length, len("false"))
+        if not kinds or kinds & {"number", "integer"}:
+            length = max(length, _number(parts))
+        if not kinds or "string" in kinds:
+            length = max(length, _string(parts))
+        if not kinds or "array" in kinds:
+            length = max(length, self._array(parts, depth))
+        if not kinds or "object" in kinds:
+            length = max(length, self._object(parts, depth))
+        self._active -= entered
+        return length
+
+    def _parts(self, schemas: list[Any]) -> list[Schema]:
+        """The schemas, what they refer to, and all that their alternatives are."""
+        parts: list[Schema] = []
+        seen: set[int] = set()
+        left = list(schemas)
+        while left:
+            one = left.pop()
+            if isinstance(one, bool) or id(one) in seen:
+                continue  # What one alternative forbids, another may require.
+            if not isinstance(one, dict) or len(seen) > MOST_PARTS:
+                raise _UnknownError
+            seen.add(id(one))
+            parts.append(one)
+            for key in _OPTIONS:
+                if isinstance(options := one.get(key), list):
+                    left += options
+            if isinstance(reference := one.get("$ref"), str):
+                left.append(target(self._root, reference))
+        return parts
+
+    def _array(self, parts: list[Schema], depth: int) -> int:
+        count = max(int(part.get("minItems", 0)) for part in parts)
+        if not count:
+            return 2
+        if count > MOST_VALUES:
+            raise _UnknownError
+        first = max((len(_prefix(part)) for part in parts), default=0)
+        length = 2 + 2 * count
+        for number in range(min(count, first)):
+            length += self.of([_item(part, number) for part in parts], depth + 1)
+        if count > first:
+            length += (count - first) * self.of([_item(part, first) for part in parts], depth + 1)
+        return length
+
+    def _object(self, parts: list[Schema], depth: int) -> int:
+        names: dict[str, None] = {}
+        for part in parts:
+            if isinstance(part.get("required"), list):
+                names |= dict.fromkeys(part["required"])
+        least = max(int(part.get("minProperties", 0)) for part in parts) - len(names)
+        length = 2 + sum(self._property(parts, name, depth) for name in names)
+        if least > 0:
+            others = {name: None for part in parts for name in part.get("properties", ())}
+            others["additional"] = None
+            length += least * max(self._property(parts, name, depth) for name in others)
+        return length
+
+    def _property(self, parts: list[Schema], name: str, depth: int) -> int:
+        inner: list[Any] = []
+        for part in parts:
+            if name in part.get("properties", ()):
+                inner.append(part["properties"][name])
+            elif "additionalProperties" in part:
+                inner.append(part["additionalProperties"])
+            inner += part.get("patternProperties", {}).values()
+        return _written(name) + 4 + self.of(inner, depth + 1)
+
+
+def _listed(part: Schema) -> int:
+    """The longest of the values that a schema lists; 0 if it lists none."""
+    values = part.get("enum", [])
+    if len(values) > MOST_ENUM:
+        raise _UnknownError
+    return max(map(_written, [*values, *([part["const"]] if "const" in part else [])]), default=0)
+
+
+def _kinds(part: Schema) -> list[str]:
+    kind = part.get("type", [])
+    return kind if isinstance(kind, list) else [kind]
+
+
+def _prefix(part: Schema) -> list[Any]:
+    prefix = part.get("prefixItems", part.get("items"))
+    return prefix if isinstance(prefix, list) else []
+
+
+def _item(part: Schema, number: int) -> Any:
+    prefix = _prefix(part)
+    if number < len(prefix):
+        return prefix[number]
+    after = part.get("items", True)
+    return part.get("additionalItems", True) if isinstance(after, list) else after
+
+
+def _string(parts: list[Schema]) -> int:
+    least = max(int(part.get("minLength", 0)) for part in parts)
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    formats = sum(isinstance(part.get("format"), str) for part in parts)
+    found = sum(ESCAPED * unrolled(pattern)[0] for pattern in patterns)
+    if len(patterns) + formats > 1 or found > MOST_CHARACTERS:
+        raise _UnknownError
+    found += FORMAT * formats
+    return 2 + found + least
+
+
+def _number(parts: list[Schema]) -> int:
+    for part in parts:
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+            value = part.get(key, 0)
+            if value and isinstance(value, int | float) and not 1e-12 < abs(value) < 1e18:
+                raise _UnknownError
+    return NUMBER
+
+
+def _written(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode())

@@ -1,0 +1,287 @@
+"""Whether compiling a JSON schema is surely quick, by what makes llguidance's compilation long.
+
+Its time and its stack are bounded for: a text of moderate length and depth; few copies of what a
+schema intersects (``allOf``, and what stands beside ``anyOf``, ``oneOf`` or ``$ref``); few pairs of
+properties and alternatives, which are compared; short patterns that repeat little and are not
+intersected; arrays of few items. What is not surely quick is compiled in a process first.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+MOST_TEXT = 256 * 1024
+"""Characters of a schema."""
+MOST_DEPTH = 40
+"""Arrays and objects inside of each other."""
+MOST_LEVELS = 400
+"""Arrays and objects inside of each other and of what is referred to: llguidance's stack has up to
+7 kB for each."""
+MOST_NODES = 1_500
+"""Objects of a schema: that many properties of one object, which llguidance compares, take 0.2 s of
+CPU time, other schemas less."""
+MOST_COPIES = 500
+"""Alternatives that one intersection may result in, and objects that are intersected."""
+MOST_ENUM = 50
+"""Values of an ``enum`` that stands beside other schemas."""
+MOST_ITEMS = 500
+"""Sum of the bounds of arrays."""
+MOST_PATTERN = 1_500
+"""Characters of one pattern."""
+MOST_PATTERNS = 20_000
+"""Characters of all of them."""
+MOST_UNROLLED = 2_000
+"""Characters of one pattern with its repetitions written out."""
+MOST_NAMED = 3
+"""Patterns for names of one object."""
+MOST_MULTIPLE = 10_000
+
+_OPTIONS = ("anyOf", "oneOf", "allOf")
+_WATCHED = frozenset(
+    {
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "enum",
+        "$ref",
+        "pattern",
+        "patternProperties",
+        "multipleOf",
+        "minItems",
+        "maxItems",
+        "prefixItems",
+        "x-guidance",
+        "$dynamicRef",
+        "$recursiveRef",
+    }
+)
+_ANNOTATIONS = frozenset(
+    {
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "id",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "readOnly",
+        "writeOnly",
+        "deprecated",
+        "$anchor",
+        "x-guidance",
+    }
+)
+_LEXEME = re.compile(
+    r"\{(?P<least>\d*)(?:,(?P<most>\d*))?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
+)
+"""Lexemes of a pattern: a repetition, an escape, a class, or any character."""
+_VALUES = frozenset(("enum", "const", "default", "examples"))
+_LARGE = frozenset(("properties", "patternProperties", "items", "prefixItems"))
+
+Schema = dict[str, Any]
+
+
+def is_plain(text: str, root: Any) -> bool:
+    """Whether compiling a schema is surely quick. ``text``: the schema as it was read."""
+    if len(text) > MOST_TEXT:
+        return False
+    nodes, depth = _nodes(root)
+    if depth > MOST_DEPTH or len(nodes) > MOST_NODES:
+        return False
+    found = [node for node in nodes if not _WATCHED.isdisjoint(node)]
+    try:
+        return not found or _Plain(root, found).holds(depth)
+    except RecursionError:
+        return False
+
+
+def _nodes(root: Any) -> tuple[list[Schema], int]:
+    """The objects in a value, and how deep it is, up to one more than ``MOST_DEPTH``."""
+    nodes: list[Schema] = []
+    level, depth = [root], 0
+    while level and depth <= MOST_DEPTH:
+        depth += 1
+        below: list[Any] = []
+        for one in level:
+            if type(one) is dict:
+                nodes.append(one)
+                below += one.values()
+            else:
+                below += one
+        level = [one for one in below if type(one) is dict or type(one) is list]
+    return nodes, depth
+
+
+class _Counts(NamedTuple):
+    """What there is in a value, with a copy of what it refers to for each reference."""
+
+    options: int
+    patterns: int
+    objects: int
+    levels: int
+
+
+_NOTHING = _Counts(0, 0, 0, 0)
+_ENDLESS = _Counts(1 << 30, 0, 1 << 30, 1 << 30)
+
+
+class _Plain:
+    def __init__(self, root: Any, nodes: list[Schema]) -> None:
+        self._root = root
+        self._nodes = nodes
+        self._counts: dict[int, _Counts] = {}
+        """By the id of a value; one that is being counted refers to itself."""
+
+    def holds(self, depth: int) -> bool:
+        items = patterns = 0
+        referenced: set[str] = set()
+        for node in self._nodes:
+            if "$dynamicRef" in node or "$recursiveRef" in node:
+                return False
+            if isinstance(reference := node.get("$ref"), str):
+                if not reference.startswith("#"):
+                    return False
+                referenced.add(reference)
+            multiple = node.get("multipleOf", 1)
+            if isinstance(multiple, int | float) and not 1e-4 <= multiple <= MOST_MULTIPLE:
+                return False
+            items += _bound(node, "minItems") + _bound(node, "maxItems")
+            if isinstance(prefix := node.get("prefixItems"), list):
+                items += len(prefix)
+            for pattern in _patterns(node):
+                patterns += len(pattern)
+                if not _is_short(pattern):
+                    return False
+            if len(node.get("patternProperties", ())) > MOST_NAMED:
+                return False
+        if items > MOST_ITEMS or patterns > MOST_PATTERNS:
+            return False
+        if len(referenced) * depth > MOST_LEVELS < self._count(self._root).levels:
+            return False
+        return all(map(self._copies_little, self._nodes))
+
+    def _copies_little(self, node: Schema) -> bool:
+        """Whether what a schema intersects has few alternatives, and at most one pattern."""
+        options = [(key, node[key]) for key in _OPTIONS if isinstance(node.get(key), list)]
+        reference = node.get("$ref")
+        beside = {key: value for key, value in node.items() if key not in _ANNOTATIONS}
+        for key, _ in options:
+            del beside[key]
+        beside.pop("$ref", None)
+        values = beside.get("enum", ())
+        if len(values) > MOST_ENUM and not _LARGE.isdisjoint(beside):
+            return False
+        parts: list[Any] = [beside] if beside else []
+        parts += [target(self._root, reference)] if isinstance(reference, str) else []
+        for key, inner in options:
+            parts += inner if key == "allOf" else [inner]
+        if len(parts) < 2:
+            return True
+        product, patterns, size = 1, 0, 0
+        for part in parts:
+            found = self._count(part)
+            product *= 1 + found.options
+            patterns += found.patterns > 0
+            size += found.objects
+            if max(product, size) > MOST_COPIES:
+                return False
+        return patterns <= 1
+
+    def _count(self, value: Any) -> _Counts:
+        """What is anywhere in a value, and in what it refers to."""
+        if type(value) is not dict and type(value) is not list:
+            return _NOTHING
+        known = self._counts.get(id(value))
+        if known is not None:
+            return known
+        self._counts[id(value)] = _ENDLESS
+        options = patterns = objects = levels = 0
+        inside: list[Any] = value if type(value) is list else []
+        if type(value) is dict:
+            objects = 1
+            for key in ("anyOf", "oneOf", "enum", "type"):
+                if type(value.get(key)) is list:
+                    options += len(value[key])
+            patterns += any(isinstance(value.get(key), str) for key in ("pattern", "format"))
+            inside = [inner for key, inner in value.items() if key not in _VALUES]
+            if isinstance(reference := value.get("$ref"), str):
+                inside.append(target(self._root, reference))
+        for inner in inside:
+            found = self._count(inner)
+            options += found.options
+            patterns += found.patterns
+            objects += found.objects
+            levels = max(levels, found.levels)
+        made = self._counts[id(value)] = _Counts(options, patterns, objects, levels + 1)
+        return made
+
+
+def target(root: Any, reference: str) -> Any:
+    """What a reference into the same schema refers to; an empty list if that cannot be told."""
+    if not reference.startswith("#"):
+        return []
+    found = root
+    for name in reference[1:].split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return []
+    return found
+
+
+def _bound(node: Schema, key: str) -> int:
+    value = node.get(key, 0)
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _patterns(node: Schema) -> list[str]:
+    """Those of one schema, also for names and for white space."""
+    found = [node[key] for key in ("pattern",) if isinstance(node.get(key), str)]
+    if isinstance(named := node.get("patternProperties"), dict):
+        found += named
+    if isinstance(options := node.get("x-guidance"), dict):
+        found += [value for value in options.values() if isinstance(value, str)]
+    return found
+
+
+def _is_short(pattern: str) -> bool:
+    return len(pattern) <= MOST_PATTERN and unrolled(pattern)[1] <= MOST_UNROLLED
+
+
+def unrolled(pattern: str) -> tuple[int, int]:
+    """About how many characters a pattern has once its ``{least,most}`` are written out, as often
+    as the least and as the most of each; exact numbers need a pattern that is valid."""
+    if "{" not in pattern:
+        return len(pattern), len(pattern)
+    groups: list[tuple[int, int]] = []
+    """Of each open group: what is before it."""
+    least = most = 0
+    last = (0, 0)
+    """Of the atom that ended last."""
+    for lexeme in _LEXEME.finditer(pattern):
+        text = lexeme[0]
+        if text == "(":
+            groups.append((least, most))
+            least = most = 0
+            last = (0, 0)
+        elif text == ")" and groups:
+            last = least, most
+            before = groups.pop()
+            least, most = before[0] + last[0], before[1] + last[1]
+        elif lexeme["least"] is not None:
+            low = int(lexeme["least"][:9] or 0)
+            high = low if lexeme["most"] is None else int(lexeme["most"][:9] or low)
+            low, high = max(1, low) - 1, max(1, low, high) - 1
+            least, most = least + low * last[0], most + high * last[1]
+            last = last[0] * (low + 1), last[1] * (high + 1)
+        else:
+            last = (1, 1)
+            least, most = least + 1, most + 1
+    return least, most
