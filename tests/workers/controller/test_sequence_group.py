@@ -347,7 +347,7 @@ def test_the_numbers_of_forks_do_not_depend_on_which_sequence_forks_first(
     that a request that is run again gives the same."""
     group, results = opened(decides([fork(2)] * 9))
     assert [result.children for result in results] == [[1], [], []]
-    made = {}
+    made: dict[int, list[list[int]]] = {}
     for seq in order:
         results = stepped(group, 5, seq=seq)
         group.record(results)
