@@ -2,8 +2,9 @@
 
 Inputs are made by libFuzzer (atheris), which keeps those that reach code which no other has
 reached. Corpora are made by code and grow in ``build/fuzz/TARGET``; an input that fails is written
-there too. At the end a line of JSON says how many inputs were tried, at which speed, and by how
-much the process has grown since a tenth of them.
+there too. Now and then, and at the end, a line of JSON says how many inputs were tried, at which
+speed, by how much the process has grown since a tenth of them, and how large it has been. With
+``--fast``, inputs are mutations of these corpora, and the code is not instrumented.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
 
-try:
-    import atheris
-except ImportError:
-    sys.exit("atheris is not installed; `make fuzz` installs it, on Linux and Python 3.11 to 3.13")
+from .mutations import mutated
 
+if TYPE_CHECKING:
+    from .target import Target
+
+REPORT_EACH = 50_000
+"""Inputs after which the numbers so far are printed."""
 BUILD = Path(__file__).parents[2] / "build" / "fuzz"
-MAX_INPUT_BYTES = 4096
 HANG_S = 20
 """An input that takes longer, on a busy machine too, is a failure."""
 MOST_MB = 2048
@@ -38,8 +45,8 @@ def resident_mb() -> float:
 class Tries:
     """Counts inputs, and reports when the last one was tried."""
 
-    def __init__(self, name: str, run: Callable[[bytes], None], runs: int) -> None:
-        self._name, self._run, self._runs = name, run, runs
+    def __init__(self, name: str, run: Callable[[bytes], None], runs: int, guided: bool) -> None:
+        self._name, self._run, self._runs, self._guided = name, run, runs, guided
         self._count = 0
         self._began = time.monotonic()
         self._early_mb = 0.0
@@ -50,30 +57,31 @@ class Tries:
         self._count += 1
         if self._count == self._runs // 10:
             self._early_mb = resident_mb()
-        elif self._count == self._runs:
+        elif self._count == self._runs or self._count % REPORT_EACH == 0:
             seconds = time.monotonic() - self._began
             report = {
                 "target": self._name,
+                "guided": self._guided,
                 "inputs": self._count,
                 "seconds": round(seconds, 1),
                 "inputs_per_s": round(self._count / seconds),
                 "rss_growth_mb": round(resident_mb() - self._early_mb, 1),
+                "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             }
             print(json.dumps(report), flush=True)
 
 
 def main() -> None:
     """Fuzzes one target, with the arguments of the command line."""
-    with atheris.instrument_imports(include=["tokenbus", "uvicorn"], enable_loader_override=False):
-        from .targets import TARGETS
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("target", choices=sorted(TARGETS))
+    parser.add_argument("target")
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs to try")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations")
     parser.add_argument("--input", type=Path, help="try this one input only, as a failure")
+    parser.add_argument("--fast", action="store_true", help="mutate the corpora, unguided")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    target = TARGETS[given.target]
+    target = _target(given.target, guided=not given.fast and given.input is None)
     if given.input is not None:
         target.run(given.input.read_bytes())
         return
@@ -83,12 +91,17 @@ def main() -> None:
         made.mkdir(parents=True, exist_ok=True)
     for i, data in enumerate(target.corpus()):
         (seeds / f"{i:04}").write_bytes(data)
+    tries = Tries(given.target, target.run, given.runs, guided=not given.fast)
+    if given.fast:
+        files = sorted((*seeds.iterdir(), *grown.iterdir()))
+        _try_mutations([file.read_bytes() for file in files], target, tries, given)
+        return
     words = folder / "words"
     words.write_text("".join(f'"{_escaped(word)}"\n' for word in target.words))
     options = [
         f"-runs={given.runs}",
         f"-seed={given.seed}",
-        f"-max_len={MAX_INPUT_BYTES}",
+        f"-max_len={target.most_bytes}",
         f"-timeout={HANG_S}",
         f"-rss_limit_mb={MOST_MB}",
         f"-artifact_prefix={folder}/",
@@ -97,9 +110,46 @@ def main() -> None:
         "-keep_seed=1",
         "-len_control=0",
     ]
-    tries = Tries(given.target, target.run, given.runs)
+    import atheris
+
     atheris.Setup([sys.argv[0], *options, str(grown), str(seeds)], tries.one)
     atheris.Fuzz()
+
+
+def _target(name: str, guided: bool) -> Target:
+    """A target, whose code reports its coverage where this is ``guided``."""
+    if not guided:
+        from .targets import TARGETS
+    else:
+        try:
+            import atheris
+        except ImportError:
+            what = "atheris is not installed; `make fuzz` installs it, on Linux and Python 3.11"
+            sys.exit(f"{what} to 3.13")
+        instrument = atheris.instrument_imports
+        with instrument(include=["tokenbus", "uvicorn"], enable_loader_override=False):
+            from .targets import TARGETS
+    if name not in TARGETS:
+        sys.exit(f"{name!r} is not a target; these are: {', '.join(sorted(TARGETS))}")
+    return TARGETS[name]
+
+
+def _try_mutations(
+    corpus: list[bytes], target: Target, tries: Tries, given: argparse.Namespace
+) -> None:
+    """Tries mutations of a corpus. One that fails, or takes too long, is written beside it."""
+    hung = signal.SIGALRM
+    signal.signal(hung, lambda *_: sys.exit(f"an input takes more than {HANG_S} s"))
+    for data in islice(mutated(corpus, target.words, Random(given.seed)), given.runs):
+        signal.alarm(HANG_S)
+        try:
+            tries.one(data[: target.most_bytes])
+        except BaseException:
+            (BUILD / given.target / "failed").write_bytes(data)
+            raise
+    signal.alarm(0)
+    if resident_mb() > MOST_MB:
+        sys.exit(f"the process has {resident_mb():.0f} MB; {MOST_MB} are allowed")
 
 
 def _escaped(word: bytes) -> str:

@@ -55,8 +55,8 @@ class Play:
         for side, peers in ((Side.FRONT, CLIENTS), (Side.BACK, WORKERS)):
             for peer in peers:
                 self._out(self.broker.on_gone(side, peer, self.now))
-        for _ in range(400):
-            self.now += 0.5
+        for _ in range(100):
+            self.now += 2.0
             self._out(self.broker.tick(self.now))
             sessions = any(session.streams for session in self.broker.session_table)
             if not self.broker.dispatcher.requests and not sessions:
@@ -228,4 +228,4 @@ def corpus() -> Iterator[bytes]:
             yield draw.randbytes(size)
 
 
-TARGET = Target(run, corpus, tuple(FROM_CLIENT))
+TARGET = Target(run, corpus, tuple(FROM_CLIENT), most_bytes=1024)

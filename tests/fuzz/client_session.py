@@ -84,7 +84,7 @@ class Play:
     def cancel(self) -> None:
         """The reader of a call has gone."""
         if self.readers:
-            self.session.cancel(self.draws.pick(self.readers[:200]).call)
+            self.session.cancel(self.draws.pick(self.readers).call)
 
     def raw(self) -> None:
         """Frames that were made up."""
@@ -147,8 +147,9 @@ class Play:
     # --- inside ---------------------------------------------------------------------------------
 
     def _stream(self) -> int:
-        numbers = [reader.call.number for reader in self.readers]
-        return self.draws.pick([*numbers, 77][:200])
+        readers = self.readers
+        which = self.draws.number() % (len(readers) + 1)
+        return readers[which].call.number if which < len(readers) else 77
 
     def _entry(self) -> Token:
         kind = self.draws.number()
@@ -208,4 +209,4 @@ def corpus() -> Iterator[bytes]:
             yield draw.randbytes(size)
 
 
-TARGET = Target(run, corpus, tuple(FROM_BROKER))
+TARGET = Target(run, corpus, tuple(FROM_BROKER), most_bytes=1024)

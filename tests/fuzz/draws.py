@@ -35,11 +35,21 @@ class Draws:
 
     def number(self, size: int = 1) -> int:
         """A number of so many bytes, little-endian."""
+        if size == 1:
+            at = self._at
+            if at >= len(self._data):
+                return 0
+            self._at = at + 1
+            return self._data[at]
         return int.from_bytes(self.take(size), "little")
 
     def pick(self, choices: Sequence[T]) -> T:
         """One of at most 256 choices."""
-        return choices[self.number() % len(choices)]
+        at = self._at
+        if at >= len(self._data):
+            return choices[0]
+        self._at = at + 1
+        return choices[self._data[at] % len(choices)]
 
     def frame(self) -> bytes:
         """A size of two bytes, and so many bytes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from random import Random
 
 from .target import Target
@@ -12,15 +13,21 @@ def inputs(target: Target, count: int) -> Iterator[bytes]:
     """The corpus of a target, and so many mutations of it: the same ones in each run."""
     corpus = list(target.corpus())
     yield from corpus
-    draw = Random(len(corpus))
-    for _ in range(count):
+    yield from islice(mutated(corpus, target.words, Random(len(corpus))), count)
+
+
+def mutated(corpus: Sequence[bytes], words: tuple[bytes, ...], draw: Random) -> Iterator[bytes]:
+    """Mutations of these inputs, without end."""
+    while True:
         data = bytearray(draw.choice(corpus))
         for _ in range(draw.randrange(1, 5)):
-            _mutate(data, corpus, target.words, draw)
+            _mutate(data, corpus, words, draw)
         yield bytes(data)
 
 
-def _mutate(data: bytearray, corpus: list[bytes], words: tuple[bytes, ...], draw: Random) -> None:
+def _mutate(
+    data: bytearray, corpus: Sequence[bytes], words: tuple[bytes, ...], draw: Random
+) -> None:
     at = draw.randrange(len(data) + 1)
     match draw.randrange(6):
         case 0:
