@@ -35,9 +35,17 @@ class RoutingFields(Struct, kw_only=True):
     buffers: list[Name] = []
     timeout_s: Timeout | None = None
     controller: str | None = None
+    heal_prompt: bool = False
     by: UserName = ""
     trace: TraceParent = ""
     request_id: RequestId = ""
+
+    def steered_by(self, message_type: bytes) -> str:
+        """The name of the controller of a request; empty for none. A prompt that is healed has
+        one: that of any text, where no other is named."""
+        if message_type != b"GENERATE":
+            return ""
+        return self.controller or ("structural" if self.heal_prompt else "")
 
 
 ROLES = {
@@ -97,7 +105,7 @@ class Admission:
             too_large = module_too_large(sum(map(len, frames[2:])))
             if too_large is not None:
                 raise too_large
-        controller = (fields.controller or "") if message_type == b"GENERATE" else ""
+        controller = fields.steered_by(message_type)
         role = ROLES[message_type]
         tenant = [self._quotas.tenant(session.key).encode()] if role == "controller" else []
         request = Request(

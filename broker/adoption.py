@@ -116,7 +116,7 @@ class Adoption:
             model=fields.model,
             priority=fields.priority,
             deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
-            controller=(fields.controller or "") if body.type == "GENERATE" else "",
+            controller=fields.steered_by(body.type.encode()),
             frames=list(frames[4:]),
             arrived=now - body.age_s,
             trace=fields.trace,

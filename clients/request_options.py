@@ -104,6 +104,9 @@ class GenerateOptions(RequestOptions, total=False):
     """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
     """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
+    heal_prompt: bool
+    """Take the prompt's last token back and force its text: a prompt may end in the middle of a
+    word. With ``text``, what is generated begins behind the prompt; the first token has its end."""
     inspect: bool
     """Entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
 

@@ -88,6 +88,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """A module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller: text unchanged, any other value as JSON."""
+    heal_prompt: bool = False
+    """Take the last token of the prompt back and force its text: the first token that is sampled
+    begins with it. The text of the stream begins behind it. Not with a module."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first."""
     timeout_s: Timeout | None = None

@@ -13,7 +13,7 @@ name, ``SPECIAL``: a byte that is in no text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -122,6 +122,10 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
             raise StructureError(
                 f"tags[{number}].max_tokens is {tag.max_tokens}; it is for text, and at least 0"
             )
+
+
+FREE_TEXT: Final[dict[str, Any]] = {"phases": [{"text": True, "may_end": True}], "tags": []}
+"""The structure of any text."""
 
 
 def decode_structure(arg: bytes) -> Structure:

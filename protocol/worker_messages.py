@@ -212,6 +212,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     prompt: list[TokenId]
     n: int = 1
     """Number of sequences: sequence 0 is forked into them before its first round."""
+    healed: TokenId | None = None
+    """The token at the end of the prompt that was taken back; it is not in ``prompt``."""
     max_tokens: int
     """Most tokens of the sequence after its prompt, fast-forwarded ones included."""
     model: str

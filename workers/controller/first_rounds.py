@@ -10,6 +10,8 @@ from functools import partial
 from ...protocol.errors import Code, RequestError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.worker_messages import Start, StepResult
+from .backends.healing import HealingProgram
+from .interface import Program
 from .meters import Meters
 from .pending_result import PendingResult
 from .pool import Pool
@@ -60,7 +62,9 @@ class FirstRounds:
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
-            program = self._programs.get(tenant, start.controller)
+            program: Program = self._programs.get(tenant, start.controller)
+            if start.healed is not None:
+                program = HealingProgram(program, start.healed)
             group.meter = self._meters.of(start.controller, tenant)
             if not start.replay:
                 with group.meter.measured():

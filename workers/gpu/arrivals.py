@@ -23,6 +23,7 @@ from ...protocol.messages import (
     System,
     Token,
 )
+from ...protocol.structure import FREE_TEXT
 from ...protocol.transcript import decode_transcript
 from ...protocol.worker_messages import Start, VocabularyName
 from ..bus import FromBus
@@ -179,6 +180,10 @@ class Arrivals:
             self._post(self._tokenizers.frames(stream, engine.loaded))
             return
         prompt = prompt_tokens(message, waiting.attachments, tokenizer)
+        if isinstance(message, Generate) and message.heal_prompt:
+            message = waiting.message = _with_controller(message)
+            stream.healed = engine.healed(prompt)
+            prompt = prompt if stream.healed is None else prompt[:-1]
         resumption = waiting.resumption
         if resumption is not None and not resumption.live:
             stream.prompt = prompt
@@ -226,6 +231,7 @@ class Arrivals:
             priority=message.priority,
             client=stream.session,
             continued=continued,
+            healed=stream.healed,
         )
         if steered:
             start = _start(message, stream, engine)
@@ -305,12 +311,20 @@ class Arrivals:
         self._post(message_frames(stream, b"SYSTEM", notice))
 
 
+def _with_controller(message: Generate) -> Generate:
+    """A request whose prompt is healed has a controller: that of any text, if it names no other."""
+    if message.controller is not None:
+        return message
+    return msgspec.structs.replace(message, controller="structural", controller_arg=FREE_TEXT)
+
+
 def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
     assert message.controller is not None
     return Start(
         controller=message.controller,
         arg=message.controller_arg,
         prompt=stream.prompt,
+        healed=stream.healed,
         n=message.n,
         max_tokens=min(message.max_tokens, engine.max_length - len(stream.prompt)),
         model=stream.model,

@@ -156,6 +156,7 @@ class Engine:
         inspect: bool = False,
         speculate: bool = True,
         continued: Continued | None = None,
+        healed: int | None = None,
     ) -> PromptUsage:
         """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
 
@@ -163,9 +164,11 @@ class Engine:
         first, and drafts come from the client's own texts. ``text``: outputs carry text.
         ``inspect``: they say what the masks did. ``speculate``: it may have drafts, where the
         engine makes any; without use where each of its tokens is decided upon. ``continued``: it
-        began at another worker; these are its sequences, and their text goes on. Raises
-        RequestError where the request cannot be run, and then nothing has changed. Returns the
-        usage of its prompt, which is complete with the first output.
+        began at another worker; these are its sequences, and their text goes on. ``healed``: the
+        token that was taken back from the end of the prompt, with which its text begins; it is not
+        part of the text of outputs. Raises RequestError where the request cannot be run, and then
+        nothing has changed. Returns the usage of its prompt, which is complete with the first
+        output.
         """
         sequence = self._intake.generation(
             request,
@@ -175,6 +178,7 @@ class Engine:
             client=client,
             text=text,
             inspect=inspect,
+            healed=healed,
         )
         sequences = [sequence]
         if continued is not None:
@@ -186,6 +190,13 @@ class Engine:
         else:
             self._live.begin(sequence)
         return sequence.prompt_usage
+
+    def healed(self, prompt: Tokens[int]) -> int | None:
+        """The last token of a prompt, if it can be taken back: it has text, and others before
+        it."""
+        if len(prompt) < 2 or not self._intake.text_behind(prompt[:-1], prompt[-1]):
+            return None
+        return prompt[-1]
 
     def score(
         self,

@@ -51,10 +51,12 @@ class Intake:
         client: int,
         text: bool,
         inspect: bool,
+        healed: int | None = None,
     ) -> Sequence:
         """The sequence of a generation; the others of ``sampling.n`` are forked from it later.
 
-        Raises RequestError where the request cannot be run.
+        ``healed``: the token that was taken back from the end of the prompt. Raises RequestError
+        where the request cannot be run.
         """
         self._check_prompt(prompt, len(prompt) + 1)
         self.check_tokens(sampling.logit_bias, "$.logit_bias")
@@ -83,9 +85,11 @@ class Intake:
             stop_ids=ids,
             with_text=text,
             inspect=inspect,
-            prompt_usage=PromptUsage(len(prompt)),
+            prompt_usage=PromptUsage(len(prompt) + (healed is not None)),
             pending_forks=sampling.n - 1,
         )
+        if healed is not None:
+            sequence.healed = len(self.text_behind(prompt, healed))
         if text or strings:
             sequence.text = self.text_of(sequence)
         return sequence
@@ -159,12 +163,21 @@ class Intake:
             sequences.append(sequence)
         return sequences
 
+    def text_behind(self, prompt: Tokens[int], token: int) -> str:
+        """The text of a token behind a prompt; empty where it has none of its own, as one that is
+        special or that ends inside a character."""
+        if self._detokenizer is None:
+            return ""
+        detokenizer = self._detokenizer(prompt)
+        text = detokenizer.push(token)
+        return "" if detokenizer.finish() else text
+
     def text_of(self, sequence: Sequence) -> TextStream:
         """The text of a sequence's tokens so far, ready for the next token."""
         assert self._detokenizer is not None
         strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
         prompt = sequence.tokens[: sequence.num_prompt]
-        text = TextStream(self._detokenizer(prompt), strings)
+        text = TextStream(self._detokenizer(prompt), strings, sequence.healed)
         for token in sequence.generated:
             text.push(token)
         return text

@@ -121,6 +121,8 @@ class Sequence:
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
+    healed: int = 0
+    """Characters at the beginning of its text that its prompt ended with."""
     with_text: bool = False
     inspect: bool = False
     """Its outputs say what its masks did."""

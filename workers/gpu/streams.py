@@ -67,6 +67,8 @@ class Stream:
     """Its request: body and attachments, for a broker that was restarted."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
+    healed: int | None = None
+    """The token that was taken back from the end of the prompt."""
     message: Generate | None = None
     """Of a generation that an engine has: its request."""
     usage: PromptUsage | None = None

@@ -46,9 +46,11 @@ class TextStream:
     Text that may be the beginning of a stop string is held back until it can no longer become one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), skip: int = 0) -> None:
+        """``skip``: characters at the beginning that are no part of it."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._skip = skip
         self._held = ""
 
     def push(self, token: int) -> Text:
@@ -63,11 +65,15 @@ class TextStream:
 
     def fork(self) -> TextStream:
         """A second one in the same state."""
-        copy = TextStream(self._detokenizer.fork(), self._stop)
+        copy = TextStream(self._detokenizer.fork(), self._stop, self._skip)
         copy._held = self._held
         return copy
 
     def _take(self, new: str) -> Text:
+        if self._skip:
+            skipped = min(self._skip, len(new))
+            self._skip -= skipped
+            new = new[skipped:]
         if not self._stop:
             return Text(new)
         held = self._held + new

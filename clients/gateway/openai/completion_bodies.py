@@ -38,6 +38,9 @@ class CompletionRequest(SampledRequest, kw_only=True):
     logprobs: TopLogprobs | None = None
     """Report each token's log-probability, and so many alternatives."""
     response_format: ResponseFormat | None = None
+    heal_prompt: bool | None = None
+    """The prompt may end in the middle of a word: its last token is taken back, and its text
+    forced. What only Tokenbus has."""
     suffix: str | None = None
     """Refused, if it is not null."""
 
@@ -95,6 +98,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
         options["n"] = self.best_of or self.n or 1
         if self.logprobs:
             options["top_logprobs"] = self.logprobs
+        if self.heal_prompt:
+            options["heal_prompt"] = True
         return options
 
 

@@ -214,6 +214,11 @@ export interface Generate {
   readonly controller?: string | null | undefined;
   /** The argument of the controller: text unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
+  /**
+   * Take the last token of the prompt back and force its text: the first token that is sampled
+   * begins with it. The text of the stream begins behind it. Not with a module. Default: false.
+   */
+  readonly heal_prompt?: boolean | undefined;
   /** Higher goes first. At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /**

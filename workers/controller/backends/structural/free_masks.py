@@ -56,6 +56,12 @@ class TokenTable:
         after = bisect_left(self.texts, text + b"\xff\xff", first)
         return range(first, after)
 
+    def number_of(self, text: bytes) -> int | None:
+        """A token that is this text; None where there is none."""
+        place = bisect_left(self.texts, text)
+        found = place < len(self.texts) and self.texts[place] == text
+        return self.numbers[place] if found else None
+
     def beginnings_of(self, text: bytes) -> Iterator[int]:
         """The places of the tokens that are a beginning of a text, or all of it."""
         for length in range(1, len(text) + 1):

@@ -1,0 +1,227 @@
+"""The token at a prompt's end, healed: it was taken back, and its text is forced.
+
+A prompt that ends in the middle of a word ends in tokens that a tokenizer would not have written,
+had it seen the whole word. So the last one is taken back, and the first token that is sampled is
+one of those that begin with its text. What such a token has beyond that is the beginning of what a
+constraint allows. Source: guidance's token healing; it takes back one token here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from ....protocol.errors import Code, ControllerError, RequestError
+from ....protocol.messages import ConstraintEnd
+from ..host import Host, Vocabulary
+from ..interface import CONTINUE, Action, Answer, Constraint, Program, TakesDrafts
+from .structural.free_masks import TokenTable
+
+KEPT_TABLES = 4
+MOST_TRIED = 256
+"""Tokens whose rest is no single token: each takes masks of its own, and beyond these they are left
+out."""
+
+_MASKED = Answer(Action.CONTINUE, masked=True)
+
+
+class HealingProgram:
+    """Makes the controllers of a request whose prompt is healed."""
+
+    def __init__(self, program: Program, healed: int) -> None:
+        """``program``: that of the constraint; ``healed``: the token that was taken back."""
+        self._program = program
+        self.healed = healed
+        """That token."""
+
+    def start(self, host: Host) -> Constraint:
+        """Raises RequestError where the controller is not a built-in constraint, or as its
+        program does."""
+        text = host.vocabulary.token(self.healed)
+        first = self._begin(host)
+        return HealingController(self, first, host, text) if text else first
+
+    def begin(self, host: Host, max_tokens: int) -> Constraint:
+        """The constraint of what follows, with so many tokens."""
+        return self._begin(replace(host, max_tokens=max_tokens))
+
+    def _begin(self, host: Host) -> Constraint:
+        made = self._program.start(host)
+        if isinstance(made, Constraint):
+            return made
+        made.close()
+        raise RequestError(
+            Code.INVALID_FIELD,
+            "heal_prompt is given with a controller of one's own; it must be with a built-in "
+            "constraint, or with none",
+            path="$.heal_prompt",
+        )
+
+
+class HealingController:
+    """One sequence: until it has its first token, the text that this begins with."""
+
+    def __init__(
+        self, program: HealingProgram, inner: Constraint, host: Host, prefix: bytes
+    ) -> None:
+        self._program = program
+        self._inner = inner
+        self._host = host
+        self._prefix = prefix
+        self._prompt: Sequence[int] = ()
+        self._rest: list[int] | None = None
+        """What the constraint has of the first token, as tokens; None before."""
+        self._after = 0
+        """Tokens behind the first one."""
+        self._given: Answer | None = None
+        """A splice of the constraint that goes back into the first token."""
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """As the constraint does."""
+        self._prompt = prompt
+        self._inner.init_prompt(prompt)
+
+    def pre_process(self) -> Answer:
+        """As the constraint does."""
+        return self._inner.pre_process()
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """The mask of the first token, then what the constraint decides."""
+        answer = self._inner.mid_process(fork_group, mask)
+        if self._rest is not None:
+            return self._whole(answer)
+        found = bytearray(len(mask))
+        for token in self._beginning(answer, bytes(mask)):
+            found[token >> 3] |= 1 << (token & 7)
+        mask[:] = found
+        return _MASKED
+
+    def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
+        """As the constraint does, behind the first token."""
+        inner = self._inner
+        if self._rest is None or not isinstance(inner, TakesDrafts):
+            return 0
+        return inner.masks_along(draft, masks)
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Gives the constraint what is behind the prompt's text."""
+        given, self._given = self._given, None
+        if given is not None:
+            # Its first token has been written anew, and what follows with it.
+            self._rest, self._after = [], len(tokens) - 1
+            return self._inner.post_process(given.tokens, given.backtrack)
+        if self._rest is None and tokens:
+            self._rest = self._rest_of(tokens[0])
+            # Of the tokens that are left, the first one has been used up.
+            left = max(1, self._host.max_tokens - 1 + len(self._rest))
+            self._inner.close()
+            self._inner = self._program.begin(self._host, left)
+            self._inner.init_prompt(self._prompt)
+            self._after = len(tokens) - 1
+            followed = [*self._rest, *tokens[1:]]
+            return self._inner.post_process(followed, 0) if followed else CONTINUE
+        self._after += len(tokens) - backtrack
+        return self._inner.post_process(tokens, backtrack)
+
+    def text_end(self, stop: bytes = b"") -> ConstraintEnd:
+        """As the constraint says of what is behind the prompt."""
+        return self._inner.text_end(stop)
+
+    def fork(self, host: Host) -> HealingController:
+        """A controller with a copy of the state."""
+        left = max(1, host.max_tokens - 1 + len(self._rest or ()))
+        within = host if self._rest is None else replace(host, max_tokens=left)
+        other = HealingController(self._program, self._inner.fork(within), host, self._prefix)
+        other._prompt, other._after = self._prompt, self._after
+        other._rest = None if self._rest is None else list(self._rest)
+        return other
+
+    def close(self) -> None:
+        """Closes the constraint."""
+        self._inner.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _rest_of(self, token: int) -> list[int]:
+        """What a first token has beyond the prompt's text, as tokens."""
+        vocabulary = self._host.vocabulary
+        text = vocabulary.token(token)
+        if not text.startswith(self._prefix):
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the token {token} ({text!r}) does not begin with the text {self._prefix!r} that "
+                "was taken back from the prompt",
+            )
+        return vocabulary.tokenize(text[len(self._prefix) :])
+
+    def _whole(self, answer: Answer) -> Answer:
+        """A splice that goes back into the first token writes all of that token again."""
+        rest = self._rest or []
+        if answer.action is not Action.SPLICE or answer.backtrack <= self._after:
+            return answer
+        kept = rest[: len(rest) - (answer.backtrack - self._after)]
+        vocabulary = self._host.vocabulary
+        text = b"".join(map(vocabulary.token, (*kept, *answer.tokens)))
+        tokens = [self._program.healed, *vocabulary.tokenize(text)]
+        self._given = answer
+        return Answer(Action.SPLICE, backtrack=self._after + 1, tokens=tokens)
+
+    def _beginning(self, answer: Answer, mask: bytes) -> Iterator[int]:
+        """The tokens that begin with the prompt's text, and go on as the constraint allows;
+        ``answer`` and ``mask``: what it decides at its beginning."""
+        table = _table(self._host.vocabulary)  # type: ignore[arg-type]
+        every = int.from_bytes(table.all_text, "little")
+        if answer.masked and int.from_bytes(mask, "little") & every == every:
+            # Of what every token may begin, the end of a token may be the beginning too.
+            answer = CONTINUE
+        tried = 0
+        for place in table.beginning_with(self._prefix):
+            token, rest = table.numbers[place], table.texts[place][len(self._prefix) :]
+            single = table.number_of(rest) if answer.masked else None
+            if single is not None:
+                if mask[single >> 3] >> (single & 7) & 1:
+                    yield token
+            elif not rest or answer == CONTINUE:
+                yield token
+            elif tried < MOST_TRIED and answer.action is not Action.STOP:
+                tried += answer.masked
+                if self._allows(rest, answer, mask):
+                    yield token
+
+    def _allows(self, rest: bytes, answer: Answer, mask: bytes) -> bool:
+        """Whether the constraint allows a text at its beginning."""
+        inner, after = self._inner.fork(self._host), memoryview(bytearray(mask))
+        vocabulary = self._host.vocabulary
+        try:
+            while True:
+                if answer.action is Action.SPLICE:
+                    tokens = answer.tokens
+                    forced = b"".join(map(vocabulary.token, tokens))
+                    if forced.startswith(rest):
+                        return True
+                    if not forced or answer.backtrack or not rest.startswith(forced):
+                        return False
+                    rest = rest[len(forced) :]
+                elif answer.action is Action.CONTINUE:
+                    first, *others = vocabulary.tokenize(rest)
+                    if answer.masked and not after[first >> 3] >> (first & 7) & 1:
+                        return False
+                    if not others:
+                        return True
+                    tokens = [first]
+                    rest = rest[len(vocabulary.token(first)) :]
+                else:
+                    return False
+                if inner.post_process(tokens, 0).action is Action.STOP:
+                    return False
+                answer = inner.mid_process((self._host.seq,), after)
+        except ControllerError:
+            return False
+        finally:
+            inner.close()
+
+
+@lru_cache(KEPT_TABLES)
+def _table(vocabulary: Vocabulary) -> TokenTable:
+    return TokenTable(vocabulary)
