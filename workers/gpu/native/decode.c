@@ -89,10 +89,34 @@ INLINE void dots(const float *w, const float *x, int64_t in, float *y, int64_t s
         for (int t = 0; t < tokens; t++)
             found[t][0] += weights * load_some(x + t * in + at, rest);
     }
+    Vector each[LANES] = {{0}};
     for (int t = 0; t < tokens; t++) {
         for (int i = 1; i < sums; i++)
             found[t][0] += found[t][i];
-        y[t * stride] = sum(found[t][0]);
+        each[t % LANES] = found[t][0];
+    }
+    if (tokens > 2 && tokens <= LANES) {
+        Vector totals = sums_of(each);
+        for (int t = 0; t < tokens; t++)
+            y[t * stride] = totals[t];
+    } else {
+        for (int t = 0; t < tokens; t++)
+            y[t * stride] = sum(found[t][0]);
+    }
+}
+
+/* The same for at most 8 tokens, in one pass over the weights. */
+INLINE void some_dots(const float *w, const float *x, int64_t in, float *y, int64_t stride,
+                      int64_t tokens) {
+    switch (tokens) {
+    case 1: dots(w, x, in, y, stride, 1, 4); break;
+    case 2: dots(w, x, in, y, stride, 2, 4); break;
+    case 3: dots(w, x, in, y, stride, 3, 2); break;
+    case 4: dots(w, x, in, y, stride, 4, 2); break;
+    case 5: dots(w, x, in, y, stride, 5, 1); break;
+    case 6: dots(w, x, in, y, stride, 6, 1); break;
+    case 7: dots(w, x, in, y, stride, 7, 1); break;
+    case 8: dots(w, x, in, y, stride, 8, 1); break;
     }
 }
 
@@ -104,13 +128,8 @@ static void multiply(const Product *product, const float *x, int64_t tokens, flo
         const float *w = product->weight + n * in;
         int64_t t = 0;
         for (; t + 8 <= tokens; t += 8)
-            dots(w, x + t * in, in, y + t * stride + n, stride, 8, 1);
-        for (; t + 4 <= tokens; t += 4)
-            dots(w, x + t * in, in, y + t * stride + n, stride, 4, 2);
-        for (; t + 2 <= tokens; t += 2)
-            dots(w, x + t * in, in, y + t * stride + n, stride, 2, 4);
-        if (t < tokens)
-            dots(w, x + t * in, in, y + t * stride + n, stride, 1, 4);
+            some_dots(w, x + t * in, in, y + t * stride + n, stride, 8);
+        some_dots(w, x + t * in, in, y + t * stride + n, stride, tokens - t);
     }
     if (product->bias)
         for (int64_t t = 0; t < tokens; t++)
@@ -236,20 +255,63 @@ INLINE Vector scores_of(const float *query, const float *const *keys, int64_t di
         for (int i = 0; i < LANES; i++)
             found[i] += part * load_some(keys[i] + at, dim - at);
     }
-    return sums(found);
+    return sums_of(found);
 }
 
 /* Scores become weights that sum up to 1. */
 static void softmax(float *scores, int64_t count) {
     float greatest = -INFINITY, total = 0;
-    for (int64_t i = 0; i < count; i++)
+    Vector most_of = all(-INFINITY), total_of = {0};
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Vector v = load(scores + i);
+        most_of = choose(v > most_of, v, most_of);
+    }
+    for (int i = 0; i < LANES; i++)
+        greatest = most_of[i] > greatest ? most_of[i] : greatest;
+    for (int64_t i = whole; i < count; i++)
         greatest = scores[i] > greatest ? scores[i] : greatest;
     FOR_EACH(scores, count, v, exponential(v - greatest));
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < whole; i += LANES)
+        total_of += load(scores + i);
+    for (int64_t i = whole; i < count; i++)
         total += scores[i];
-    float factor = 1.0f / total;
+    float factor = 1.0f / (total + sum(total_of));
     for (int64_t i = 0; i < count; i++)
         scores[i] *= factor;
+}
+
+/* How many positions from this one on lie together in a block. */
+static int64_t together(int64_t at, int64_t end, int64_t size) {
+    int64_t rest = size - at % size;
+    return end - at < rest ? end - at : rest;
+}
+
+typedef struct {
+    const float *values;
+    const int64_t *blocks;
+    int64_t row, size, first, end, longest;
+} Weighed;
+
+/* A vector of each of some queries' sums of values, from entry at on. */
+INLINE void weigh(const Weighed *w, const float *scores, int64_t at, int64_t lanes, float *found,
+                  int64_t dim, int queries) {
+    Vector total[4] = {{0}};
+    int64_t count;
+    for (int64_t position = w->first; position < w->end; position += count) {
+        count = together(position, w->end, w->size);
+        const float *value =
+            w->values + (w->blocks[position / w->size] * w->size + position % w->size) * w->row + at;
+        const float *own = scores + position - w->first;
+        for (int64_t i = 0; i < count; i++) {
+            const float *from = value + i * w->row;
+            Vector part = lanes == LANES ? load(from) : load_some(from, lanes);
+            for (int g = 0; g < queries; g++)
+                total[g] += part * own[g * w->longest + i];
+        }
+    }
+    for (int g = 0; g < queries; g++)
+        memcpy(found + g * dim + at, &total[g], (size_t)lanes * sizeof(float));
 }
 
 /* One token's queries of one key head, over all positions that it attends to. */
@@ -264,13 +326,14 @@ static void attend(const Attention *a, int64_t t, int64_t kv_head, float *scores
         a->qkv + t * (layer->heads + 2 * layer->kv_heads) * dim + kv_head * group * dim;
     float *found = a->y + t * layer->heads * dim + kv_head * group * dim;
     float scale = layer->softcap ? layer->scale / layer->softcap : layer->scale;
-    for (int64_t at = first; at < end; at += LANES) {
+    int64_t count;
+    for (int64_t at = first; at < end; at += count) {
         const float *keys[LANES];
-        int64_t count = end - at < LANES ? end - at : LANES;
-        for (int64_t i = 0; i < LANES; i++) {
-            int64_t place = i < count ? at + i : at;
-            keys[i] = layer->keys + (blocks[place / size] * size + place % size) * row + kv_head * dim;
-        }
+        count = together(at, end, size);
+        count = count < LANES ? count : LANES;
+        const float *base = layer->keys + (blocks[at / size] * size + at % size) * row + kv_head * dim;
+        for (int64_t i = 0; i < LANES; i++)
+            keys[i] = base + (i < count ? i : 0) * row;
         for (int64_t g = 0; g < group; g++) {
             Vector several = scores_of(queries + g * dim, keys, dim) * scale;
             memcpy(scores + g * a->longest + at - first, &several, (size_t)count * sizeof(float));
@@ -283,15 +346,15 @@ static void attend(const Attention *a, int64_t t, int64_t kv_head, float *scores
                      (1.0f - 2.0f / (exponential(v + v) + 1.0f)) * layer->softcap);
         softmax(own, end - first);
     }
-    memset(found, 0, (size_t)(group * dim) * sizeof(float));
-    for (int64_t at = first; at < end; at++) {
-        const float *value =
-            layer->values + (blocks[at / size] * size + at % size) * row + kv_head * dim;
-        for (int64_t g = 0; g < group; g++) {
-            float weight = scores[g * a->longest + at - first], *to = found + g * dim;
-            for (int64_t i = 0; i < dim; i++)
-                to[i] += weight * value[i];
-        }
+    Weighed w = {layer->values + kv_head * dim, blocks, row, size, first, end, a->longest};
+    for (int64_t at = 0; at < dim; at += LANES) {
+        int64_t lanes = dim - at < LANES ? dim - at : LANES, g = 0;
+        for (; g + 4 <= group; g += 4)
+            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 4);
+        for (; g + 2 <= group; g += 2)
+            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 2);
+        if (g < group)
+            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 1);
     }
 }
 

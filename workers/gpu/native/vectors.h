@@ -77,7 +77,7 @@ INLINE float sum(Vector values) {
 #endif
 
 /* The sum of each of as many vectors as there are lanes. */
-INLINE Vector sums(Vector *values) {
+INLINE Vector sums_of(Vector *values) {
     for (int count = LANES / 2; count; count /= 2)
         for (int i = 0; i < count; i++)
             values[i] = NEIGHBOURS(values[2 * i], values[2 * i + 1]);

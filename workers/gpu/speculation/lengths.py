@@ -33,13 +33,12 @@ class Costs(NamedTuple):
 
     row_cost: float
     draft_cost: float
-    """For each sequence of a step in which any has a draft: attention over several rows, and on a
-    CPU the copies of keys and values, which are made for the sequences that decode together."""
+    """For each sequence of a step in which any has a draft: attention over several rows."""
     most_sequences: int
     """Sequences of a step with drafts at most: with more, nothing is looked up."""
 
 
-CPU = Costs(0.05, 0.4, 8)
+CPU = Costs(0.13, 0.1, 8)
 CUDA = Costs(0.004, 0.1, 64)
 """Weights are read once for all rows: until their products take as long, a row is nearly free."""
 
