@@ -36,6 +36,7 @@ def test_other_starts_run_while_a_grammar_is_compiled(
         compiled.set()
 
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # Each of its threads is stopped.
     try:
         pool.submit([compiles, other.set])
         assert other.wait(BOUND_S), "a start waits behind a compilation"
