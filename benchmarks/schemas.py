@@ -58,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="60 schemas and 4 walks")
     parser.add_argument("--maskbench", type=Path, default=WHERE, help=f"the archive ({WHERE})")
     parser.add_argument("--schemas", type=int, default=1_000_000, help="at most so many of them")
+    parser.add_argument("--minutes", type=float, default=1e9, help="no schema is begun after them")
     parser.add_argument("--processes", type=int, default=1, help="each has a share of the schemas")
     parser.add_argument("--walks", type=int, default=20, help="random walks of each schema")
     options = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> None:
     shares = [cases[number :: options.processes] for number in range(options.processes)]
     masks, walks = MaskFigures(), WalkFigures()
     with get_context("fork").Pool(options.processes) as pool:
-        run = partial(_run, walks=options.walks)
+        run = partial(_run, walks=options.walks, until=began + 60 * options.minutes)
         for of_masks, of_walks in pool.imap(run, shares):
             masks.add(of_masks)
             walks.add(of_walks)
@@ -91,7 +92,7 @@ _shared: list[World] = []
 """The vocabulary, which the processes have from the one that starts them."""
 
 
-def _run(cases: list[Case], walks: int) -> tuple[MaskFigures, WalkFigures]:
+def _run(cases: list[Case], walks: int, until: float) -> tuple[MaskFigures, WalkFigures]:
     """The share of one process."""
     [world] = _shared
     matchers = Matchers()
@@ -101,6 +102,8 @@ def _run(cases: list[Case], walks: int) -> tuple[MaskFigures, WalkFigures]:
     gc.freeze()
     gc.disable()
     for number, case in enumerate(cases):
+        if time.monotonic() > until:
+            break
         compared.add(case)
         walked.add(case, walks)
         if number % 50 == 49:
