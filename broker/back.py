@@ -43,7 +43,18 @@ LEASES_AT_ONCE = 1_000
 BEATS_AT_ONCE = 1_500
 """Workers to which it sends a heartbeat."""
 RELAYED = frozenset(
-    (b"STEP", b"RESULT", b"FETCH_TOKENIZER", b"TOKENIZER_JSON", b"VARIABLE", b"VARIABLE_ANSWER")
+    (
+        b"STEP",
+        b"RESULT",
+        b"FETCH_TOKENIZER",
+        b"TOKENIZER_JSON",
+        b"VARIABLE",
+        b"VARIABLE_ANSWER",
+        b"MODULE_TABLE",
+        b"MODULE_TABLE_ANSWER",
+        b"FETCH_MODULE",
+        b"MODULE_BYTES",
+    )
 )
 """What one worker sends another; the broker reads only the header."""
 
@@ -422,19 +433,24 @@ class Back:
     def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
         """Passes a message from one worker to another; its address becomes the sender's."""
         header = decode_header(head)
+        controllers = self._dispatcher.controllers
         tenant: Tenant | None = None
-        if message_type == b"VARIABLE":
+        receivers: list[Worker | None]
+        if message_type in (b"VARIABLE", b"MODULE_TABLE"):
             # Without a state worker it is dropped: the controller worker sends it again.
-            receiver = self._dispatcher.controllers.state_worker()
-            tenant = self._quotas.variables(self._dispatcher.requests.get(header.request))
+            receivers = [controllers.state_worker()]
+            if message_type == b"VARIABLE":
+                tenant = self._quotas.variables(self._dispatcher.requests.get(header.request))
+        elif message_type == b"FETCH_MODULE" and not header.address:
+            receivers = [other for other in controllers.of_modules() if other is not worker]
         else:
-            receiver = self._dispatcher.workers.get(header.address)
-        if receiver is not None:
-            sent_by = encode_header(header.request, worker.id, header.flags)
-            whose = () if tenant is None else (tenant.encode(),)
-            self._out.append(
-                Outgoing(_BACK, receiver.peer, (message_type, sent_by, *frames[2:], *whose), True)
-            )
+            receivers = [self._dispatcher.workers.get(header.address)]
+        sent_by = encode_header(header.request, worker.id, header.flags)
+        whose = () if tenant is None else (tenant.encode(),)
+        for receiver in receivers:
+            if receiver is not None:
+                sent = (message_type, sent_by, *frames[2:], *whose)
+                self._out.append(Outgoing(_BACK, receiver.peer, sent, True))
 
     def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
         """A GPU worker begins a request with a controller: a controller worker gets its START."""

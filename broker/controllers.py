@@ -266,6 +266,10 @@ class Controllers:
                     self._workers[gpu], b"LOST", _lost(requests, error, worker.name)
                 )
 
+    def of_modules(self) -> list[Worker]:
+        """The workers that run uploaded modules."""
+        return list(self._pools.steering(ANY_MODULE).workers.values())
+
     def state_worker(self) -> Worker | None:
         """The worker that keeps the variables."""
         workers = self._pools.of_role("state").values()

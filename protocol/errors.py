@@ -26,6 +26,7 @@ class Code(StrEnum):
     UNKNOWN_BUFFER = "unknown_buffer"
     UNKNOWN_MODEL = "unknown_model"
     UNKNOWN_CONTROLLER = "unknown_controller"
+    CONFLICT = "conflict"
     MODEL_LOAD_FAILED = "model_load_failed"
     NOT_ALLOWED = "not_allowed"
     UNSUPPORTED = "unsupported"

@@ -384,6 +384,60 @@ class VariableAnswer(Struct, array_like=True):
     again, it may be."""
 
 
+# --- modules -------------------------------------------------------------------------------------
+#
+# The table of a tenant, its modules and what its tags name, is at the state worker. The bytes of a
+# module are at the controller workers that have needed it; their messages have no request.
+
+
+class ModuleTable(Struct, array_like=True):
+    """``MODULE_TABLE``: reads or replaces the table of a tenant. To the state worker, which does
+    not look into it.
+
+    It is replaced where ``known`` is its current version: compare-and-set.
+    """
+
+    id: Id
+    """Of the operation: its answer has it, and a replacement that is sent again is done once."""
+    tenant: str
+    known: int = 0
+    """The version that the sender has; 0: none, or that there is none yet."""
+    content: bytes | None = None
+    """Replaces it."""
+
+
+class ModuleTableAnswer(Struct, array_like=True):
+    """``MODULE_TABLE_ANSWER``: the table after the operation; ``version`` 0: there is none."""
+
+    id: Id
+    version: int = 0
+    content: bytes | None = None
+    """None where the sender knows it, by its version or as it has just written it."""
+    written: bool = False
+    error: str | None = None
+    """Why nothing was done; that may pass."""
+
+
+class FetchModule(Struct, kw_only=True, omit_defaults=True):
+    """``FETCH_MODULE``: a controller worker needs the bytes of a module.
+
+    Without an address it goes to all others that run modules, and those that have them answer
+    without the bytes; then to one of these, by its address, which sends them.
+    """
+
+    module: str
+    """Its id: SHA-256 of the bytes, hexadecimal."""
+    send: bool = False
+    """It is to send them, and not only to say that it has them."""
+
+
+class ModuleBytes(Struct, kw_only=True, omit_defaults=True):
+    """``MODULE_BYTES``: a controller worker has the bytes of this module: attachment 0, or none
+    where it was only asked whether it has them."""
+
+    module: str
+
+
 TO_BROKER: dict[bytes, Any] = {
     b"REGISTER": Register,
     b"HEARTBEAT": Heartbeat,
@@ -403,6 +457,10 @@ TO_BROKER: dict[bytes, Any] = {
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
+    b"MODULE_TABLE": ModuleTable,
+    b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
+    b"FETCH_MODULE": FetchModule,
+    b"MODULE_BYTES": ModuleBytes,
 }
 """The messages of a worker: type to body."""
 
@@ -431,5 +489,9 @@ TO_WORKER: dict[bytes, Any] = {
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
+    b"MODULE_TABLE": ModuleTable,
+    b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
+    b"FETCH_MODULE": FetchModule,
+    b"MODULE_BYTES": ModuleBytes,
 }
 """The messages to a worker: type to body."""

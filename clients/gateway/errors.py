@@ -16,6 +16,7 @@ _STATUS: dict[str, int] = {
     Code.UNKNOWN_MODEL: 404,
     Code.UNKNOWN_CONTROLLER: 404,
     Code.NOT_ALLOWED: 403,
+    Code.CONFLICT: 409,
     Code.MODEL_LOAD_FAILED: 502,
     Code.QUEUE_FULL: 503,
     # Of the gateway's session at the broker: its users are told apart by ``UserShares`` (429).

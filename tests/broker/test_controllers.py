@@ -12,8 +12,11 @@ from tokenbus.protocol.header import Header, decode_header, encode_header
 from tokenbus.protocol.messages import MAX_MODULE_BYTES, Token
 from tokenbus.protocol.worker_messages import (
     End,
+    FetchModule,
     LiveRequest,
     Lost,
+    ModuleBytes,
+    ModuleTable,
     Result,
     Start,
     Step,
@@ -136,6 +139,33 @@ def test_variables_go_to_the_state_worker_and_their_answers_back(bench: Bench) -
     assert bench.to_worker("state") == [("VARIABLE", Header(1, a))]
     bench.send("state", "VARIABLE_ANSWER", [1, 0, 1], Header(1, a))
     assert bench.to_worker("a") == [("VARIABLE_ANSWER", Header(1, state))]
+
+
+def test_tables_of_modules_go_to_the_state_worker_and_their_answers_back(bench: Bench) -> None:
+    a = controller_worker(bench, "a")
+    table = ModuleTable(1, "ann")
+    assert bench.send("a", "MODULE_TABLE", table) == []
+    state = bench.worker("state", role="state", patterns=[], default="").worker
+    bench.send("a", "MODULE_TABLE", table)
+    assert bench.to_worker("state") == [("MODULE_TABLE", Header(0, a))]
+    bench.send("state", "MODULE_TABLE_ANSWER", [1], Header(0, a))
+    assert bench.to_worker("a") == [("MODULE_TABLE_ANSWER", Header(0, state))]
+
+
+def test_who_has_a_module_is_asked_of_all_others_that_run_modules_and_then_of_one(
+    bench: Bench,
+) -> None:
+    a, b, c = (controller_worker(bench, name) for name in "abc")
+    controller_worker(bench, "python", "mine")
+    asked = FetchModule(module="f" * 64)
+    bench.send("a", "FETCH_MODULE", asked)
+    assert bench.to_worker("b") == bench.to_worker("c") == [("FETCH_MODULE", Header(0, a))]
+    assert bench.to_worker("a") == bench.to_worker("python") == []
+    bench.send("c", "MODULE_BYTES", ModuleBytes(module=asked.module), Header(0, a))
+    assert bench.to_worker("a") == [("MODULE_BYTES", Header(0, c))]
+    bench.send("a", "FETCH_MODULE", FetchModule(module=asked.module, send=True), Header(0, b))
+    assert bench.to_worker("b") == [("FETCH_MODULE", Header(0, a))]
+    assert bench.to_worker("c") == []
 
 
 def test_the_end_of_a_request_is_reported_to_its_controller_and_to_the_state_worker(
@@ -277,7 +307,7 @@ def test_a_state_worker_keeps_only_the_requests_that_still_live() -> None:
 
 def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
     a = controller_worker(bench, "a")
-    for kind in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"END", b"LOST"):
+    for kind in (b"START", b"STEP", b"RESULT", b"VARIABLE", b"MODULE_TABLE", b"END", b"LOST"):
         frames = [kind, encode_header(1, a), encode_body(VARIABLE, "msgpack")]
         [out] = bench.broker.on_client(peer_of("c"), frames, bench.now)
         assert msgspec.json.decode(out.frames[1])["code"] == "unknown_type"

@@ -35,8 +35,10 @@ from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     ANY_MODULE,
     End,
+    FetchModule,
     FetchTokenizer,
     LiveRequest,
+    ModuleBytes,
     Register,
     Registered,
     Result,
@@ -53,6 +55,7 @@ from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
 from .meters import Meters
+from .module_calls import ModuleCalls
 from .pending_result import PendingResult
 from .pool import Job, Pool
 from .programs import Programs
@@ -107,8 +110,13 @@ class ControllerWorker:
         self._limits = limits_of(settings)
         self._engine = make_engine(self._limits)
         self._serves = list(programs) if programs else [ANY_MODULE]
+        self._module_calls = ModuleCalls(self._post)
         folder = settings.run_folder / "modules"
-        self._store = None if programs else ModuleStore(folder, self._limits, self._engine)
+        self._store = (
+            None
+            if programs
+            else ModuleStore(folder, self._limits, self._engine, self._module_calls)
+        )
         kept = settings.run_folder / "grammars"
         self._programs = Programs(self._engine, self._store, programs or {}, kept, self._limits)
         cpus = os.cpu_count() or 1
@@ -117,6 +125,8 @@ class ControllerWorker:
         """Separate threads for START: it may take a second, and more where a grammar has to be
         compiled, and no round waits behind it."""
         self._store_calls = ThreadPoolExecutor(2, "store")
+        self._sends = ThreadPoolExecutor(1, "modules")
+        """Reads modules that other machines need, which wait for no other worker."""
         self._meters = Meters()
         self._bus = Bus(
             settings.back_endpoint,
@@ -168,6 +178,7 @@ class ControllerWorker:
         self._bus.close(self._stop_reason)
         self._programs.close()
         self._store_calls.shutdown(wait=False)
+        self._sends.shutdown(wait=False)
         self._starts.close()
         self._pool.close()
         return 0
@@ -206,14 +217,16 @@ class ControllerWorker:
         """On the bus thread: hands answers to the guests that wait for them."""
         rest = []
         for message in messages:
-            if message.type != b"VARIABLE_ANSWER":
-                rest.append(message)
-                continue
             try:
-                self._variable_calls.on_answer(message.body)
+                if message.type == b"VARIABLE_ANSWER":
+                    self._variable_calls.on_answer(message.body)
+                elif message.type in (b"MODULE_TABLE_ANSWER", b"MODULE_BYTES"):
+                    self._module_calls.on_answer(message)
+                else:
+                    rest.append(message)
             except TokenbusError as error:
                 # The operation is sent again, as it has not been answered.
-                log.warning("a malformed VARIABLE_ANSWER was dropped: %s", error)
+                log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 
     # --- messages -------------------------------------------------------------------------------
@@ -241,6 +254,8 @@ class ControllerWorker:
                 self._starts.submit([partial(arrived, answer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
                 self._store_calls.submit(self._serve_store, message)
+            case b"FETCH_MODULE":
+                self._sends.submit(self._send_module, message)
             case b"HANDOVER":
                 self._handed_over = True
             case b"DRAIN":
@@ -368,6 +383,24 @@ class ControllerWorker:
     def _request_tokenizer(self, fingerprint: str, gpu: int) -> None:
         body = encode_body(FetchTokenizer(fingerprint=fingerprint), "msgpack")
         self._bus.post([b"FETCH_TOKENIZER", encode_header(0, gpu), body])
+
+    def _send_module(self, message: FromBus) -> None:
+        """Answers another controller worker that needs a module, where this machine has it: to one
+        that has asked all others that it is here, and then its bytes."""
+        try:
+            asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
+            wasm = self._store.own(asked.module) if self._store is not None else None
+        except (TokenbusError, OSError) as error:
+            log.error("a module cannot be sent: %s", error)
+            return
+        if wasm is None:
+            return
+        head = encode_header(0, message.header.address)
+        body = encode_body(ModuleBytes(module=asked.module), "msgpack")
+        self._bus.post([b"MODULE_BYTES", head, body, *([wasm] if asked.send else [])])
+
+    def _post(self, frames: list[bytes]) -> None:
+        self._bus.post(frames)
 
     def _serve_store(self, message: FromBus) -> None:
         """A client's request to the module store; the last attachment is the client's tenant."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from msgspec import msgpack
 
-from .log import REQUEST, Log, Record
+from .log import REQUEST, TABLE, Log, Record
+from .module_tables import SavedTable
 from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
@@ -25,9 +26,17 @@ _encode = msgpack.Encoder().encode
 class Compaction:
     """A new log that will replace the current one."""
 
-    def __init__(self, path: Path, limits: StorageLimits, requests: Iterable[int]) -> None:
-        """Creates the new log at ``path``. Raises OSError."""
+    def __init__(
+        self,
+        path: Path,
+        limits: StorageLimits,
+        requests: Iterable[int],
+        tables: Iterable[SavedTable],
+    ) -> None:
+        """Creates the new log at ``path``, with all tables. Raises OSError."""
         self.log = Log.create(path, limits)
+        for table in tables:
+            self.log.append([Record(TABLE, 0, _encode(table))])
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
 
@@ -41,7 +50,8 @@ class Compaction:
             size += len(body)
 
     def also(self, records: Iterable[Record]) -> None:
-        """Adds records that were written to the current log. Raises OSError."""
+        """Adds records that were written to the current log: those of tables, which are all there,
+        and of requests that are. Raises OSError."""
         new = [record for record in records if record.request not in self.pending]
         if new:
             self.log.append(new)

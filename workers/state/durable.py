@@ -1,4 +1,4 @@
-"""Durable variables: each operation is written to a log before it is applied.
+"""Durable variables and tables of modules: each operation is written to a log before it is applied.
 
 The log has the operations as they were received; replaying it gives the same answers. If the
 process is killed during an operation, its sender has no answer and repeats it, and it is applied
@@ -16,10 +16,16 @@ from typing import NamedTuple
 
 from msgspec import msgpack, structs
 
-from ...protocol.worker_messages import Variable, VariableAnswer
+from ...protocol.worker_messages import (
+    ModuleTable,
+    ModuleTableAnswer,
+    Variable,
+    VariableAnswer,
+)
 from .compaction import Compaction
 from .folder import Folder, FolderError
-from .log import END, OPERATION, REQUEST, Log, Reader, Record
+from .log import END, OPERATION, REQUEST, TABLE, Log, Reader, Record
+from .module_tables import ModuleTables, SavedTable
 from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 
 log = logging.getLogger(__name__)
@@ -38,6 +44,7 @@ _encode = msgpack.Encoder().encode
 _operation = msgpack.Decoder(Variable).decode
 _request = msgpack.Decoder(int).decode
 _saved = msgpack.Decoder(SavedRequest).decode
+_table = msgpack.Decoder(SavedTable).decode
 
 
 class Counts(NamedTuple):
@@ -50,7 +57,7 @@ class Counts(NamedTuple):
 
 
 class DurableVariables:
-    """A ``VariableStorage`` and its log, in a folder of its own.
+    """A ``VariableStorage``, the ``ModuleTables`` and their log, in a folder of its own.
 
     One thread applies operations; another one calls ``maintain``.
     """
@@ -67,6 +74,7 @@ class DurableVariables:
         self._synced_at = time.monotonic()
         self.failures = 0
         """Writes of the log that have failed."""
+        self._tables = ModuleTables()
         self._folder = Folder(path)
         self._path = path / "log"
         self._new_path = path / "log.new"
@@ -129,6 +137,24 @@ class DurableVariables:
                     answers.append(storage.apply(op))
         return answers
 
+    def table(self, op: ModuleTable) -> ModuleTableAnswer:
+        """Reads or replaces the table of a tenant, which is on the disk when it is answered.
+
+        If it cannot be written, it is not replaced, and the answer has an ``error``.
+        """
+        with self._lock:
+            table = self._tables.replacement(op)
+            if table is None:
+                return self._tables.read(op)
+            error = self._tables.refusal(table)
+            if error is None:
+                error = self._append([Record(TABLE, 0, _encode(table))])
+            if error is not None:
+                return ModuleTableAnswer(op.id, error=error)
+            self._tables.put(table)
+            self._sync()
+            return self._tables.read(op)
+
     def end(self, requests: Iterable[int]) -> None:
         """Removes the variables of ended requests; ignores requests that have none.
 
@@ -158,13 +184,16 @@ class DurableVariables:
             if self._folder.lost:
                 self._write_anew()
         if self._compaction is None:
-            if self._log.size <= max(self._compact_above, COMPACT_FACTOR * self._storage.bytes):
+            size = self._storage.bytes + self._tables.bytes
+            if self._log.size <= max(self._compact_above, COMPACT_FACTOR * size):
                 return SYNC_S
             log.debug("rewriting the log of %d bytes", self._log.size)
         try:
             with self._lock:
                 if self._compaction is None:
-                    self._compaction = Compaction(self._new_path, self._limits, self.requests)
+                    self._compaction = Compaction(
+                        self._new_path, self._limits, self.requests, self._tables
+                    )
                 compaction = self._compaction
                 compaction.save(self._storage)
             if not compaction.pending:
@@ -228,7 +257,7 @@ class DurableVariables:
                 return storage, self._new_log(storage, self._folder)
             # Logged operations are replayed under the limits of that time.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
-            count = _replay(reader, storage)
+            count = _replay(reader, storage, self._tables)
             storage.limits = self._limits
         finally:
             reader.close()
@@ -243,7 +272,7 @@ class DurableVariables:
 
     def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
         """A new log of the current state, which replaces any other."""
-        compaction = Compaction(self._new_path, self._limits, storage.requests)
+        compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
         while compaction.pending:
             compaction.save(storage)
         compaction.log.sync()
@@ -298,7 +327,7 @@ class DurableVariables:
         log.error("cannot rewrite the log %s: %s", self._path, error.strerror)
 
 
-def _replay(reader: Reader, storage: VariableStorage) -> int:
+def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables) -> int:
     """Replays the records of a log; their number."""
     count = 0
     for kind, body in reader:
@@ -309,4 +338,6 @@ def _replay(reader: Reader, storage: VariableStorage) -> int:
             storage.end(_request(body))
         elif kind == REQUEST:
             storage.restore(_saved(body))
+        elif kind == TABLE:
+            tables.put(_table(body))
     return count

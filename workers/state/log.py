@@ -23,6 +23,7 @@ HEAD = b"H"
 OPERATION = b"V"
 END = b"E"
 REQUEST = b"R"
+TABLE = b"T"
 
 FORMAT = 1
 
@@ -41,7 +42,7 @@ class Record(NamedTuple):
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
-    ``REQUEST``: a ``SavedRequest``."""
+    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, of no request."""
     request: int
     body: bytes
 

@@ -1,4 +1,4 @@
-"""The state worker: applies variable operations from the bus and sends the answers.
+"""The state worker: applies operations on variables and tables of modules, and sends the answers.
 
 The bus thread applies operations, those of one burst together, and sends their answers immediately;
 the worker's own thread syncs and compacts the log.
@@ -23,6 +23,7 @@ from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     End,
     LiveRequest,
+    ModuleTable,
     Register,
     Registered,
     Variable,
@@ -50,6 +51,7 @@ class _Name(Struct, array_like=True):
 _encode = msgpack.Encoder().encode
 _operation = msgpack.Decoder(Variable).decode
 _name = msgpack.Decoder(_Name).decode
+_table = msgpack.Decoder(ModuleTable).decode
 
 
 class StateWorker:
@@ -107,7 +109,9 @@ class StateWorker:
             self._do(run)
             run = []
             try:
-                if message.type == b"END":
+                if message.type == b"MODULE_TABLE":
+                    self._table(message)
+                elif message.type == b"END":
                     ended = decode_as(End, message.body, "msgpack").requests
                     self._variables.end(ended)
                     self._tenants.end(ended)
@@ -118,7 +122,7 @@ class StateWorker:
                     self._bus.registered(answer)
                 else:
                     others.append(message)
-            except TokenbusError as error:
+            except (TokenbusError, DecodeError) as error:
                 log.warning(
                     "a %r message that is not well-formed was dropped: %s", message.type, error
                 )
@@ -164,6 +168,12 @@ class StateWorker:
         self._ops += len(answers)
         for message, answer in zip(asked, answers, strict=True):
             self._post(message, answer)
+
+    def _table(self, message: FromBus) -> None:
+        """Reads or replaces the table of a tenant's modules, and posts the answer."""
+        answer = self._variables.table(_table(message.body))
+        header = encode_header(0, message.header.address)
+        self._bus.post([b"MODULE_TABLE_ANSWER", header, _encode(answer)])
 
     def _beyond_quota(self, op: Variable, message: FromBus) -> str | None:
         """Why an operation is refused that its tenant's quota has no room for."""

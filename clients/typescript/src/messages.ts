@@ -35,6 +35,7 @@ export type Code =
   | "unknown_buffer"
   | "unknown_model"
   | "unknown_controller"
+  | "conflict"
   | "model_load_failed"
   | "not_allowed"
   | "unsupported"
@@ -80,6 +81,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   unknown_buffer: "RequestError",
   unknown_model: "RequestError",
   unknown_controller: "RequestError",
+  conflict: "RequestError",
   model_load_failed: "RequestError",
   not_allowed: "RequestError",
   unsupported: "RequestError",

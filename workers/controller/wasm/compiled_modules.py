@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 KEPT_BYTES = 256 * 1024**2
 """Compiled forms that are kept in memory; the one that was used least recently goes first."""
 AT_ONCE = 2
-"""Modules that are compiled at the same time; further requests have to try again."""
+"""Modules that are compiled at the same time; further uploads have to be sent again."""
+TURN_S = 60.0
+"""How long a stream waits until its module can be compiled, in seconds."""
 
 _MAC_BYTES = 32
 _KEY_BYTES = 32
@@ -89,7 +91,10 @@ class CompiledModules:
             return ready[1]
 
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
-        """A module by its id; ``wasm`` gives its bytes, where it must be compiled once more."""
+        """A module by its id; ``wasm`` gives its bytes, where it must be compiled once more.
+
+        Where too many are being compiled, it waits until one of them is.
+        """
         with self._lock:
             kept = self._kept.get(module)
             if kept is not None:
@@ -99,7 +104,8 @@ class CompiledModules:
             ready = self._read(module)
             if ready is None:
                 content = wasm(module)
-                ready = self._compile(module, content, examine(content, self._limits))
+                found = examine(content, self._limits)
+                ready = self._compile(module, content, found, TURN_S)
             self._keep(module, *ready)
             return ready[0]
 
@@ -120,8 +126,13 @@ class CompiledModules:
             turn = self._turns.get(module)
             if turn is None:
                 turn = self._turns[module] = threading.Lock()
-        with turn:
+        if not turn.acquire(blocking=False):
+            with waiting():
+                turn.acquire()
+        try:
             yield
+        finally:
+            turn.release()
 
     def _keep(self, module: str, loaded: Loaded, size: int) -> None:
         with self._lock:
@@ -135,8 +146,10 @@ class CompiledModules:
     def _file(self, module: str) -> Path:
         return self._folder / f"{module}-{self._suffix}"
 
-    def _compile(self, module: str, wasm: bytes, found: Examined) -> tuple[Loaded, int]:
-        if not self._compiling.acquire(blocking=False):
+    def _compile(
+        self, module: str, wasm: bytes, found: Examined, wait_s: float = 0.0
+    ) -> tuple[Loaded, int]:
+        if not self._free_to_compile(wait_s):
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"{AT_ONCE} modules are being compiled, and no more at once; try again",
@@ -157,6 +170,14 @@ class CompiledModules:
         except OSError as error:
             log.warning("the compiled form of %s is not kept on disk: %s", module, error)
         return loaded, len(code)
+
+    def _free_to_compile(self, wait_s: float) -> bool:
+        if self._compiling.acquire(blocking=False):
+            return True
+        if not wait_s:
+            return False
+        with waiting():
+            return self._compiling.acquire(timeout=wait_s)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:
         """What lies on disk; None where there is nothing, or nothing that can be trusted."""

@@ -1,29 +1,26 @@
-"""The store of controller modules: by tenant, shared by all controller workers of a machine.
+"""The store of controller modules: by tenant, shared by all controller workers.
 
-A folder holds the uploaded bytes by their SHA-256 (``modules/``), what each tenant has and what its
-tags name (``tenants/``), and compiled forms (``compiled/``). Contents that several tenants uploaded
-are kept once; a tenant can name only what it uploaded itself. Files are written under another name
-and renamed, one writer at a time; readers never wait.
+A folder of the machine holds the bytes by their SHA-256 (``modules/``), copies of the tables of
+tenants (``tenants/``), and compiled forms (``compiled/``). The tables themselves are at the state
+worker, which replaces them by compare-and-set, so that all machines agree on what a tag names; the
+bytes of a module come from another machine where this one lacks them, and are what their id says.
+Contents that several tenants uploaded are kept once; a tenant can name only what it uploaded.
+Files are written under another name and renamed, one writer at a time; readers never wait.
 """
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import hashlib
 import logging
-import re
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-import msgspec
 import wasmtime
-from msgspec import Struct
+from msgspec import structs
 
 from ....protocol.errors import (
     Code,
@@ -32,107 +29,50 @@ from ....protocol.errors import (
     TokenbusError,
     UnavailableError,
 )
-from ....protocol.messages import StoredModule, Tagged, module_too_large
+from ....protocol.messages import StoredModule, module_too_large
 from ....protocol.pace import RETRY_AFTER_S
+from ....protocol.worker_messages import ModuleTableAnswer
 from ..limits import Limits
 from .abis import examine
 from .compiled_modules import CompiledModules, Loaded
+from .module_table import (
+    Entry,
+    Table,
+    check_quota,
+    check_tag,
+    check_tags,
+    decode_table,
+    encode_table,
+)
+from .table_copies import TableCopies
 from .whole_files import clear_left, write_whole
 
-__all__ = ["Loaded", "ModuleStore"]
+__all__ = ["Loaded", "ModuleStore", "Others"]
 
 log = logging.getLogger(__name__)
 
-MOST_MODULES = 1_000
-"""Modules of a tenant."""
-MOST_BYTES = 1024**3
-"""Bytes of a tenant's modules, the compiled forms included."""
-MOST_TAGS = 10_000
-MOST_READ = 256
-"""Tenants whose files are kept as they were last read."""
-SHOWN = 20
-SHOWN_CHARACTERS = 400
-"""Names that an error lists at most, and their length together."""
-COMPARED = 200
-COMPARED_CHARACTERS = 40
-"""Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
+PATIENCE_S = 30.0
+"""How long an answer about a table is waited for, in seconds."""
+SHORT_S = 2.0
+"""The same where the copy here would do: of a module that is named by its id."""
+MOST_TRIES = 100
+"""How often a change is tried again as others have changed the table meanwhile."""
 
-_ID = re.compile(r"[0-9a-f]{64}")
-_PREFIX = re.compile(r"[0-9a-f]{8,63}")
-"""The beginning of an id, which may stand for it."""
-_PYTHON = re.compile(r"[\w.]+:\w+")
-"""The name of a Python controller."""
-
-BUILT_IN = (
-    "choice",
-    "combination",
-    "json_schema",
-    "lark",
-    "regex",
-    "structural",
-    "substring",
-    "yacc",
-)
-"""The constraints that need no code: names that no tag can have."""
-
-
-class Entry(Struct, omit_defaults=True):
-    """A module of a tenant."""
-
-    size: int
-    compiled: int
-    """Bytes of its compiled form."""
-    uploaded: float
-    abi: str
-    forks: bool = True
-    compile_ms: float = 0.0
-
-
-class Index(Struct, omit_defaults=True):
-    """What a tenant has."""
-
-    tenant: str
-    modules: dict[str, Entry] = {}
-    tags: dict[str, str] = {}
-    tagged: dict[str, Tagged] = {}
-    """How each tag was assigned."""
-
-    def stored(self, module: str, tags: list[str] | None = None) -> StoredModule:
-        """A module as clients see it, with all its tags or with these."""
-        entry = self.modules[module]
-        if tags is None:
-            tags = [tag for tag, named in self.tags.items() if named == module]
-        # A tag of an earlier version, which did not keep this, was assigned after the upload.
-        earlier = Tagged(at=entry.uploaded, by=self.tenant)
-        return StoredModule(
-            module=module,
-            tags=sorted(tags),
-            size=entry.size,
-            uploaded=entry.uploaded,
-            abi=entry.abi,
-            forks=entry.forks,
-            compiled_size=entry.compiled,
-            compile_ms=entry.compile_ms,
-            tagged={tag: self.tagged.get(tag, earlier) for tag in sorted(tags)},
-        )
-
-    def assign(self, tags: Iterable[str], module: str, by: str) -> None:
-        """Lets ``tags`` name a module, at the request of ``by``."""
-        tagged = Tagged(at=time.time(), by=by or self.tenant)
-        for tag in tags:
-            self.tags[tag] = module
-            self.tagged[tag] = tagged
-
-    def drop_tags(self, tags: Iterable[str]) -> None:
-        """Removes ``tags``."""
-        for tag in tags:
-            del self.tags[tag]
-            self.tagged.pop(tag, None)
-
-
-_decoder = msgspec.json.Decoder(Index)
-
+T = TypeVar("T")
 Stored = list[StoredModule]
+
+
+class Others(Protocol):
+    """What the store needs of other workers."""
+
+    def table(
+        self, tenant: str, known: int, content: bytes | None = None, patience_s: float = PATIENCE_S
+    ) -> ModuleTableAnswer:
+        """Reads or replaces the table of a tenant, as ``ModuleTable`` says; raises
+        UnavailableError."""
+
+    def fetch(self, module: str) -> bytes:
+        """The bytes of a module, which are what its id says; raises UnavailableError."""
 
 
 class ModuleStore:
@@ -141,14 +81,20 @@ class ModuleStore:
     Whatever a client can be wrong about is a RequestError.
     """
 
-    def __init__(self, folder: Path, limits: Limits, engine: wasmtime.Engine) -> None:
-        """``engine`` was made of these ``limits`` by ``sandbox.make_engine``."""
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        engine: wasmtime.Engine,
+        others: Others | None = None,
+    ) -> None:
+        """``engine`` was made of these ``limits`` by ``sandbox.make_engine``. Without ``others``,
+        the folder is all there is."""
         self._folder = folder
         self._limits = limits
-        self._lock = threading.Lock()
-        self._last_read: OrderedDict[str, bytes] = OrderedDict()
-        """By tenant: its file."""
+        self._others = others
         self._make_folders()
+        self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
         for part in ("modules", "tenants"):
             clear_left(folder / part)
@@ -175,133 +121,226 @@ class ModuleStore:
         beyond the tenant's quota of ``upload_bytes``.
         """
         if tag is not None:
-            _check_tag(tag)
+            check_tag(tag)
         if (too_large := module_too_large(len(wasm))) is not None:
             raise too_large
         module = hashlib.sha256(wasm).hexdigest()
         found = examine(wasm, self._limits)
-        _check_quota(self._read(tenant), module, len(wasm), upload_bytes)
+        check_quota(self._read(tenant), module, len(wasm), upload_bytes)
         began = time.perf_counter()
         size = self._compiled.prepare(module, wasm, found)
         compile_ms = 1000 * (time.perf_counter() - began)
         forks = found.why_no_fork is None
         entry = Entry(len(wasm), size, time.time(), found.abi, forks, compile_ms)
-        with self._locked():
-            index = self._read(tenant)
-            try:
-                _check_quota(index, module, entry.size + entry.compiled, upload_bytes)
-                index.modules.setdefault(module, entry)
-                if tag is not None:
-                    index.assign([tag], module, by)
-                _check_tags(index)
-            except TokenbusError:
-                self._drop_unused(module)
-                raise
+        tags = [tag] if tag is not None else []
+
+        def add(table: Table) -> str:
+            check_quota(table, module, entry.size + entry.compiled, upload_bytes)
+            table.modules.setdefault(module, entry)
+            table.assign(tags, module, by)
+            check_tags(table)
             file = self._file(module)
             if not file.exists():
                 write_whole(file, wasm, synced=True)
-            self._save(index)
-        return index.stored(module)
+            return module
+
+        try:
+            return self._change(tenant, add, tags)[0].stored(module)
+        except TokenbusError as error:
+            if error.code != Code.STORE_FAILED:  # After that, the table may have it.
+                with self._locked():
+                    self._drop_unused(module)
+            raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
-        """Lets ``tags`` name the module that ``name`` does; they name no other one any more."""
+        """Lets ``tags`` name the module that ``name`` does; they name no other one any more.
+
+        Raises ``conflict`` where another change let one of them name another module meanwhile.
+        """
         for tag in tags:
-            _check_tag(tag)
-        with self._locked():
-            index = self._read(tenant)
-            module = _named(index, name, "$.module")
-            index.assign(tags, module, by)
-            _check_tags(index)
-            self._save(index)
-        return index.stored(module)
+            check_tag(tag)
+
+        def assign(table: Table) -> str:
+            module = table.named(name, "$.module")
+            table.assign(tags, module, by)
+            check_tags(table)
+            return module
+
+        table, module = self._change(tenant, assign, tags)
+        return table.stored(module)
 
     def list(self, tenant: str) -> Stored:
         """The modules of a tenant, the latest first."""
-        index = self._read(tenant)
-        modules = [index.stored(module) for module in index.modules]
+        table = self._read(tenant)
+        modules = [table.stored(module) for module in table.modules]
         return sorted(modules, key=lambda m: -m.uploaded)
 
     def delete(self, tenant: str, name: str) -> StoredModule:
         """Drops a tag, or a module with all its tags; the answer has the tags that are dropped."""
-        with self._locked():
-            index = self._read(tenant)
-            module = _named(index, name, "$.module")
-            if name in index.tags:
-                dropped = index.stored(module, [name])
+
+        def drop(table: Table) -> StoredModule:
+            module = table.named(name, "$.module")
+            if name in table.tags:
+                dropped = table.stored(module, [name])
             else:
-                dropped = index.stored(module)
-                del index.modules[module]
-            index.drop_tags(dropped.tags)
-            self._save(index)
-            self._drop_unused(module)
-        return dropped
+                dropped = table.stored(module)
+                del table.modules[module]
+            table.drop_tags(dropped.tags)
+            return dropped
+
+        return self._change(tenant, drop, [name])[1]
 
     # --- what the worker asks for ---------------------------------------------------------------
 
     def resolve(self, tenant: str, name: str) -> str:
         """The id of the module that a tenant means by a tag, an id or the beginning of one.
 
-        Raises ``unknown_controller``, which says what there is.
+        Raises ``unknown_controller``, which says what there is; UnavailableError where a tag cannot
+        be looked up. An id that is known here needs no other worker.
         """
-        return _named(self._read(tenant), name, "$.controller")
+        if name not in self._copy(tenant).modules:
+            return self._read(tenant).named(name, "$.controller")
+        try:
+            return self._read(tenant, SHORT_S).named(name, "$.controller")
+        except UnavailableError as error:
+            log.warning("the module %s is taken from the copy of its table: %s", name, error)
+            return self._copy(tenant).named(name, "$.controller")
 
     def load(self, module: str) -> Loaded:
         """A module, compiled; ``module`` is an id of ``resolve``."""
         return self._compiled.load(module, self.wasm)
 
     def wasm(self, module: str) -> bytes:
-        """The bytes that were uploaded."""
+        """The bytes that were uploaded, here or elsewhere."""
+        wasm = self.own(module)
+        if wasm is not None:
+            return wasm
+        if self._others is None:
+            raise RequestError(Code.UNKNOWN_CONTROLLER, f"the module {module} has been deleted")
+        wasm = self._others.fetch(module)
+        try:
+            with self._locked():
+                if self._copies.use(module):
+                    write_whole(self._file(module), wasm, synced=False)
+        except UnavailableError as error:
+            log.warning("the module %s is not kept on this machine: %s", module, error)
+        return wasm
+
+    def own(self, module: str) -> bytes | None:
+        """The bytes that are on this machine; raises ServiceError where they were changed."""
         try:
             wasm = self._file(module).read_bytes()
         except FileNotFoundError:
-            raise RequestError(
-                Code.UNKNOWN_CONTROLLER, f"the module {module} has been deleted"
-            ) from None
+            return None
         if hashlib.sha256(wasm).hexdigest() != module:
             raise ServiceError(Code.INTERNAL, f"the stored file of module {module} was changed")
         return wasm
+
+    # --- tables ---------------------------------------------------------------------------------
+
+    def _copy(self, tenant: str) -> Table:
+        try:
+            return self._copies.read(tenant)
+        except OSError as error:
+            raise _failed(self._folder, "read", error) from None
+
+    def _read(self, tenant: str, patience_s: float = PATIENCE_S) -> Table:
+        """What a tenant has, on all machines; the copy here is brought up to date."""
+        copy = self._copy(tenant)
+        table = self._current(copy, patience_s)
+        if table is not copy:
+            try:
+                with self._locked():
+                    if self._copies.read(tenant).version < table.version:
+                        self._save(table)
+            except UnavailableError as error:
+                log.warning("the copy of a table is not brought up to date: %s", error)
+        return table
+
+    def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
+        """The table of which this is a copy; the copy itself where it is that.
+
+        A table that only this machine has, as a state worker has lost it, or none was asked so far,
+        is given to the state worker.
+        """
+        if self._others is None:
+            return copy
+        for _ in range(MOST_TRIES):
+            answer = self._others.table(copy.tenant, copy.version, patience_s=patience_s)
+            if answer.content is not None:
+                return structs.replace(decode_table(answer.content), version=answer.version)
+            if answer.version:
+                return copy
+            if not copy.modules:
+                return Table(copy.tenant)
+            table = structs.replace(copy, version=0)
+            if self._replace(table):
+                return table
+        raise _busy()
+
+    def _replace(self, table: Table) -> bool:
+        """Replaces a table, which has its new version then; False where another came first."""
+        if self._others is None:
+            return True
+        content = encode_table(structs.replace(table, version=0))
+        answer = self._others.table(table.tenant, table.version, content)
+        if answer.written:
+            table.version = answer.version
+        return answer.written
+
+    def _change(
+        self, tenant: str, change: Callable[[Table], T], tags: Sequence[str]
+    ) -> tuple[Table, T]:
+        """Changes the table of a tenant; the new one, and what ``change`` returned.
+
+        ``change`` is tried again on a table that others have changed meanwhile; where they let one
+        of ``tags`` name something else, that is a ``conflict``.
+        """
+        with self._locked():
+            named: dict[str, str | None] | None = None
+            for _ in range(MOST_TRIES):
+                copy = self._copies.read(tenant)
+                had = set(copy.modules)
+                table = self._current(copy)
+                now = {tag: table.tags.get(tag) for tag in tags}
+                named = now if named is None else named
+                done = change(table)
+                for tag in tags:
+                    if now[tag] not in (named[tag], table.tags.get(tag)):
+                        raise _conflict(tag, now[tag])
+                # First the copy, without a version: where it cannot be written, nothing changes.
+                self._copies.save(structs.replace(table, version=0))
+                if self._replace(table):
+                    self._finish(table, had)
+                    return table, done
+                self._save(self._current(Table(tenant)))
+        raise _busy()
+
+    def _finish(self, table: Table, had: set[str]) -> None:
+        """The table was replaced by this one; ``had``: the modules in the copy before."""
+        try:
+            if table.version:
+                self._copies.save(table)
+        except OSError as error:
+            log.warning("the copy of a table has no version: %s", error)
+        for module in had - table.modules.keys():
+            self._drop_unused(module)
 
     # --- files ----------------------------------------------------------------------------------
 
     def _file(self, module: str) -> Path:
         return self._folder / "modules" / f"{module}.wasm"
 
-    def _tenant_file(self, tenant: str) -> Path:
-        name = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()
-        return self._folder / "tenants" / f"{name}.json"
-
-    def _read(self, tenant: str) -> Index:
-        """What a tenant has; as it was last read, where the system has no descriptor left."""
-        try:
-            content = self._tenant_file(tenant).read_bytes()
-        except FileNotFoundError:
-            return Index(tenant)
-        except OSError as error:
-            last = self._last_read.get(tenant)
-            if last is None:
-                raise _failed(self._folder, "read", error) from None
-            content = last
-        with self._lock:
-            self._last_read[tenant] = content
-            self._last_read.move_to_end(tenant)
-            if len(self._last_read) > MOST_READ:
-                self._last_read.popitem(last=False)
-        return _decoder.decode(content)
-
-    def _save(self, index: Index) -> None:
-        file = self._tenant_file(index.tenant)
-        if index.modules:
-            write_whole(file, msgspec.json.encode(index), synced=True)
-        else:
-            file.unlink(missing_ok=True)
+    def _save(self, table: Table) -> None:
+        """Keeps a copy, and no module that no tenant has any more. Under the lock."""
+        for module in self._copies.save(table):
+            self._drop_unused(module)
 
     def _drop_unused(self, module: str) -> None:
-        """Removes the files of a module, unless a tenant has it."""
-        for file in (self._folder / "tenants").glob("*.json"):
-            if module in _decoder.decode(file.read_bytes()).modules:
-                return
-        self._file(module).unlink(missing_ok=True)
-        self._compiled.drop(module)
+        """Removes the files of a module, unless a tenant has it. Under the lock."""
+        if not self._copies.use(module):
+            self._file(module).unlink(missing_ok=True)
+            self._compiled.drop(module)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -327,100 +366,20 @@ def _failed(folder: Path, what: str, error: OSError) -> UnavailableError:
     )
 
 
-def _named(index: Index, name: str, path: str) -> str:
-    """The id of a module that a tenant names by a tag, its id, or 8 characters of it or more."""
-    module = index.tags.get(name, name)
-    if module in index.modules:
-        return module
-    found = [m for m in index.modules if m.startswith(name)] if _PREFIX.fullmatch(name) else []
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise RequestError(
-            Code.INVALID_FIELD,
-            f"the ids of {len(found)} modules begin with {name}: {', '.join(sorted(found))}",
-            path=path,
-        )
-    raise RequestError(Code.UNKNOWN_CONTROLLER, _why_unknown(index, name, path), path=path)
+def _conflict(tag: str, module: str | None) -> RequestError:
+    meanwhile = f"assigned to the module {module}" if module is not None else "deleted"
+    return RequestError(
+        Code.CONFLICT,
+        f"the tag {tag!r} was {meanwhile} while this change was made, so that nothing was changed; "
+        "look at the tags, and assign it again where that is still right",
+        path="$.tags",
+    )
 
 
-def _why_unknown(index: Index, name: str, path: str) -> str:
-    """What is wrong with a name, and which ones there are, those like it first."""
-    runs = path == "$.controller"
-    parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
-    if runs and _PYTHON.fullmatch(name):
-        parts[0] += (
-            ": Python controllers are served by `tokenbus controller serve`, and none of that "
-            "name is"
-        )
-    if runs:
-        parts.append(f"built in: {', '.join(BUILT_IN)}")
-    if index.tags:
-        parts.append(f"tags: {_some(index.tags, name)}")
-    if untagged := len(index.modules.keys() - set(index.tags.values())):
-        parts.append(f"modules without tags: {untagged}")
-    if not index.modules:
-        parts.append("no module has been uploaded")
-    return "; ".join(parts)
-
-
-def _some(tags: Iterable[str], name: str) -> str:
-    """As many tags as a message has room for, those like ``name`` first."""
-    every = sorted(tags)
-    short = (tag for tag in every if len(tag) <= COMPARED_CHARACTERS)
-    near = difflib.get_close_matches(name[:COMPARED_CHARACTERS], islice(short, COMPARED))
-    shown: list[str] = []
-    for tag in [*near, *(tag for tag in every if tag not in near)][:SHOWN]:
-        if shown and len(", ".join([*shown, tag])) > SHOWN_CHARACTERS:
-            break
-        shown.append(tag)
-    more = len(every) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-def _check_tag(tag: str) -> None:
-    if tag in BUILT_IN:
-        raise RequestError(
-            Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
-        )
-    if not tag or not tag.isprintable() or _ID.fullmatch(tag):
-        raise RequestError(
-            Code.INVALID_FIELD,
-            f"{tag!r} is not a valid tag; a tag has printable characters and is not a module id",
-            path="$.tag",
-        )
-
-
-def _check_tags(index: Index) -> None:
-    if len(index.tags) > MOST_TAGS:
-        raise RequestError(
-            Code.TOO_LARGE,
-            f"{len(index.tags)} tags; at most {MOST_TAGS} are allowed",
-            path="$.tags",
-        )
-
-
-def _check_quota(index: Index, module: str, more: int, upload_bytes: int | None) -> None:
-    """Refuses a module for which a tenant has no room; ``more``: its bytes."""
-    if module in index.modules:
-        return
-    if len(index.modules) >= MOST_MODULES:
-        raise RequestError(
-            Code.TOO_LARGE,
-            f"{len(index.modules)} modules are stored, and no more are allowed; delete some first",
-        )
-    used = sum(entry.size + entry.compiled for entry in index.modules.values())
-    if upload_bytes is not None and used + more > upload_bytes:
-        raise UnavailableError(
-            Code.CLIENT_LIMIT,
-            f"the quota upload_bytes of this key is used up: the stored modules have {used} bytes "
-            f"with their compiled forms, this one {more}, and it is {upload_bytes}; try again when "
-            "some are deleted",
-            retry_after_s=RETRY_AFTER_S,
-        )
-    if used + more > MOST_BYTES:
-        raise RequestError(
-            Code.TOO_LARGE,
-            f"the stored modules have {used} bytes with their compiled forms, this one {more}; "
-            f"at most {MOST_BYTES} are allowed; delete some first",
-        )
+def _busy() -> UnavailableError:
+    return UnavailableError(
+        Code.STORE_FAILED,
+        f"others changed modules and tags {MOST_TRIES} times while this change was made, so that "
+        "nothing was changed; try again",
+        retry_after_s=RETRY_AFTER_S,
+    )

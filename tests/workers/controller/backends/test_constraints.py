@@ -26,7 +26,7 @@ from tokenbus.workers.controller.interface import Action, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.controller.wasm.store import BUILT_IN
+from tokenbus.workers.controller.wasm.module_table import BUILT_IN
 from tokenbus.workers.state.variables import VariableStorage
 
 from ....processes import Bus

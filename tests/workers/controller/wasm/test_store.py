@@ -17,7 +17,7 @@ import wasmtime
 from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableError
 from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.wasm import compiled_modules, store
+from tokenbus.workers.controller.wasm import compiled_modules, module_table
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
@@ -171,7 +171,7 @@ def test_contents_of_two_tenants_are_kept_until_neither_has_them(
 
 
 def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) -> None:
-    tags = [f"tag{i:02}" for i in range(store.SHOWN + 5)]
+    tags = [f"tag{i:02}" for i in range(module_table.SHOWN + 5)]
     first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
     modules.tag("anna", first, tags)
     says = (
@@ -294,14 +294,14 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
     modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules.put("anna", module(1))
-    monkeypatch.setattr(store, "MOST_MODULES", 1)
+    monkeypatch.setattr(module_table, "MOST_MODULES", 1)
     with pytest.raises(RequestError, match="1 modules are stored, and no more are allowed"):
         modules.put("anna", module(2))
     assert modules.put("anna", module(1))
     assert modules.put("ben", module(2))
-    monkeypatch.setattr(store, "MOST_MODULES", 10)
+    monkeypatch.setattr(module_table, "MOST_MODULES", 10)
     size = modules._compiled._file(modules.list("anna")[0].module).stat().st_size
-    monkeypatch.setattr(store, "MOST_BYTES", int(2.5 * size))
+    monkeypatch.setattr(module_table, "MOST_BYTES", int(2.5 * size))
     assert modules.put("anna", module(3))
     with pytest.raises(RequestError, match="are allowed; delete some first"):
         modules.put("anna", module(4))

@@ -1,0 +1,142 @@
+"""Two machines and two tenants: real workers with a folder of modules each, clients with keys."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.clients import Client, OwnKey, RequestError
+from tokenbus.clients.cli.keys import new_pair
+from tokenbus.protocol.keys import Allowed, KeyFolder
+
+from ..processes import Bus
+from ..workers.controller.wasm.guests import compile_guest
+
+GUEST = """
+#include "tokenbus.h"
+static uint32_t *mask;
+static uint32_t rounds;
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)n, (void)arg, (void)arg_len;
+    mask = tb_mask_new();
+    tb_mask_set_all(mask);
+}
+tb_answer tb_pre_process(void) { return tb_go_on(); }
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    (void)fork_group, (void)n;
+    return ++rounds > TOKENS ? tb_stop() : tb_sample(mask);
+}
+"""
+"""Stops after so many tokens."""
+TIMEOUT_S = 300.0
+
+
+class KeyedBus(Bus):
+    """A bus with keys, whose own client is the operator's."""
+
+    def __init__(self, keys: KeyFolder) -> None:
+        self._keys = keys
+        super().__init__(keys=keys.path, heartbeat_s=0.2)
+
+    def client(self, patience_s: float = 120.0) -> Client:
+        """The operator's."""
+        key = OwnKey.read(self._keys.own("client"))
+        return Client(self.front, patience_s=patience_s, key=key)
+
+
+class Machines:
+    """A broker, a GPU worker, a state worker and a controller worker on one machine, a second
+    controller worker on another, and clients of two tenants."""
+
+    def __init__(self, bus: Bus, ann: Client, ben: Client) -> None:
+        self.bus = bus
+        self.ann = ann
+        self.ben = ben
+        self.second = bus.folder / "second"
+
+    def tokens(self, client: Client, controller: str) -> int:
+        """Of a stream with this controller."""
+        stream = client.generate(
+            [40, 41, 42], controller=controller, max_tokens=9, ignore_eos=True, timeout_s=TIMEOUT_S
+        )
+        [sequence] = stream.wait()
+        assert sequence.error is None
+        return len(sequence.tokens)
+
+    def files(self, folder: Path) -> set[str]:
+        """The modules in a run directory."""
+        return {file.stem for file in (folder / "modules/modules").glob("*.wasm")}
+
+
+@pytest.fixture(scope="module")
+def machines(processes: None) -> Iterator[Machines]:
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        keys = KeyFolder(Path(folder, "keys"))
+        keys.make(new_pair)
+        tenants = []
+        for name in ("ann", "ben"):
+            key = KeyFolder.issue(name, "client", new_pair(), keys.broker().public)
+            keys.allow("client", name, Allowed(public=key.public))
+            tenants.append(key)
+        with KeyedBus(keys) as bus:
+            bus.start_worker()
+            bus.start_other("state")
+            bus.start_other("controller")
+            bus.wait_for_models("embedded")
+            bus.wait_for_roles("controller", "state")
+            ann, ben = (Client(bus.front, patience_s=120.0, key=key) for key in tenants)
+            with ann, ben:
+                yield Machines(bus, ann, ben)
+
+
+def test_a_tenant_has_no_module_and_no_tag_of_another(machines: Machines) -> None:
+    ann, ben = machines.ann, machines.ben
+    hers = ann.upload_controller(compile_guest(GUEST, "-DTOKENS=2"), tag="mine").module
+    assert ben.controllers() == []
+    for name in ("mine", hers, hers[:8]):
+        for act in (
+            lambda name: ben.tag_controller(name, "taken"),
+            ben.delete_controller,
+            lambda name: machines.tokens(ben, name),
+        ):
+            with pytest.raises(RequestError, match="no module has been uploaded") as caught:
+                act(name)
+            assert caught.value.code == "unknown_controller"
+    his = ben.upload_controller(compile_guest(GUEST, "-DTOKENS=3"), tag="mine").module
+    assert [machines.tokens(client, "mine") for client in (ann, ben)] == [2, 3]
+    assert [[m.module for m in client.controllers()] for client in (ann, ben)] == [[hers], [his]]
+    ben.delete_controller("mine")
+    assert machines.tokens(ann, "mine") == 2
+    with pytest.raises(RequestError, match=r"no controller 'mine'; .*modules without tags: 1"):
+        machines.tokens(ben, "mine")
+
+
+def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Machines) -> None:
+    bus, ann = machines.bus, machines.ann
+    module = ann.upload_controller(compile_guest(GUEST, "-DTOKENS=4"), tag="four").module
+    other = bus.start_other(
+        "controller", run_dir=machines.second, back=f"ipc://{bus.folder}/back.sock"
+    )
+    bus.wait_for_roles("controller", "controller", "state")
+    assert module not in machines.files(machines.second)
+    # The first machine's worker has a stream, so that the next one goes to the second's.
+    busy = ann.generate(
+        [40], controller="regex", controller_arg="[a-z]{1900}", max_tokens=1900, n=8
+    )
+    next(iter(busy))
+    assert machines.tokens(ann, "four") == 4
+    assert module in machines.files(machines.second)
+    # Whichever machine is asked, a tag names the same at once.
+    five = ann.upload_controller(compile_guest(GUEST, "-DTOKENS=5")).module
+    ann.tag_controller(five, "four")
+    assert machines.tokens(ann, "four") == 5
+    with pytest.raises(RequestError, match=r"no controller 'four'"):
+        machines.tokens(machines.ben, "four")
+    assert five in machines.files(machines.second)
+    busy.close()
+    # The first machine is gone, and the second one has what it needs.
+    bus.others.pop(1).kill()
+    assert machines.tokens(ann, five) == 5
+    assert other.alive

@@ -1,0 +1,185 @@
+"""What the store of modules needs of other workers: tables from the state worker, the bytes of a
+module from a controller worker that has them.
+
+A call blocks its own thread, which frees its slot of the pool meanwhile; answers are delivered on
+the bus thread. What is not answered is sent again: broker and workers may be restarted meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.errors import Code, UnavailableError
+from ...protocol.header import encode_header
+from ...protocol.ids import MAX_ID
+from ...protocol.pace import RETRY_AFTER_S
+from ...protocol.worker_messages import (
+    FetchModule,
+    ModuleBytes,
+    ModuleTable,
+    ModuleTableAnswer,
+)
+from ..bus import FromBus
+from .pool import waiting
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""How long an operation on a table, or the question who has a module, waits before it is sent
+again, in seconds."""
+SEND_S = 10.0
+"""How long a worker may take to send a module, in seconds; after that another one is chosen."""
+TABLE_S = 30.0
+"""How long an operation on a table waits in total, in seconds."""
+FETCH_S = 30.0
+"""The same of a module: a worker that has it may be started again meanwhile."""
+
+
+class _Sent(NamedTuple):
+    """A worker's answer about a module: its bytes, or None where it has them."""
+
+    worker: int
+    wasm: bytes | None
+
+
+class ModuleCalls:
+    """The calls of this worker that wait for an answer. ``post`` sends frames."""
+
+    def __init__(
+        self,
+        post: Callable[[list[bytes]], None],
+        fetch_s: float = FETCH_S,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        self._post = post
+        self._fetch_s = fetch_s
+        self._again_s = again_s
+        self._lock = threading.Lock()
+        self._tables: dict[int, SimpleQueue[ModuleTableAnswer]] = {}
+        self._fetches: dict[str, list[SimpleQueue[_Sent]]] = {}
+
+    def table(
+        self, tenant: str, known: int, content: bytes | None = None, patience_s: float = TABLE_S
+    ) -> ModuleTableAnswer:
+        """Reads or replaces the table of a tenant, as ``ModuleTable`` says.
+
+        Raises UnavailableError where that is refused, or not answered in time; it may be done then.
+        """
+        number = secrets.randbelow(MAX_ID)
+        body = encode_body(ModuleTable(number, tenant, known, content), "msgpack")
+        answers: SimpleQueue[ModuleTableAnswer] = SimpleQueue()
+        with self._lock:
+            self._tables[number] = answers
+        try:
+            with _waiting():
+                for _ in range(max(1, round(patience_s / AGAIN_S))):
+                    self._post([b"MODULE_TABLE", encode_header(), body])
+                    with contextlib.suppress(Empty):
+                        answer = answers.get(timeout=self._again_s)
+                        break
+                else:
+                    raise UnavailableError(
+                        Code.STORE_FAILED,
+                        f"the state worker, which keeps what tags name, did not answer within "
+                        f"{patience_s:g} s; modules need one that runs",
+                        retry_after_s=RETRY_AFTER_S,
+                    )
+        finally:
+            with self._lock:
+                del self._tables[number]
+        if answer.error is not None:
+            raise UnavailableError(Code.STORE_FAILED, answer.error, retry_after_s=RETRY_AFTER_S)
+        return answer
+
+    def fetch(self, module: str) -> bytes:
+        """The bytes of a module, from whatever worker has them; raises UnavailableError where none
+        sends them in time.
+
+        They are what the id says: what is not is refused, and another worker is chosen.
+        """
+        answers: SimpleQueue[_Sent] = SimpleQueue()
+        with self._lock:
+            self._fetches.setdefault(module, []).append(answers)
+        try:
+            with _waiting():
+                return self._fetch(module, answers)
+        finally:
+            with self._lock:
+                self._fetches[module].remove(answers)
+                if not self._fetches[module]:
+                    del self._fetches[module]
+
+    def on_answer(self, message: FromBus) -> None:
+        """Delivers an answer. Raises RequestError where it is not well-formed."""
+        if message.type == b"MODULE_TABLE_ANSWER":
+            answer: ModuleTableAnswer = decode_as(ModuleTableAnswer, message.body, "msgpack")
+            with self._lock:
+                table = self._tables.get(answer.id)
+            if table is not None:
+                table.put(answer)
+            return
+        module = decode_as(ModuleBytes, message.body, "msgpack").module
+        wasm = message.attachments[0] if message.attachments else None
+        with self._lock:
+            fetches = list(self._fetches.get(module, ()))
+        for fetch in fetches:
+            fetch.put(_Sent(message.header.address, wasm))
+
+    def _fetch(self, module: str, answers: SimpleQueue[_Sent]) -> bytes:
+        asks = encode_body(FetchModule(module=module), "msgpack")
+        fetches = encode_body(FetchModule(module=module, send=True), "msgpack")
+        sends: int | None = None
+        """The worker that is to send it."""
+        wrong: set[int] = set()
+        now = next_at = time.monotonic()
+        """When the others are asked again: who has it, where the one that sends it does not."""
+        ends_at = now + self._fetch_s
+        while (now := time.monotonic()) < ends_at:
+            if now >= next_at:
+                sends = None
+                self._post([b"FETCH_MODULE", encode_header(), asks])
+                next_at = now + self._again_s
+            try:
+                sent = answers.get(timeout=min(ends_at, next_at) - now)
+            except Empty:
+                continue
+            if sent.wasm is None:
+                if sends is None and sent.worker not in wrong:
+                    sends, next_at = sent.worker, now + SEND_S
+                    self._post([b"FETCH_MODULE", encode_header(0, sends), fetches])
+            elif hashlib.sha256(sent.wasm).hexdigest() == module:
+                return sent.wasm
+            else:
+                log.error(
+                    "worker %d sent other bytes as the module %s; they are not used",
+                    sent.worker,
+                    module,
+                )
+                wrong.add(sent.worker)
+                next_at = now
+        why = f"{len(wrong)} sent other bytes, which are not used" if wrong else "none has sent it"
+        raise UnavailableError(
+            Code.STORE_FAILED,
+            f"the module {module} is not on this machine, and of the other controller workers "
+            f"{why} within {self._fetch_s:g} s; start the one where it was uploaded, or upload it "
+            "again",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    """``waiting``; where too many wait already, this one keeps its slot, so that others queue."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(UnavailableError):
+            stack.enter_context(waiting())
+        yield

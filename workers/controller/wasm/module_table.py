@@ -1,0 +1,221 @@
+"""What a tenant has in the store: its modules, and what its tags name.
+
+The state worker keeps the tables, so that all machines agree on them; a machine has copies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Iterable
+from itertools import islice
+
+import msgspec
+from msgspec import Struct
+
+from ....protocol.errors import Code, RequestError, UnavailableError
+from ....protocol.messages import StoredModule, Tagged
+from ....protocol.pace import RETRY_AFTER_S
+
+MOST_MODULES = 1_000
+"""Modules of a tenant."""
+MOST_BYTES = 1024**3
+"""Bytes of a tenant's modules, the compiled forms included."""
+MOST_TAGS = 10_000
+SHOWN = 20
+SHOWN_CHARACTERS = 400
+"""Names that an error lists at most, and their length together."""
+COMPARED = 200
+COMPARED_CHARACTERS = 40
+"""Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
+
+_ID = re.compile(r"[0-9a-f]{64}")
+_PREFIX = re.compile(r"[0-9a-f]{8,63}")
+"""The beginning of an id, which may stand for it."""
+_PYTHON = re.compile(r"[\w.]+:\w+")
+"""The name of a Python controller."""
+
+BUILT_IN = (
+    "choice",
+    "combination",
+    "json_schema",
+    "lark",
+    "regex",
+    "structural",
+    "substring",
+    "yacc",
+)
+"""The constraints that need no code: names that no tag can have."""
+
+
+class Entry(Struct, omit_defaults=True):
+    """A module of a tenant."""
+
+    size: int
+    compiled: int
+    """Bytes of its compiled form."""
+    uploaded: float
+    abi: str
+    forks: bool = True
+    compile_ms: float = 0.0
+
+
+class Table(Struct, omit_defaults=True):
+    """The table of a tenant."""
+
+    tenant: str
+    modules: dict[str, Entry] = {}
+    tags: dict[str, str] = {}
+    tagged: dict[str, Tagged] = {}
+    """How each tag was assigned."""
+    version: int = 0
+    """That of the state worker; 0: it has none."""
+
+    def named(self, name: str, path: str) -> str:
+        """The id of the module that is meant by a tag, an id, or 8 characters of one or more.
+
+        Raises ``unknown_controller``, which says what there is. ``path`` is the field of the name.
+        """
+        module = self.tags.get(name, name)
+        if module in self.modules:
+            return module
+        found = [m for m in self.modules if m.startswith(name)] if _PREFIX.fullmatch(name) else []
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the ids of {len(found)} modules begin with {name}: {', '.join(sorted(found))}",
+                path=path,
+            )
+        raise RequestError(Code.UNKNOWN_CONTROLLER, _why_unknown(self, name, path), path=path)
+
+    def stored(self, module: str, tags: list[str] | None = None) -> StoredModule:
+        """A module as clients see it, with all its tags or with these."""
+        entry = self.modules[module]
+        if tags is None:
+            tags = [tag for tag, named in self.tags.items() if named == module]
+        # A tag of an earlier version, which did not keep this, was assigned after the upload.
+        earlier = Tagged(at=entry.uploaded, by=self.tenant)
+        return StoredModule(
+            module=module,
+            tags=sorted(tags),
+            size=entry.size,
+            uploaded=entry.uploaded,
+            abi=entry.abi,
+            forks=entry.forks,
+            compiled_size=entry.compiled,
+            compile_ms=entry.compile_ms,
+            tagged={tag: self.tagged.get(tag, earlier) for tag in sorted(tags)},
+        )
+
+    def assign(self, tags: Iterable[str], module: str, by: str) -> None:
+        """Lets ``tags`` name a module, at the request of ``by``."""
+        tagged = Tagged(at=time.time(), by=by or self.tenant)
+        for tag in tags:
+            self.tags[tag] = module
+            self.tagged[tag] = tagged
+
+    def drop_tags(self, tags: Iterable[str]) -> None:
+        """Removes ``tags``."""
+        for tag in tags:
+            del self.tags[tag]
+            self.tagged.pop(tag, None)
+
+
+_decoder = msgspec.json.Decoder(Table)
+
+
+def encode_table(table: Table) -> bytes:
+    """A table as JSON."""
+    return msgspec.json.encode(table)
+
+
+def decode_table(content: bytes) -> Table:
+    """A table from JSON."""
+    return _decoder.decode(content)
+
+
+def _why_unknown(table: Table, name: str, path: str) -> str:
+    """What is wrong with a name, and which ones there are, those like it first."""
+    runs = path == "$.controller"
+    parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
+    if runs and _PYTHON.fullmatch(name):
+        parts[0] += (
+            ": Python controllers are served by `tokenbus controller serve`, and none of that "
+            "name is"
+        )
+    if runs:
+        parts.append(f"built in: {', '.join(BUILT_IN)}")
+    if table.tags:
+        parts.append(f"tags: {_some(table.tags, name)}")
+    if untagged := len(table.modules.keys() - set(table.tags.values())):
+        parts.append(f"modules without tags: {untagged}")
+    if not table.modules:
+        parts.append("no module has been uploaded")
+    return "; ".join(parts)
+
+
+def _some(tags: Iterable[str], name: str) -> str:
+    """As many tags as a message has room for, those like ``name`` first."""
+    every = sorted(tags)
+    short = (tag for tag in every if len(tag) <= COMPARED_CHARACTERS)
+    near = difflib.get_close_matches(name[:COMPARED_CHARACTERS], islice(short, COMPARED))
+    shown: list[str] = []
+    for tag in [*near, *(tag for tag in every if tag not in near)][:SHOWN]:
+        if shown and len(", ".join([*shown, tag])) > SHOWN_CHARACTERS:
+            break
+        shown.append(tag)
+    more = len(every) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def check_tag(tag: str) -> None:
+    """Raises RequestError where this can be no tag."""
+    if tag in BUILT_IN:
+        raise RequestError(
+            Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
+        )
+    if not tag or not tag.isprintable() or _ID.fullmatch(tag):
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"{tag!r} is not a valid tag; a tag has printable characters and is not a module id",
+            path="$.tag",
+        )
+
+
+def check_tags(table: Table) -> None:
+    """Raises RequestError where a tenant has too many tags."""
+    if len(table.tags) > MOST_TAGS:
+        raise RequestError(
+            Code.TOO_LARGE,
+            f"{len(table.tags)} tags; at most {MOST_TAGS} are allowed",
+            path="$.tags",
+        )
+
+
+def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) -> None:
+    """Refuses a module for which a tenant has no room; ``more``: its bytes."""
+    if module in table.modules:
+        return
+    if len(table.modules) >= MOST_MODULES:
+        raise RequestError(
+            Code.TOO_LARGE,
+            f"{len(table.modules)} modules are stored, and no more are allowed; delete some first",
+        )
+    used = sum(entry.size + entry.compiled for entry in table.modules.values())
+    if upload_bytes is not None and used + more > upload_bytes:
+        raise UnavailableError(
+            Code.CLIENT_LIMIT,
+            f"the quota upload_bytes of this key is used up: the stored modules have {used} bytes "
+            f"with their compiled forms, this one {more}, and it is {upload_bytes}; try again when "
+            "some are deleted",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    if used + more > MOST_BYTES:
+        raise RequestError(
+            Code.TOO_LARGE,
+            f"the stored modules have {used} bytes with their compiled forms, this one {more}; "
+            f"at most {MOST_BYTES} are allowed; delete some first",
+        )

@@ -1,0 +1,65 @@
+"""The copies of tenants' tables on a machine, as files; without a state worker, all there is.
+
+They say which of the machine's modules are used, and answer where nothing else does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from .module_table import Table, decode_table, encode_table
+from .whole_files import write_whole
+
+MOST_READ = 256
+"""Tenants whose files are kept as they were last read."""
+
+
+class TableCopies:
+    """The files in a folder. Safe from any thread; one writer at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._last_read: OrderedDict[str, bytes] = OrderedDict()
+        """By tenant: its file."""
+
+    def read(self, tenant: str) -> Table:
+        """The copy of a tenant's table; as it was last read, where the system has no descriptor
+        left. Raises OSError."""
+        try:
+            content = self._file(tenant).read_bytes()
+        except FileNotFoundError:
+            return Table(tenant)
+        except OSError:
+            last = self._last_read.get(tenant)
+            if last is None:
+                raise
+            content = last
+        with self._lock:
+            self._last_read[tenant] = content
+            self._last_read.move_to_end(tenant)
+            if len(self._last_read) > MOST_READ:
+                self._last_read.popitem(last=False)
+        return decode_table(content)
+
+    def save(self, table: Table) -> list[str]:
+        """Keeps a copy; the modules that the tenant does not have any more. Raises OSError."""
+        gone = self.read(table.tenant).modules.keys() - table.modules.keys()
+        file = self._file(table.tenant)
+        if table.modules:
+            write_whole(file, encode_table(table), synced=True)
+        else:
+            file.unlink(missing_ok=True)
+        return sorted(gone)
+
+    def use(self, module: str) -> bool:
+        """Whether a tenant has a module."""
+        files = self._folder.glob("*.json")
+        return any(module in decode_table(file.read_bytes()).modules for file in files)
+
+    def _file(self, tenant: str) -> Path:
+        name = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._folder / f"{name}.json"

@@ -1,0 +1,90 @@
+"""The tables of tenants, which say what modules a tenant has and what its tags name.
+
+Here a table is bytes with a version, which is replaced by compare-and-set; the controller workers
+know what is in it. Versions are times, in microseconds, that grow: a table that was lost with this
+worker's folder, and is given back by a machine that has a copy, has no version of before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
+from .variables import MIB
+
+TABLE_BYTES = 8 * MIB
+"""The most bytes of a table: as many modules and tags as a tenant may have, with usual names."""
+TOTAL_BYTES = 256 * MIB
+"""The most bytes of all tables."""
+
+
+class SavedTable(Struct, array_like=True):
+    """A table, for the log."""
+
+    tenant: str
+    version: int
+    by: int
+    """The id of the operation that wrote it."""
+    content: bytes
+
+
+class ModuleTables:
+    """All tables by tenant."""
+
+    def __init__(self, clock: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
+        """``clock``: the time in microseconds."""
+        self._clock = clock
+        self._tables: dict[str, SavedTable] = {}
+        self.bytes = 0
+        """Bytes of all contents."""
+
+    def __iter__(self) -> Iterator[SavedTable]:
+        return iter(self._tables.values())
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def read(self, op: ModuleTable) -> ModuleTableAnswer:
+        """The current table, for an operation that changes nothing, or is refused."""
+        table = self._tables.get(op.tenant)
+        if table is None:
+            return ModuleTableAnswer(op.id)
+        if op.content is not None and table.by == op.id:
+            return ModuleTableAnswer(op.id, table.version, written=True)
+        known = table.version == op.known
+        return ModuleTableAnswer(op.id, table.version, None if known else table.content)
+
+    def replacement(self, op: ModuleTable) -> SavedTable | None:
+        """The table that an operation writes; None where it writes none, as it only reads, was done
+        before, or knows another version."""
+        table = self._tables.get(op.tenant)
+        current = table.version if table is not None else 0
+        if op.content is None or op.known != current or (table is not None and table.by == op.id):
+            return None
+        return SavedTable(op.tenant, max(current + 1, self._clock()), op.id, op.content)
+
+    def refusal(self, table: SavedTable) -> str | None:
+        """Why there is no room for a table; None where there is."""
+        size = len(table.content)
+        if size > TABLE_BYTES:
+            return (
+                f"the table of this tenant's modules and tags would have {size} bytes; at most "
+                f"{TABLE_BYTES} are allowed; delete some first"
+            )
+        before = self._tables.get(table.tenant)
+        total = self.bytes + size - (len(before.content) if before is not None else 0)
+        if total > TOTAL_BYTES:
+            return (
+                f"the tables of all tenants' modules and tags would have {total} bytes; at most "
+                f"{TOTAL_BYTES} are allowed; delete some first"
+            )
+        return None
+
+    def put(self, table: SavedTable) -> None:
+        """Takes a table, in place of any other of its tenant."""
+        before = self._tables.get(table.tenant)
+        self.bytes += len(table.content) - (len(before.content) if before is not None else 0)
+        self._tables[table.tenant] = table
