@@ -13,7 +13,7 @@ from itertools import islice
 from ..protocol.bodies import decode_as
 from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError
-from ..protocol.header import Flag, Header, decode_header
+from ..protocol.header import Flag, Header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach
 from ..protocol.worker_messages import Journal, Register, Registered
@@ -71,10 +71,10 @@ class Adoption:
     # --- workers --------------------------------------------------------------------------------
 
     def reported(
-        self, worker: Worker, message: Register, now: float
+        self, worker: Worker, message: Register, returned: list[int], now: float
     ) -> tuple[list[int], list[int]]:
         """Of the live requests of a worker that registers: those that it drops, and those that it
-        sends the journals of."""
+        sends the journals of, ``returned`` (``returns.py``) among them."""
         live = [reported.request for reported in message.live]
         if live:
             self._recovery.follow()
@@ -85,23 +85,24 @@ class Adoption:
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
             return [], []
-        wanted = []
+        wanted = returned
         if worker.role == "gpu" and self.open(now):
-            wanted = [r for r in live if r not in known or self._is_unclaimed(r)]
+            wanted = returned + [r for r in live if r not in known or self._is_unclaimed(r)]
         return [request for request in live if request not in wanted], wanted
 
-    def on_journal(self, worker: Worker, frames: Sequence[bytes], now: float) -> None:
+    def on_journal(
+        self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
+    ) -> None:
         """A worker's JOURNAL: the request goes on here, or is dropped where nobody wants it."""
-        header = decode_header(frames[1])
-        body: Journal = decode_as(Journal, frames[2], "msgpack")
-        if len(frames) < 5:
+        if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
-                f"a JOURNAL has {len(frames)} frames; it has at least 5: type, header, body, the "
-                "entries that were sent, and the request",
+                f"a JOURNAL has {3 + len(attached)} frames; it has at least 5: type, header, body, "
+                "the entries that were sent, and the request",
             )
-        fields: RoutingFields = decode_as(RoutingFields, frames[4])
-        count = _num_entries(frames[3])
+        sent, *frames = attached
+        fields: RoutingFields = decode_as(RoutingFields, frames[0])
+        count = _num_entries(sent)
         session = self._session(header, fields.stream_id, (body.moves, count), now)
         if session is None:
             worker.withdraw(header.address, fields.stream_id)
@@ -117,7 +118,7 @@ class Adoption:
             priority=fields.priority,
             deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
             controller=fields.steered_by(body.type.encode()),
-            frames=list(frames[4:]),
+            frames=frames,
             arrived=now - body.age_s,
             trace=fields.trace,
             request_id=fields.request_id,
@@ -127,9 +128,9 @@ class Adoption:
             moves=body.moves,
         )
         if body.ended:
-            self._attaches.keep(request, frames[3])
+            self._attaches.keep(request, sent)
         else:
-            self._dispatcher.adopt(request, worker, frames[3])
+            self._dispatcher.adopt(request, worker, sent)
         self._unclaimed[request.id] = request
         self._adopted += 1
         self._attaches.on_adopted(request)

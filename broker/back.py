@@ -15,6 +15,7 @@ from ..protocol.tenants import Tenant
 from ..protocol.worker_messages import (
     Drain,
     Heartbeat,
+    Journal,
     Pages,
     Register,
     Reregister,
@@ -28,6 +29,7 @@ from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
 from .recovery import Recovery
+from .returns import Returns
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
@@ -80,6 +82,7 @@ class Back:
         self._settings = settings
         self._attaches = attaches
         self._adoption = adoption
+        self._returns = Returns(dispatcher, attaches, out)
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._buffers = buffers
@@ -353,7 +356,7 @@ class Back:
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
             self._lose(worker, gone.reason or "it unregistered", died=False)
         elif message_type == b"JOURNAL":
-            self._adoption.on_journal(worker, frames, self._dispatcher.now)
+            self._on_journal(worker, frames)
         elif message_type == b"PAGES":
             pages: Pages = decode_as(Pages, frames[2], "msgpack")
             if len(frames) != 5:
@@ -371,6 +374,20 @@ class Back:
         else:
             shown = message_type[:40].decode("ascii", "backslashreplace")
             raise RequestError(Code.UNKNOWN_TYPE, f"unknown message type {shown!r} of a worker")
+
+    def _on_journal(self, worker: Worker, frames: list[bytes]) -> None:
+        """A stream that a worker has reported: of a worker that is back, or of an earlier run."""
+        header = decode_header(frames[1])
+        body: Journal = decode_as(Journal, frames[2], "msgpack")
+        request = self._returns.awaits(header.request, worker)
+        if request is None:
+            if not body.gone:
+                self._adoption.on_journal(worker, header, body, frames[3:], self._dispatcher.now)
+            return
+        try:
+            self._returns.on_journal(request, body, b"".join(frames[3:4]))
+        except RequestError as error:
+            self._lose_unread(worker, error)
 
     def _register(self, peer: bytes, frames: list[bytes], now: float) -> None:
         message: Register = decode_as(Register, frames[2], "msgpack")
@@ -391,7 +408,7 @@ class Back:
         for other in (self._by_peer.get(peer), self._by_name.get(message.name)):
             if other is not None and self._by_peer.get(other.peer) is other:
                 died = other.pid != message.pid
-                self._lose(other, "it registered again on a new connection", died)
+                self._lose(other, "it registered again on a new connection", died, replaced=True)
         worker = Worker(
             id=next(self._ids),
             peer=peer,
@@ -412,7 +429,8 @@ class Back:
             self._dispatcher.moves.quarantine.lives(worker.name)
         self._asked.pop(peer, None)
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
-        unknown, wanted = self._adoption.reported(worker, message, now)
+        returned = self._returns.reported(worker, message)
+        unknown, wanted = self._adoption.reported(worker, message, returned, now)
         answer = registered(worker, self._settings, unknown, wanted)
         self._out.to_worker(worker, b"REGISTERED", answer)
         self._dispatcher.add(worker)
@@ -484,10 +502,18 @@ class Back:
     def _lose_unread(self, worker: Worker, error: Exception) -> None:
         """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
         of the worker's can continue."""
-        self._lose(worker, f"a message of it cannot be read: {error}", died=True)
+        self._lose(worker, f"a message of it cannot be read: {error}", died=True, returns=False)
         self._ask(worker.peer, "a message of this worker cannot be read", self._dispatcher.now)
 
-    def _lose(self, worker: Worker, why: str, died: bool) -> None:
+    def _lose(
+        self,
+        worker: Worker,
+        why: str,
+        died: bool,
+        *,
+        returns: bool = True,
+        replaced: bool = False,
+    ) -> None:
         self._by_peer.pop(worker.peer, None)
         if self._by_name.get(worker.name) is worker:
             del self._by_name[worker.name]
@@ -495,5 +521,5 @@ class Back:
         if lost:
             self._counters.workers_lost += 1
         log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
-        self._dispatcher.remove(worker, why, died)
+        self._dispatcher.remove(worker, why, died, returns=returns, replaced=replaced)
         self._drains.on_lost(worker)

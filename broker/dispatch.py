@@ -241,15 +241,48 @@ class Dispatcher:
         self.pools.add(worker)
         self.rebalance()
 
-    def remove(self, worker: Worker, why: str, died: bool) -> None:
-        """A worker is lost: its streams move. ``died``: not at its own wish."""
+    def remove(
+        self,
+        worker: Worker,
+        why: str,
+        died: bool,
+        *,
+        returns: bool = True,
+        replaced: bool = False,
+    ) -> None:
+        """A worker is lost: its streams move. ``died``: not at its own wish. ``returns``: whether
+        they may go on there once it is back; ``replaced``: it is back, and is about to be added."""
         if self.workers.pop(worker.id, None) is None:
             return
         self.pools.remove(worker)
         self.prefixes.lost(worker)
         self.controllers.on_lost(worker)
+        self._take_from(worker, list(worker.requests.values()), why, died, returns)
+        if not replaced:
+            self.rebalance()
+
+    def move(self, request: Request, why: str) -> None:
+        """The worker of a request does not have it any more: it goes on at another one, or there
+        from what was routed."""
+        worker = request.worker
+        assert worker is not None
+        self._take_from(worker, [request], why, died=False, returns=False)
+        self.pools.note(worker)
+        self.rebalance()
+
+    def take_back(self, request: Request, worker: Worker) -> None:
+        """A request that waits for a worker is with the one that it had, which is back with it and
+        is about to be added."""
+        request.worker, request.dispatched, request.returning = worker, self.now, True
+        self.moves.sent(request, back=True)
+        worker.take(request)
+
+    def _take_from(
+        self, worker: Worker, requests: list[Request], why: str, died: bool, returns: bool
+    ) -> None:
+        """Requests leave a worker: they wait for another one, or end."""
         running = []
-        for request in list(worker.requests.values()):
+        for request in requests:
             del worker.requests[request.id]
             if request.open and request.cancelled is None:
                 running.append(request)
@@ -257,12 +290,11 @@ class Dispatcher:
             if request.open and request.cancelled is not None:
                 self._out.finish(request, request.cancelled)
             self.forget(request)
-        ended = self.moves.take(worker, running, why, died, self.now)
+        ended = self.moves.take(worker, running, why, died, self.now, returns=returns)
         for request in running:
             self.controllers.on_moving(request)
         for request, error in ended:
             self._refuse([request], error)
-        self.rebalance()
 
     def rebalance(self) -> None:
         """The workers, or what they serve, have changed: starts what a worker now has room for.

@@ -60,15 +60,16 @@ class Moves:
 
     # --- the journal ----------------------------------------------------------------------------
 
-    def sent(self, request: Request, before: bytes = b"") -> None:
+    def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
         """A request goes to a worker: from now on its session's journal has what it needs to move.
 
         Its frames are kept, where there is a journal. ``before``: of one that was with the worker
-        already, what was routed for it then, as a body of TOKEN.
+        already, what was routed for it then, as a body of TOKEN. ``back``: the worker is the one
+        that it had, and has it still.
         """
         loss, request.loss = request.loss, None
         self._stop_waiting(request)
-        if loss is not None:
+        if loss is not None and not back:
             request.moves += 1
         if not self._settings.max_journal_bytes:
             request.movable = False
@@ -138,10 +139,18 @@ class Moves:
     # --- the loss of a worker -------------------------------------------------------------------
 
     def take(
-        self, worker: Worker, requests: Iterable[Request], why: str, died: bool, now: float
+        self,
+        worker: Worker,
+        requests: Iterable[Request],
+        why: str,
+        died: bool,
+        now: float,
+        *,
+        returns: bool = True,
     ) -> list[tuple[Request, TokenbusError]]:
         """Takes over the open requests of a worker that is lost; those that cannot move come back,
-        with the error that ends them. ``died``: not at its own wish."""
+        with the error that ends them. ``died``: not at its own wish. ``returns``: whether they may
+        go on there (``returns.py``)."""
         ended: list[tuple[Request, TokenbusError]] = []
         error = UnavailableError(
             Code.WORKER_LOST,
@@ -181,7 +190,7 @@ class Moves:
                 self.quarantined += 1
                 ended.append((request, self._quarantine(request, worker, why)))
             else:
-                self._take(request, entries, worker, why, now)
+                self._take(request, entries, worker, why, now, worker.pid if returns else 0)
         return ended
 
     @staticmethod
@@ -194,7 +203,13 @@ class Moves:
         )
 
     def _take(
-        self, request: Request, entries: list[Token], worker: Worker, why: str, now: float
+        self,
+        request: Request,
+        entries: list[Token],
+        worker: Worker,
+        why: str,
+        now: float,
+        process: int,
     ) -> None:
         name = request.model or worker.default
         if request.began_with is None:
@@ -202,13 +217,14 @@ class Moves:
         request.entries = len(entries)
         request.loss = Loss(
             left=worker.name,
+            process=process,
             why=why,
             at=min(worker.last_seen, now),
             since=now,
             sent=encode_body(entries, "msgpack") if entries else b"",
         )
         request.session.journal.end(request.id)
-        request.worker = None
+        request.worker, request.returning = None, False
         self.waiting[request.id] = request
         insort(self._in_order, _place(request))
         self.moved += 1

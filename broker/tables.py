@@ -234,6 +234,8 @@ class Loss:
 
     left: str
     """The worker that it was with."""
+    process: int
+    """That worker's process id, where the stream may go on there if it registers again, else 0."""
     why: str
     at: float
     """When that worker was last heard of."""
@@ -295,6 +297,8 @@ class Request:
     """Workers in a row that died when it had no new token there."""
     lone_deaths: int = 0
     """Workers in a row that died when it was their only stream without a new token."""
+    returning: bool = False
+    """Whether it is with its worker again, whose JOURNAL of it has not arrived yet."""
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
     adopted_at: float | None = None

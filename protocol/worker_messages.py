@@ -86,12 +86,13 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that this broker, which was restarted, adopts: the worker sends a
-    JOURNAL for each, before any further message about it."""
+    """Reported live requests that go on here, as this broker was restarted and adopts them, or as
+    they still wait for this worker: it sends a JOURNAL for each, before any further message about
+    it."""
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
-    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted.
+    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted or out of reach.
 
     The header has the request, its session, and how the session's bodies are encoded. Attachment 0
     is a TOKEN body in msgpack with all entries that were sent for the request; the others are the
@@ -106,6 +107,8 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     moves: int = 0
     """How often the stream had moved when it came to this worker. One that was cut off may still
     have a stream that went on elsewhere, where its sequences' entries came in another order."""
+    gone: bool = False
+    """The worker does not have the request any more; there are no attachments then."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):

@@ -126,7 +126,7 @@ class Client:
     def reconnect(self, lost: int) -> None:
         """It opens a new connection in place of the one that it has."""
         self.pipe.close(lost)
-        self.pipe = Pipe(self._network, Side.FRONT)
+        self.pipe = Pipe(self._network, Side.FRONT, self.pipe)
         self.session.connected(self._network.now)
         self._send()
 

@@ -23,15 +23,16 @@ Frames = list[bytes]
 class Pipe:
     """One socket of a client or worker, and its connection to the broker."""
 
-    def __init__(self, network: Network, side: Side) -> None:
+    def __init__(self, network: Network, side: Side, before: Pipe | None = None) -> None:
+        """``before``: the one that it replaces."""
         self._network = network
         self.side = side
         self.up: deque[Frames] = deque()
         self.down: deque[Frames] = deque()
         self.peer = b""
         self.open = True
-        self.cut = False
-        """Nothing passes for the moment, in either direction."""
+        self.cut: bool = before is not None and before.cut
+        """Nothing passes for the moment, in either direction, nor where another one replaces it."""
         network.connect(self)
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -42,6 +43,12 @@ class Pipe:
     def close(self, lost: int) -> None:
         """The process is gone, or has closed its socket: the last ``lost`` messages on their way to
         the broker are lost too."""
+        if self.cut:
+            # Neither what was sent arrives at the broker, nor that this was closed.
+            self.up.clear()
+            self.open = False
+            self._network.pipes.remove(self)
+            return
         self._lose(lost)
         self.open = False
         self._network.disconnect(self)

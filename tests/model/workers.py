@@ -54,7 +54,7 @@ class Carrier:
 
     def start(self) -> None:
         """Opens a connection, on which the worker registers."""
-        self.pipe = Pipe(self._network, Side.BACK)
+        self.pipe = Pipe(self._network, Side.BACK, self.pipe)
         self._peer.connected(self._network.now)
         self.turn(0)
 
@@ -234,6 +234,9 @@ class GpuWorker(Worker):
         for number in answer.wanted:
             if number in self._reported():
                 self._send_journal(self._reported()[number])
+            else:
+                body = encode_body(Journal(type="GENERATE", gone=True), "msgpack")
+                self.bus.post([b"JOURNAL", encode_header(number), body])
 
     def _reported(self) -> dict[int, Stream]:
         """The streams that a broker which was restarted is notified of."""

@@ -174,7 +174,8 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
 
 
 def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
-    """All of a stream, for a broker that was restarted: its request and what was sent."""
+    """All of a stream, for a broker that was restarted or out of reach: its request and what was
+    sent."""
     flags = (Flag.MSGPACK if stream.encoding == "msgpack" else 0) | (
         Flag.COLUMNS if stream.columns else 0
     )
@@ -187,6 +188,12 @@ def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
     head = encode_header(stream.request, stream.session, flags)
     sent = encode_body(pack_columns(entries), "msgpack")
     return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
+
+
+def gone_frames(request: int) -> Frames:
+    """A stream that such a broker wants, and that has ended without its last entries meanwhile."""
+    body = Journal(type="GENERATE", gone=True)
+    return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
 
 
 def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:

@@ -41,7 +41,7 @@ from .live_streams import LiveStreams
 from .models import Models, device_works
 from .ranks import Ranks
 from .steering import Steering, decision_timeout
-from .streams import Stream
+from .streams import Stream, gone_frames
 
 log = logging.getLogger(__name__)
 
@@ -286,8 +286,8 @@ class GpuWorker:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
 
     def _registered(self, answer: Registered) -> None:
-        """Drops the streams that the broker has given to others while there was no lease. Where the
-        broker was restarted, it gets the journals of those that go on."""
+        """Drops the streams that the broker has given to others while there was no lease. Of those
+        that go on here it gets the journals, as it was restarted or out of reach."""
         kept = self._bus.kept(answer)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
             request = stream.request
@@ -299,11 +299,13 @@ class GpuWorker:
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
-            if wanted is not None and wanted.type in (b"GENERATE", b"SCORE"):
-                self._streams.send_journal(wanted)
-                if self._streams.get(request) is wanted:
-                    # What its controller worker and this one sent each other may be lost.
-                    self._start_again(wanted, "", "the broker was restarted")
+            if wanted is None or wanted.type not in (b"GENERATE", b"SCORE"):
+                self._bus.post(gone_frames(request))
+                continue
+            self._streams.send_journal(wanted)
+            if self._streams.get(request) is wanted:
+                # What its controller worker and this one sent each other may be lost.
+                self._start_again(wanted, "", "the connection to the broker was lost")
 
     def _stream(self, request: int) -> Stream | None:
         """The stream of a request, whether an engine has it or it waits for its model."""

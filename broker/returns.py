@@ -1,0 +1,83 @@
+"""Streams that go on at the worker that they had, which was cut off from the broker for a while.
+
+Its lease has ended, and its streams wait for another worker: with the next registration of the same
+process, those that still wait are with it again. What it has computed meanwhile it reports with a
+JOURNAL for each, before anything else of it, and the client gets what is new in that.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..protocol.bodies import decode_as, encode_body
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
+from ..protocol.errors import Code, RequestError
+from ..protocol.worker_messages import Journal, Register
+from .attaches import Attaches
+from .dispatch import Dispatcher
+from .moves import STREAMS
+from .outgoing import Outgoings
+from .tables import Request, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Returns:
+    """Gives streams back to the workers that they had."""
+
+    def __init__(self, dispatcher: Dispatcher, attaches: Attaches, out: Outgoings) -> None:
+        self._dispatcher = dispatcher
+        self._attaches = attaches
+        self._out = out
+
+    def reported(self, worker: Worker, message: Register) -> list[int]:
+        """Of the live requests of a worker that registers: those that are with it again, and that
+        it sends the journals of. Before anything that waits is started there."""
+        if self._dispatcher.is_hung(worker):
+            return []
+        returned = []
+        for live in message.live:
+            request = self._dispatcher.moves.waiting.get(live.request)
+            loss = request.loss if request is not None else None
+            if request is None or loss is None or request.unclaimed:
+                continue
+            if request.type in STREAMS and (loss.left, loss.process) == (worker.name, worker.pid):
+                self._dispatcher.take_back(request, worker)
+                returned.append(request.id)
+        if returned:
+            log.info("%d streams go on at worker %s, which is back", len(returned), worker.name)
+        return returned
+
+    def awaits(self, number: int, worker: Worker) -> Request | None:
+        """The request of a JOURNAL, where it is one that was given back to this worker."""
+        request = self._dispatcher.requests.get(number)
+        if request is None or request.worker is not worker or not request.returning:
+            return None
+        return request
+
+    def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
+        """What a worker has sent of a request, on whatever connection: the client gets what is new.
+
+        Raises RequestError where it is not a continuation of what was routed.
+        """
+        if body.gone:
+            self._dispatcher.move(request, "it has lost the stream")
+            return
+        entries: TokenBody = decode_as(TokenBody, sent, "msgpack")
+        if isinstance(entries, TokenColumns):
+            entries = column_entries(entries)
+        if body.moves != request.moves or len(entries) < request.entries:
+            raise RequestError(
+                Code.BAD_MESSAGE,
+                f"the JOURNAL of request {request.id} has {len(entries)} entries after "
+                f"{body.moves} moves; {request.entries} after {request.moves} were routed",
+            )
+        request.returning = False
+        new = entries[request.entries :]
+        if new:
+            session = request.session
+            routed = encode_body(new, session.encoding)
+            self._out.tokens(session, routed)
+            session.tail.append(routed)
+        if body.ended:
+            self._attaches.on_finished(request)
