@@ -55,7 +55,7 @@ class Attaches:
         return True
 
     def _pass_on(self, request: Request, message: Attach) -> None:
-        request.unclaimed = False
+        request.unclaimed = request.resumed = False
         if request.kept is not None:
             del request.session.streams[request.stream_id]
             self._dispatcher.moves.answer(request, request.kept, message.received)
@@ -83,7 +83,8 @@ class Attaches:
         answered, they are kept until it has attached, or its session ends.
         """
         received = request.attaching
-        if not (received or request.unclaimed or request.session.detached_at is not None):
+        away = request.session.detached_at is not None or request.unclaimed or request.resumed
+        if not (received or away):
             self._dispatcher.forget(request)
             return
         wanted = request.open and request.cancelled != "cancelled"

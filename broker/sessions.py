@@ -225,6 +225,8 @@ class Sessions:
             self._out.to_session(known, b"ERROR", error_body(taken))
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
+        for request in known.streams.values():
+            request.resumed = True
 
     def _make_room(self) -> None:
         idle = [s for s in self._table if not s.streams]

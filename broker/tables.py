@@ -297,6 +297,8 @@ class Request:
     """Workers in a row that died when it had no new token there."""
     lone_deaths: int = 0
     """Workers in a row that died when it was their only stream without a new token."""
+    resumed: bool = False
+    """Whether its client has taken its session over on another connection, and has not attached."""
     returning: bool = False
     """Whether it is with its worker again, whose JOURNAL of it has not arrived yet."""
     attaching: list[int] = field(default_factory=list)

@@ -314,6 +314,22 @@ def test_a_client_behind_a_link_that_is_cut_has_time_to_come_back(bench: Bench) 
     assert (again["resumed"], again["streams"]) == (True, [1])
 
 
+def test_a_stream_that_ends_before_its_client_attaches_again_is_delivered(bench: Bench) -> None:
+    bench.worker("a")
+    [(_, welcome)] = bench.client("c", "HELLO")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.client("d", "HELLO", {"session": welcome["session"]})
+    # The client discards what comes before the answer to its ATTACH.
+    end = Token(token=5, stream_id=1, logprob=-1.0, finish_reason="stop")
+    bench.tokens("a", header, end, final=True)
+    bench.to_client("d")
+    [(_, answer), (_, [missed])] = bench.client("d", "ATTACH", {"stream_id": 1, "received": 0})
+    assert (answer["attached"], missed["token"]) == (0, 5)
+    [(_, again)] = bench.client("d", "ATTACH", {"stream_id": 1, "received": 0})
+    assert again["code"] == "unknown_stream"
+
+
 def test_a_silent_client_whose_connection_is_closed_has_less(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "HELLO", {"capabilities": ["ping"]})
