@@ -67,8 +67,7 @@ class Controllers:
 
     def _may_register(self, error: TokenbusError) -> bool:
         """Whether ``choose`` has raised this as a worker may not have registered yet."""
-        missing = error.code in (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER)
-        return missing and self._recovery.awaits_workers(self._now())
+        return self._recovery.awaits_workers(error, self._now())
 
     def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that runs the controller ``name``; raises why it is refused.

@@ -103,8 +103,8 @@ class Dispatcher:
         key, early = (request.role, request.model), False
         try:
             worker = self._candidates(*key).least_loaded()
-        except TokenbusError:
-            if not self._recovery.awaits_workers(self.now):
+        except TokenbusError as error:
+            if not self._recovery.awaits_workers(error, self.now):
                 raise
             worker, early = None, True
         if worker is None:
@@ -332,12 +332,12 @@ class Dispatcher:
         for key in [key for key in self._unserved if key not in self.queues]:
             del self._unserved[key]
         self._early &= self.queues.keys()
-        awaited = self._recovery.awaits_workers(now)
         for (role, model), queue in list(self.queues.items()):
             try:
                 self._candidates(role, model)
             except TokenbusError as error:
                 since = self._unserved.setdefault((role, model), now)
+                awaited = self._recovery.awaits_workers(error, now)
                 in_vain = (role, model) in self._early and not awaited
                 if in_vain or now - since >= self._settings.move_wait_s:
                     self._refuse(list(islice(queue, MOST_ENDED)), error)

@@ -7,7 +7,10 @@ wrong: it waits.
 
 from __future__ import annotations
 
+from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
+
+_MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
 
 
 class Recovery:
@@ -32,10 +35,13 @@ class Recovery:
         """Whether what was left by an earlier run is not waited for any more."""
         return now >= self.until
 
-    def awaits_workers(self, now: float) -> bool:
-        """Whether workers that served requests before may still register: for ``recover_s`` where
-        there was an earlier run, and for ``expiry_s`` where nothing shows one yet."""
-        return now < (self.until if self._follows else self._settled_at)
+    def awaits_workers(self, error: TokenbusError, now: float) -> bool:
+        """Whether a request is refused with ``error`` as workers that served it before have not
+        registered yet, and may still do so: for ``recover_s`` where there was an earlier run. Where
+        nothing shows one yet, for ``expiry_s``, and only while there is no worker at all."""
+        if self._follows:
+            return error.code in _MISSING and now < self.until
+        return error.code == Code.NO_WORKER and now < self._settled_at
 
     def settles(self, now: float) -> bool:
         """Whether even workers that were connected all the time may not have registered yet."""

@@ -90,6 +90,15 @@ def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may
     assert errors(bench.to_client("c")) == {1: "no_worker"}
 
 
+def test_where_nothing_shows_an_earlier_run_an_unknown_name_is_refused_at_once() -> None:
+    bench = Bench(recover_s=30.0)
+    bench.worker("gpu")
+    assert errors(bench.client("c", "GENERATE", generate(1, model="n"))) == {1: "unknown_model"}
+    controller_worker(bench, "other", "regex")
+    refused = bench.client("c", "GENERATE", generate(2, controller="mine"))
+    assert errors(refused) == {2: "unknown_controller"}
+
+
 def test_a_client_that_comes_with_its_session_shows_an_earlier_run() -> None:
     bench = Bench(recover_s=30.0)
     hello = {"session": "0" * 32, "capabilities": ["recover"]}
