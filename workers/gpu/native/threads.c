@@ -101,6 +101,7 @@ static void forget(void) {
     pthread_mutex_init(&lock, 0);
     pthread_cond_init(&called, 0);
     atomic_store(&active, 0);
+    atomic_store(&now.word, 0);
     started = asleep = 0;
 }
 
