@@ -1,8 +1,8 @@
 """From logits to tokens: one batched pass over the rows of a step, on the model's device.
 
-Randomness is counter-based: the number that decides a token depends on the request's seed, its
-sequence and the token's position alone. So a request gives the same tokens whatever else is in the
-batch, and can be continued elsewhere.
+Randomness is counter-based: the numbers that decide a token depend on the request's seed, its
+sequence and the token's position alone (``races.py``). So a request gives the same tokens whatever
+else is in the batch, and can be continued elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 from ...protocol.sampling import Sampling
 from .device_queue import on_device
+from .races import PART, Draws, draw_tokens, streams
 
 NAN = "the model's logits contain NaN"
 _MAX_INT64 = 2**63 - 1
-PART = 64
-"""Tokens of a part of a row of logits."""
 INSPECTED = 5
 """The most likely tokens that are looked at with ``inspect``, where the request wants none."""
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
@@ -51,15 +50,18 @@ class RowParameters:
         """``rows``: sampling parameters, seed and number of the sequence of each row."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = np.array([seed for _, seed, _ in rows], dtype=np.uint64)
-        self.seqs = np.array([seq for _, _, seq in rows], dtype=np.uint64)
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
-        self.top_k = np.array([min(s.top_k, _MAX_INT64) for s in samplings], dtype=np.int64)
-        self.top_p = np.array([s.top_p for s in samplings], dtype=np.float32)
-        self.min_p = np.array([s.min_p for s in samplings], dtype=np.float32)
-        self.cut = np.array([_cuts(s) for s in samplings], dtype=bool)
-        """Whether top_k, top_p or min_p leave tokens out."""
-        self.random: list[int] = np.flatnonzero(self.temperature > 0).tolist()
+        self.random_rows = np.flatnonzero(self.temperature > 0)
         """The rows that are not greedy."""
+        self.random: list[int] = self.random_rows.tolist()
+        self.draws = Draws(
+            streams(self.seeds, np.array([seq for _, _, seq in rows], dtype=np.uint64)),
+            self.temperature,
+            np.array([min(s.top_k, _MAX_INT64) for s in samplings], dtype=np.int64),
+            np.array([s.top_p for s in samplings], dtype=np.float32),
+            np.array([s.min_p for s in samplings], dtype=np.float32),
+        ).of(self.random_rows)
+        """How the tokens of these are drawn."""
         self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
         """The rows whose logits bias or penalties change."""
         self.samplings = samplings
@@ -218,23 +220,6 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
     return Scores(tokens, values.to("cpu", non_blocking=True), likely)
 
 
-def uniforms(seeds: np.ndarray, seqs: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each row, from (seed, sequence, position): splitmix64, chained
-    (Steele, Lea, Flood 2014)."""
-    state = seeds.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (seqs, positions):
-            state = _mix(state + part.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(z ^ (z >> np.uint64(31)))
-
-
 def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
     """The rows of these numbers; None: as they are."""
     if which is None or list(which) == list(range(len(logits))):
@@ -271,18 +256,24 @@ def _choose(own: torch.Tensor, best: torch.Tensor, rows: Rows) -> tuple[torch.Te
     if bending:
         chosen[at] = bent.max(-1).indices
     if random == bending:
-        chosen[at] = _draw(bent, random, rows)
+        chosen[at] = _draw(bent, rows)
     elif random:
         index = _ints(random, own)
-        drawn = own[index]
         both = [(k, places[i]) for k, i in enumerate(random) if i in places]
+        drawn = own if len(random) == len(own) and not both else own[index]
         if both:
             to, of = zip(*both, strict=True)
             drawn[_ints(to, own)] = bent[_ints(of, own)]
-        chosen[index] = _draw(drawn, random, rows)
+        chosen[index] = _draw(drawn, rows)
     if bending:
         allowed[at] = bent.gather(-1, chosen[at].unsqueeze(-1)).squeeze(-1) > float("-inf")
     return chosen, allowed
+
+
+def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The tokens of the rows that are not greedy, from their logits."""
+    p = rows.parameters
+    return draw_tokens(logits, p.draws, rows.positions[p.random_rows])
 
 
 # --- what changes the logits ----------------------------------------------------------------------
@@ -380,67 +371,6 @@ def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return on_device(np.array(values, dtype=np.int64), like.device)
-
-
-# --- drawing --------------------------------------------------------------------------------------
-
-
-def _draw(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
-    """A token for each of these rows, at its temperature, from the tokens that its cuts leave.
-
-    Rows with cuts are sorted, the others are not: a row must not depend on the others in its batch.
-    """
-    device = bent.device
-    p = rows.parameters
-    own = np.array(which, dtype=np.int64)
-    temperature = on_device(p.temperature[own].astype(np.float64), device)
-    scaled = bent.double() / temperature.unsqueeze(-1)
-    at = on_device(uniforms(p.seeds[own], p.seqs[own], rows.positions[own]), device)
-    cut = p.cut[own]
-    if not cut.any():
-        return _invert(torch.softmax(scaled, -1), at)
-    chosen = torch.empty(len(which), dtype=torch.long, device=device)
-    if not cut.all():
-        index = on_device(np.flatnonzero(~cut), device)
-        chosen[index] = _invert(torch.softmax(scaled[index], -1), at[index])
-    some = np.flatnonzero(cut)
-    index = on_device(some, device)
-    ordered, ids = scaled[index].sort(dim=-1, descending=True, stable=True)
-    kept = _cut(torch.softmax(ordered, -1), own[some], p)
-    place = _invert(kept, at[index])
-    chosen[index] = ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
-    return chosen
-
-
-def _cuts(s: Sampling) -> bool:
-    return bool(s.top_k or s.top_p < 1 or s.min_p)
-
-
-def _cut(probabilities: torch.Tensor, which: np.ndarray, p: RowParameters) -> torch.Tensor:
-    """Sorted probabilities with those set to 0 that top_k, top_p and min_p leave out, in turn."""
-    device, size = probabilities.device, probabilities.shape[-1]
-    most = np.where(p.top_k[which] == 0, size, np.minimum(p.top_k[which], size))
-    top_k = on_device(most, device).unsqueeze(-1)
-    top_p = on_device(p.top_p[which], device).unsqueeze(-1)
-    min_p = on_device(p.min_p[which], device).unsqueeze(-1)
-    kept = probabilities * (torch.arange(size, device=device) < top_k)
-    before = kept.cumsum(-1) - kept
-    kept = kept * (before < top_p * kept.sum(-1, keepdim=True))
-    return kept * (kept >= min_p * kept[:, :1])
-
-
-def _invert(probabilities: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulated probability passes ``at`` of the total."""
-    cumulated = probabilities.cumsum(-1)
-    total = cumulated[:, -1:]
-    found = torch.searchsorted(cumulated, at.unsqueeze(-1) * total, right=True).squeeze(-1)
-    # Rounding may lead past the last token that has any probability: then that one.
-    if not found.is_cuda:
-        inside = found.clamp(max=probabilities.shape[-1] - 1)
-        if (probabilities.gather(-1, inside.unsqueeze(-1)) > 0).all():
-            return inside
-    last = (probabilities > 0).long().cumsum(-1).argmax(-1)
-    return torch.minimum(found, last)
 
 
 # --- the most likely tokens -----------------------------------------------------------------------
