@@ -304,6 +304,7 @@ def _place(request: Request) -> tuple[int, float, int]:
 def same_model(model: ModelInfo, other: ModelInfo) -> bool:
     """Whether two workers' models give the same tokens, as far as what they report shows."""
     ours, theirs = (
-        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype) for m in (model, other)
+        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype, m.sampling)
+        for m in (model, other)
     )
     return ours == theirs

@@ -198,7 +198,7 @@ def again(
     ``module``: another controller in place of the recorded one. ``inspect``: entries say what their
     masks did, with as many of the likeliest tokens as there may be. ``model``: the name of the
     model here. Raises what the stream raises; RequestError where the model here has another
-    tokenizer.
+    tokenizer, or gives other tokens for the same seed.
     """
     request = recording.request
     named = request.model if model is None else model
@@ -210,6 +210,14 @@ def again(
                 f"the model {here.name} here has the tokenizer {here.fingerprint[:12]}; the "
                 f"recording is of {recording.model.name} with {recording.model.fingerprint[:12]}",
                 path="$.model",
+            )
+        if request.temperature > 0 and here.sampling != recording.model.sampling:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the tokens of the recording were sampled by version {recording.model.sampling}; "
+                f"the worker here samples by version {here.sampling}, which gives other tokens for "
+                "the same seed: record the stream again",
+                path="$.temperature",
             )
     fields = msgspec.structs.asdict(request)
     defaults = msgspec.structs.asdict(Generate(stream_id=0))

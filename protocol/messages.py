@@ -360,6 +360,8 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     parameters: int = 0
     dtype: str = ""
     device: str = ""
+    sampling: int = 1
+    """How its tokens are sampled: with another version, equal seeds give other tokens."""
 
 
 class Tagged(Struct, kw_only=True, omit_defaults=True):

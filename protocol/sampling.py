@@ -14,6 +14,8 @@ StopString = Annotated[str, Meta(min_length=1)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_N = 128
+SAMPLING_VERSION = 2
+"""The version of how a GPU worker samples: one more where equal seeds give other tokens."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 

@@ -155,17 +155,24 @@ def test_the_streams_of_a_worker_are_spread_over_the_others(bench: Bench) -> Non
 
 
 def test_a_stream_never_moves_to_another_model(bench: Bench) -> None:
-    def info(fingerprint: str) -> ModelInfo:
+    def info(fingerprint: str, sampling: int = 1) -> ModelInfo:
         return ModelInfo(
-            name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint=fingerprint
+            name="m",
+            vocab_size=9,
+            context_length=9,
+            eos_token_ids=[0],
+            fingerprint=fingerprint,
+            sampling=sampling,
         )
 
     bench.worker("a", models=[info("one")])
     header = begun(bench, "a")
     bench.tokens("a", header, FIRST)
     bench.worker("b", models=[info("two")])
+    bench.worker("c", models=[info("one", sampling=2)])
     gone(bench, "a")
     assert got(bench, "b") == []
+    assert got(bench, "c") == []
     bench.worker("d", models=[info("one")])
     moved, _ = continued(bench, "d")
     assert moved.request == header.request

@@ -143,6 +143,17 @@ def test_another_tokenizer_is_refused(client: Client, file: Path) -> None:
         list(again(client, recording))
 
 
+def test_tokens_of_another_version_of_sampling_are_refused(client: Client, file: Path) -> None:
+    client.generate(PROMPT, max_tokens=2, temperature=1.0, record=file).wait()
+    recording = read_recording(file)
+    assert recording.model is not None
+    recording.model.sampling -= 1
+    with pytest.raises(RequestError, match="sampled by version 1; the worker here samples by"):
+        list(again(client, recording))
+    recording.request.temperature = 0.0
+    assert list(again(client, recording))
+
+
 def test_only_failures_are_recorded_where_that_is_asked_for(client: Client, file: Path) -> None:
     client.generate(PROMPT, max_tokens=2, record=Recorder(file, only_failures=True)).wait()
     assert not file.exists()

@@ -18,6 +18,7 @@ import torch
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import ModelInfo
+from ...protocol.sampling import SAMPLING_VERSION
 from ...protocol.settings import Settings
 from .engine import Engine, EngineConfig
 from .loader import LoadedModel, ModelLoadError, load_model
@@ -224,6 +225,7 @@ def model_info(loaded: LoadedModel) -> ModelInfo:
         parameters=loaded.num_parameters,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
+        sampling=SAMPLING_VERSION,
     )
 
 

@@ -602,6 +602,8 @@ export interface ModelInfo {
   readonly parameters: number;
   readonly dtype: string;
   readonly device: string;
+  /** How its tokens are sampled: with another version, equal seeds give other tokens. */
+  readonly sampling: number;
 }
 
 /** `ModelInfo` as it was sent, with the defaults of the fields that are absent. */
@@ -612,6 +614,7 @@ export function readModelInfo(
       | "parameters"
       | "dtype"
       | "device"
+      | "sampling"
   >,
 ): ModelInfo {
   return {
@@ -624,6 +627,7 @@ export function readModelInfo(
     parameters: sent.parameters ?? 0,
     dtype: sent.dtype ?? "",
     device: sent.device ?? "",
+    sampling: sent.sampling ?? 1,
   };
 }
 
