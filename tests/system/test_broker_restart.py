@@ -25,9 +25,7 @@ COUNTS = guest(
 )
 """In each round it appends a byte to a variable, and logs the version that this made and the length
 that the variable has then."""
-DRAWN: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0, "top_k": 20}
-"""Of few tokens, as logits have other last bits in a batch of another shape: with the whole
-vocabulary to draw from, these decide one draw in a thousand or so."""
+DRAWN: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0}
 PLAIN: dict[str, Any] = {**DRAWN, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
@@ -94,7 +92,7 @@ class Download:
             "model": "embedded",
             "prompt": "def f(",
             "max_tokens": 300,
-            "top_k": 20,
+            "ignore_eos": True,
             "stream": True,
             "seed": 1,
         }
