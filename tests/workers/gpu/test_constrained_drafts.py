@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"text": True},
-    "sampled": {"temperature": 0.7, "seed": 3, "n": 3},
+    "sampled": {"temperature": 0.7, "seed": 4, "n": 3},
     "penalised": {"frequency_penalty": 0.1, "logit_bias": {10: -2.0}, "top_logprobs": 2},
     "stopped": {"stop": ["36], ['Alan', 41], ['A"], "text": True},
 }
