@@ -195,15 +195,19 @@ class ModuleStore:
     def resolve(self, tenant: str, name: str) -> str:
         """The id of the module that a tenant means by a tag, an id or the beginning of one.
 
-        Raises ``unknown_controller``, which says what there is; UnavailableError where a tag cannot
-        be looked up. An id that is known here needs no other worker.
+        Raises ``unknown_controller``, which says what there is; UnavailableError where a name that
+        is not known here cannot be looked up. One that is known means what it last meant where the
+        state worker does not answer: after ``SHORT_S`` for an id, which always means the
+        same, and after ``PATIENCE_S`` for a tag.
         """
-        if name not in self._copy(tenant).modules:
-            return self._read(tenant).named(name, "$.controller")
+        copy = self._copy(tenant)
         try:
-            return self._read(tenant, SHORT_S).named(name, "$.controller")
+            patience_s = SHORT_S if name in copy.modules else PATIENCE_S
+            return self._read(tenant, patience_s).named(name, "$.controller")
         except UnavailableError as error:
-            log.warning("the module %s is taken from the copy of its table: %s", name, error)
+            if name not in copy.modules and name not in copy.tags:
+                raise
+            log.warning("%s means what it last meant on this machine: %s", name, error)
             return self._copy(tenant).named(name, "$.controller")
 
     def load(self, module: str) -> Loaded:

@@ -211,7 +211,7 @@ def test_bytes_that_nobody_has_right_are_an_error_that_says_what_to_do(
         two.load(two.resolve("anna", name))
 
 
-def test_without_a_state_worker_an_id_that_is_known_runs_and_a_tag_does_not(
+def test_without_a_state_worker_what_is_known_runs_and_nothing_can_be_tagged(
     machines: Machines,
 ) -> None:
     one = machines.add()
@@ -220,7 +220,8 @@ def test_without_a_state_worker_an_id_that_is_known_runs_and_a_tag_does_not(
     machines.state.close()
     machines.state = None
     assert one.resolve("anna", name) == name
-    for act in (lambda: one.resolve("anna", "t"), lambda: one.tag("anna", name, ["t"])):
+    assert one.resolve("anna", "t") == name
+    for act in (lambda: one.resolve("anna", "other"), lambda: one.tag("anna", name, ["t"])):
         with pytest.raises(
             UnavailableError, match=r"the state worker, .*, did not answer within 30"
         ):
