@@ -109,6 +109,8 @@ class Call:
     resend_at: float | None = None
     received: int = 0
     """TOKEN entries of this attempt."""
+    repeats: int = 0
+    """How many of the next ones were received before: those that the answer to ATTACH says."""
     moves: int = 0
     """How often the stream of this attempt has moved, as far as is known."""
     seen: dict[int, int] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Call:
         self.sent = False
         self.attaching = False
         self.resend_at = None
-        self.received = self.moves = 0
+        self.received = self.moves = self.repeats = 0
         self.came.clear()
 
     def is_new(self, entry: Token) -> bool:

@@ -298,6 +298,9 @@ class ClientSession:
             if call.attaching:
                 continue
             call.heard = now
+            if call.repeats:
+                call.repeats -= 1
+                continue
             call.failed_at = None
             if call.is_new(entry):
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(entry)
@@ -382,6 +385,8 @@ class ClientSession:
             return
         call.heard = now
         if msg.attached is not UNSET:
+            # The answer to an ATTACH of an earlier connection may come on this one, before its own.
+            call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
         else:

@@ -618,3 +618,32 @@ def test_a_controller_starts_again_when_its_worker_and_the_client_are_back() -> 
     assert [kind for kind, _, _ in controller.got if kind == b"START"] == [b"START"]
     steps(world, gpu, 5)
     assert client.tokens[call] == expected()
+
+
+def test_the_answers_to_two_attaches_give_each_token_once() -> None:
+    """The first one is answered on the connection that has replaced its own."""
+    world, gpu, client = begun()
+    [call] = client.tokens
+    world.kill()
+    world.start()
+    world.pass_time(4.0, gpu, client)
+    waiting, call.attaching = call.received, True
+    steps(world, gpu, 1)
+    for frames in gpu_answers(gpu, waiting), gpu_answers(gpu, waiting):
+        for message in frames:
+            client.session.on_frames(message, world.now)
+    client.take()
+    assert client.tokens[call] == expected(len(gpu_sent(gpu)))
+
+
+def gpu_sent(gpu: GpuWorker) -> list[Token]:
+    [one] = gpu.running.values()
+    return one.sent
+
+
+def gpu_answers(gpu: GpuWorker, received: int) -> list[list[bytes]]:
+    """The answer to an ATTACH, as the broker passes it on."""
+    [one] = gpu.running.values()
+    answer = Msg(stream_id=one.stream_id, attached=received, moves=one.moves)
+    missed = encode_body(one.sent[received:], "msgpack")
+    return [[b"MSG", encode_body(answer, "msgpack")], [b"TOKEN", missed]]

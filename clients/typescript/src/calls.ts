@@ -71,6 +71,8 @@ export class Call {
   resendAt: number | null = null;
   /** TOKEN entries of this attempt. */
   received = 0;
+  /** How many of the next ones were received before: those that the answer to ATTACH says. */
+  repeats = 0;
   /** How often the stream of this attempt has moved, as far as is known. */
   moves = 0;
   /** Entries delivered, by sequence, over all attempts. */
@@ -103,6 +105,7 @@ export class Call {
     this.attaching = false;
     this.resendAt = null;
     this.received = 0;
+    this.repeats = 0;
     this.moves = 0;
     this.#came.clear();
   }

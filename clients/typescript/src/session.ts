@@ -249,6 +249,10 @@ export class Session {
       const ended = !row && entry.finish_reason !== null && entry.live === 0;
       if (call.attaching) continue;
       call.heard = now;
+      if (call.repeats > 0) {
+        call.repeats -= 1;
+        continue;
+      }
       call.failedAt = null;
       let events = perCall.get(call);
       if (events === undefined) perCall.set(call, (events = []));
@@ -336,6 +340,8 @@ export class Session {
     if (call === undefined) return;
     call.heard = now;
     if (msg.attached !== undefined) {
+      // The answer to an ATTACH of an earlier connection may come on this one, before its own.
+      call.repeats = Math.max(0, call.received - msg.attached);
       call.attaching = false;
       call.moves = msg.moves;
     } else {
