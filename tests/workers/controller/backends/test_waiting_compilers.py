@@ -48,6 +48,31 @@ def test_other_starts_run_while_a_grammar_is_compiled(
     matchers.close()
 
 
+@pytest.mark.process
+def test_streams_that_wait_for_the_same_shortest_text_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "WALL_S", 3600.0)
+    matchers = Matchers()
+    grammar = matchers.get(vocabulary(BYTES), _lark("a"))
+    [process] = matchers.processes._idle
+    pool = Pool(1)
+    found: list[bytes | None] = []
+    other = threading.Event()
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    try:
+        pool.submit([lambda: found.append(grammar.shortest_text)] * 3 + [other.set])
+        assert other.wait(BOUND_S), "a job waits behind those that need the shortest text"
+        assert found == []
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    until(lambda: len(found) == 3, BOUND_S, "each has the shortest text")
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    assert set(found) == {b"a"}
+    matchers.close()
+
+
 def test_tables_that_cannot_be_used_leave_nothing() -> None:
     instances = SharedInstances(engine, None)
     for i in range(5):

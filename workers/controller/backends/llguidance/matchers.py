@@ -27,6 +27,8 @@ from .least_length import least_bytes
 from .plain import MOST_TEXT, is_plain
 from .trial import parser_limits, plain_limits, reason, step_error
 
+Found = tuple[bytes | None, list[int] | None]
+"""The shortest text of a grammar and its tokens; None if there is none."""
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
 SHORT = 100
@@ -105,9 +107,8 @@ class Grammar:
         self.tokens = tokens
         self.least = least
         """Most tokens of the shortest text; None if they are not known before it was searched."""
-        self._search = threading.Lock()
         self._vocabulary = vocabulary
-        self._shortest: tuple[bytes | None, list[int] | None] | None = None
+        self._shortest: Found | None = None
         """Once it was searched for."""
         self._matchers = matchers
         self._key = key
@@ -126,11 +127,10 @@ class Grammar:
         the vocabulary can write."""
         return self._found()[0]
 
-    def _found(self) -> tuple[bytes | None, list[int] | None]:
-        with self._search:
-            if self._shortest is None:
-                self._shortest = self._matchers.shortest(self._vocabulary, self._text)
-            return self._shortest
+    def _found(self) -> Found:
+        if self._shortest is None:
+            self._shortest = self._matchers.shortest(self._key, self._vocabulary, self._text)
+        return self._shortest
 
     def start(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
@@ -165,6 +165,7 @@ class Matchers:
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
+        self._searched: Shared[Found] = Shared(2 * bounds.WALL_S)
         self._lock = threading.Lock()
         self._grammars: OrderedDict[bytes, Grammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
@@ -217,11 +218,13 @@ class Matchers:
                 self._grammars.popitem(last=False)
         return made
 
-    def shortest(
-        self, vocabulary: Vocabulary, grammar: str
-    ) -> tuple[bytes | None, list[int] | None]:
+    def shortest(self, key: bytes, vocabulary: Vocabulary, grammar: str) -> Found:
         """The shortest text of a grammar that was compiled, and its tokens; nothing if a search
-        finds none, or none that the vocabulary can write."""
+        finds none, or none that the vocabulary can write. Searched for once, where several ask for
+        it at the same time: the others give their slots back meanwhile."""
+        return self._searched.get(key, lambda: self._search(vocabulary, grammar))
+
+    def _search(self, vocabulary: Vocabulary, grammar: str) -> Found:
         try:
             found = self.processes.shortest(grammar)
             return found, None if found is None else vocabulary.tokenize(found)
