@@ -8,7 +8,9 @@ import signal
 import threading
 
 import pytest
+from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.backends.compiling import bounds
+from tokenbus.workers.controller.backends.compiling.processes import Processes
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.pool import Pool
@@ -23,6 +25,7 @@ BOUND_S = 60.0
 def test_other_starts_run_while_a_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bounds, "TURN_S", 3600.0)
     monkeypatch.setattr(bounds, "WALL_S", 3600.0)
     words = vocabulary(BYTES)
     matchers = Matchers()
@@ -52,6 +55,7 @@ def test_other_starts_run_while_a_grammar_is_compiled(
 def test_streams_that_wait_for_the_same_shortest_text_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bounds, "TURN_S", 3600.0)
     monkeypatch.setattr(bounds, "WALL_S", 3600.0)
     matchers = Matchers()
     grammar = matchers.get(vocabulary(BYTES), _lark("a"))
@@ -71,6 +75,24 @@ def test_streams_that_wait_for_the_same_shortest_text_hold_up_nobody(
     until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
     assert set(found) == {b"a"}
     matchers.close()
+
+
+@pytest.mark.process
+def test_a_grammar_whose_compiler_gets_no_cpu_time_is_to_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes = Processes(bounds.Bounds())
+    processes.check(_lark("a"))
+    [process] = processes._idle
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(bounds, "WALL_S", 0.1)
+        with pytest.raises(UnavailableError, match="this machine is busy; try again") as failed:
+            processes.check(_lark("b"))
+    assert failed.value.retry_after_s
+    assert process.returncode == -signal.SIGKILL
+    processes.check(_lark("b"))
+    processes.close()
 
 
 def test_tables_that_cannot_be_used_leave_nothing() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WALL_S = 30.0
-"""Limit on the wall time of compiling, and of waiting for a process, in seconds: for a machine that
-is overloaded."""
+TURN_S = 30.0
+"""How long a grammar waits for a process, in seconds; then its request has to be sent again."""
+WALL_S = 120.0
+"""Likewise how long the process may take by the clock. A grammar is refused by CPU time alone: this
+one is exceeded only where the machine is so busy that the process gets hardly any."""
 STACK_BYTES = 3 * 1024 * 1024
 """Less than the worker's threads have (``sandbox.HOST_STACK_BYTES``): a grammar that compiles in
 the process compiles there."""

@@ -42,7 +42,8 @@ class Processes:
         """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken.
 
         Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the part of
-        the grammar that is at fault. UnavailableError if no process becomes free in time.
+        the grammar that is at fault. UnavailableError if no process becomes free in time, or the
+        machine is too busy.
         """
         self._done("llguidance", grammar.encode())
 
@@ -66,10 +67,10 @@ class Processes:
 
     def _done(self, kind: Kind, grammar: bytes) -> Done:
         with waiting():
-            if not self._turns.acquire(timeout=bounds.WALL_S):
+            if not self._turns.acquire(timeout=bounds.TURN_S):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
-                    f"{AT_ONCE} grammars have been compiled for {bounds.WALL_S:g} s, which is as "
+                    f"{AT_ONCE} grammars have been compiled for {bounds.TURN_S:g} s, which is as "
                     "many as may be at once; try again",
                     retry_after_s=1.0,
                 )
@@ -88,7 +89,7 @@ class Processes:
         task = Task("blame", bounds.BLAME_SHARE * self.limits.cpu_s, grammar, reason)
         try:
             return self._ask(task).refused
-        except ServiceError:
+        except (ServiceError, UnavailableError):
             return ""
 
     def _ask(self, task: Task) -> Done:
@@ -105,7 +106,12 @@ class Processes:
             process.kill()
             _end(process)
             if isinstance(error, TimeoutError):
-                return Done(refused=f"it could not be compiled within {bounds.WALL_S:g} s")
+                raise UnavailableError(
+                    Code.QUEUE_FULL,
+                    f"compiling the grammar was not over after {bounds.WALL_S:g} s, as this "
+                    "machine is busy; try again",
+                    retry_after_s=5.0,
+                ) from None
             raise
         with self._lock:
             self._idle.append(process)

@@ -26,8 +26,9 @@ TURN_S = 30.0
 MAX_SECONDS = 20
 CPU_S = 25
 """Limit on CPU time, in case the compiler does not keep its own bound."""
-WALL_S = 100.0
-"""Limit on wall time, in seconds, for a machine that is overloaded."""
+WALL_S = 300.0
+"""How long it may take by the clock, in seconds, on a machine so busy that the compiler gets hardly
+any CPU time; then the request has to be sent again."""
 MEMORY_BYTES = 2 * 1024**3
 
 _WRONG = 3
@@ -46,7 +47,8 @@ class _Wrong(msgspec.Struct):
 def compile_apart(text: str) -> bytes:
     """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError if it is not
     valid or exceeds the bounds above, and UnavailableError if others are being compiled for so long
-    that its turn does not come. Call it where the thread's slot is free for others."""
+    that its turn does not come, or the machine is too busy. Call it where the thread's slot is free
+    for others."""
     if not _turns.acquire(timeout=TURN_S):
         raise UnavailableError(
             Code.QUEUE_FULL,
@@ -63,7 +65,12 @@ def compile_apart(text: str) -> bytes:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise GrammarError(f"the grammar could not be compiled within {WALL_S:g} s") from None
+        raise UnavailableError(
+            Code.QUEUE_FULL,
+            f"compiling the grammar was not over after {WALL_S:g} s, as this machine is busy; try "
+            "again",
+            retry_after_s=5.0,
+        ) from None
     finally:
         _turns.release()
     if done.returncode == 0:
