@@ -93,23 +93,45 @@ EXPORT("grammar_end") uint32_t export_end(void) {
     return 1;
 }
 
+// Appends a token where it can follow. `scratch_sequence` is the sequence as it was before.
+static bool add_token(sequence *s, uint32_t token) {
+    assign(&scratch_sequence, s);
+    const uint32_t place = token < v.size ? v.offsets[token] : 0;
+    bool fits = (place & 0xff) != 0;
+    for (uint32_t b = 0; fits && b < (place & 0xff); b++)
+        fits = add_class(s, g.class_of[v.data[(place >> 8) + b]]);
+    if (fits) fits = can_go_on(s);
+    if (!fits) assign(s, &scratch_sequence);
+    return fits;
+}
+
 // Appends the tokens in the inbox up to the first that cannot follow; returns how many.
 EXPORT("grammar_append") uint32_t export_append(void) {
     sequence *s = at_place(block.arg);
     const uint32_t *tokens = (const uint32_t *)inbox;
-    for (uint32_t i = 0; i < block.count; i++) {
-        assign(&scratch_sequence, s);
-        const uint32_t place = tokens[i] < v.size ? v.offsets[tokens[i]] : 0;
-        bool fits = (place & 0xff) != 0;
-        for (uint32_t b = 0; fits && b < (place & 0xff); b++)
-            fits = add_class(s, g.class_of[v.data[(place >> 8) + b]]);
-        if (fits) fits = can_go_on(s);
-        if (!fits) {
-            assign(s, &scratch_sequence);
-            return i;
-        }
-    }
+    for (uint32_t i = 0; i < block.count; i++)
+        if (!add_token(s, tokens[i])) return i;
     return block.count;
+}
+
+// The usual rounds of `count` sequences: pairs of a sequence and a token in the inbox. Where the
+// token can follow, and the mask after it is in the cache, allows a token and forces none, the token
+// is appended, and the mask's address replaces it in the inbox; where not, 0 does, and the sequence
+// stays as it is.
+EXPORT("grammar_rounds") uint32_t export_rounds(void) {
+    uint32_t *pairs = (uint32_t *)inbox;
+    for (uint32_t i = 0; i < block.count; i++, pairs += 2) {
+        sequence *s = at_place(pairs[0]);
+        const uint32_t token = pairs[1];
+        pairs[1] = 0;
+        if (!add_token(s, token)) continue;
+        const result *found = known(s);
+        if (found && (found->flags & (MASK_ANY | MASK_FORCED)) == MASK_ANY)
+            pairs[1] = (uint32_t)(uintptr_t)found->mask->words;
+        else
+            assign(s, &scratch_sequence);
+    }
+    return 1;
 }
 
 // The mask of a sequence, at `block.mask`; returns its MASK_ flags, or -1 if its text is nested too

@@ -113,6 +113,27 @@ class TakesDrafts(Controller, Protocol):
         """
 
 
+class Batch(Protocol):
+    """What runs the usual rounds of several sequences in one call."""
+
+    def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
+        """For each turn, the number of a sequence in the batch and the token that was sampled for
+        it: whether its round is over. Then the token has been taken, and the mask of the next one
+        is written; otherwise nothing has changed, and the round is to be run by itself."""
+
+
+@runtime_checkable
+class Batched(Controller, Protocol):
+    """A controller whose usual round, one token and then a mask, runs in a batch with others."""
+
+    def batch(self, token: int) -> tuple[Batch, int] | None:
+        """What can run the round after this token, and the number of its sequence there; None where
+        the round may be another one. Called between rounds."""
+
+    def batched(self, token: int) -> None:
+        """The round after this token has been run in a batch."""
+
+
 class Program(Protocol):
     """What makes controllers: a module for one vocabulary, a built-in, a Python class."""
 

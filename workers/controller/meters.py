@@ -45,6 +45,12 @@ class Meter:
                 self._share += WEIGHT * (min(1.0, cpu_s / duration_s) - self._share)
             self.cpu_s += cpu_s
 
+    def add(self, rounds: int, cpu_s: float) -> None:
+        """So many rounds have ended, which took so much CPU time."""
+        with self._lock:
+            self.rounds += rounds
+            self.cpu_s += cpu_s
+
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Around a round that is measured in any case."""

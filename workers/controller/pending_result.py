@@ -63,11 +63,15 @@ class PendingResult:
 
     def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
         """A round has ended; the last one sends the message."""
+        self.add_all([(group, results)])
+
+    def add_all(self, parts: Sequence[Part]) -> None:
+        """Several rounds have ended."""
         with self._lock:
-            self._parts.append((group, results))
-            self._missing -= 1
-            parts = self._take_parts() if self._missing == 0 else []
-        self._send(parts)
+            self._parts += parts
+            self._missing -= len(parts)
+            ready = self._take_parts() if self._missing == 0 else []
+        self._send(ready)
 
     def flush(self, now: float) -> None:
         """Sends the results that are ready, where they have been held back long enough."""

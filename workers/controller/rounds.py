@@ -16,7 +16,7 @@ from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.worker_messages import StepResult
 from .host import Host
-from .interface import Action, Answer, Constraint, Controller, TakesDrafts
+from .interface import Action, Answer, Batched, Constraint, Controller, TakesDrafts
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class ControlledSequence:
     """Where masks along a draft are written."""
     along_rows: list[int] = field(default_factory=list)
     """The rows that these are, where ``mask`` is one."""
+    batched: Batched | None = field(default=None, init=False)
+    """The controller, if its usual rounds run in a batch with others."""
     stage: Stage = Stage.RUNNING
     length: int = 0
     """Tokens beyond the prompt."""
@@ -60,6 +62,11 @@ class ControlledSequence:
     """Forks that it has made."""
     children: int = 0
     """Sequences that these have made."""
+
+    def __post_init__(self) -> None:
+        """Looks once whether it runs in batches."""
+        if isinstance(self.controller, Batched):
+            self.batched = self.controller
 
 
 @dataclass(slots=True)
@@ -105,6 +112,15 @@ class Rounds:
         ``draft``."""
         sequence.variables.repeated = False
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
+
+    def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
+        """The result of a round that has been run in a batch: it samples under a mask."""
+        sequence.variables.repeated = False
+        sequence.length += 1
+        sequence.seen_changes = self._changes(sequence)
+        assert sequence.batched is not None
+        sequence.batched.batched(token)
+        return [_result(sequence, "sample", masked=True)]
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""

@@ -167,6 +167,10 @@ class SequenceGroup:
             return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode())
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft)
 
+    def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
+        """The result of a round that ``step`` began and that has been run in a batch."""
+        return self._rounds.batched(sequence, token)
+
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
         """Results are about to be sent: the rounds of the sequences that they wake, and results of
         sequences that can never be woken."""
@@ -234,6 +238,8 @@ class SequenceGroup:
     def _wake(self) -> tuple[list[Round], list[StepResult]]:
         sequences = self._sequences.values()
         waiting = [s for s in sequences if s.stage is Stage.SUSPENDED]
+        if not waiting:
+            return [], []
         woken = [s for s in waiting if self._changes_of_others(s) > s.seen_changes]
         self._wakes += len(woken)
         # What they saw was how it was once: in a replay, answers to operations are those of then.
@@ -248,7 +254,7 @@ class SequenceGroup:
             for sequence in woken:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in woken], []
-        if waiting and len(waiting) == len(self._sequences):
+        if len(waiting) == len(self._sequences):
             text = (
                 "deadlock: every sequence of the request is suspended, so no variable will change "
                 "and no fork will end"

@@ -50,17 +50,17 @@ from ...protocol.worker_messages import (
 )
 from ..bus import Bus, FromBus
 from ..machine import machine_id
-from .first_rounds import FirstRounds, note_time
+from .first_rounds import FirstRounds
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles
 from .meters import Meters
 from .module_calls import ModuleCalls
 from .pending_result import PendingResult
-from .pool import Job, Pool
+from .pool import Pool
 from .programs import Programs
 from .round_events import RoundEvents
-from .rounds import ControlledSequence
+from .round_jobs import Begun, round_jobs, run_woken
 from .sequence_group import Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
@@ -71,8 +71,6 @@ from .wasm.store import ModuleStore
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
-SLOW_S = 0.0005
-"""A sequence whose round took this long gets a thread of its own for the next one."""
 SWITCH_S = 0.0005
 """How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
 few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
@@ -300,7 +298,7 @@ class ControllerWorker:
                 rows = self._masks.get(step.masks, step.rows, step.row_bytes)
             except Exception:
                 log.exception("masks are sent, as the file %r cannot be mapped", step.masks)
-        rounds: list[tuple[SequenceGroup, ControlledSequence, Round]] = []
+        begun: list[Begun] = []
         unknown: list[StepSequence] = []
         for stepped in step.sequences:
             group = self._groups.get(stepped.request)
@@ -312,20 +310,17 @@ class ControllerWorker:
                 stepped.seq, stepped.tokens, ended, rows, stepped.stop, stepped.draft
             )
             if found is not None:
-                rounds.append((group, *found))
+                begun.append(Begun(stepped, group, *found))
             elif not group.running(stepped.seq):
                 unknown.append(stepped)
         if unknown:
             self._refuse_steps(gpu, unknown)
-        if not rounds:
+        if not begun:
             return
-        self._rounds_started += len(rounds)
-        pending = self._new_result(gpu, len(rounds))
-        jobs: list[Job] = [
-            partial(_run_round, pending, group, sequence, round_)
-            for group, sequence, round_ in rounds
-        ]
-        self._pool.submit(jobs, 1 + sum(sequence.slow for _, sequence, _ in rounds))
+        self._rounds_started += len(begun)
+        pending = self._new_result(gpu, len(begun))
+        jobs, hands = round_jobs(pending, begun, self._pool.submit)
+        self._pool.submit(jobs, hands)
 
     def _refuse_start(self, header: Header, error: Exception) -> None:
         """A START that cannot be read gets a RESULT too."""
@@ -364,7 +359,7 @@ class ControllerWorker:
             self._new_result(group.gpu, 1).add(group, failed)
         if rounds:
             pending = self._new_result(group.gpu, len(rounds))
-            self._pool.submit([partial(_run_woken, pending, group, round_) for round_ in rounds])
+            self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
 
     def _end(self, request: int) -> None:
         group = self._groups.pop(request, None)
@@ -471,34 +466,6 @@ class ControllerWorker:
             *self._meters.series(),
             *self._programs.series(),
         ]
-
-
-def _run_round(
-    pending: PendingResult, group: SequenceGroup, sequence: ControlledSequence, round_: Round
-) -> None:
-    results, duration_s = _measured(group, round_)
-    sequence.slow = duration_s > SLOW_S
-    pending.add(group, results)
-
-
-def _run_woken(pending: PendingResult, group: SequenceGroup, round_: Round) -> None:
-    results, _ = _measured(group, round_)
-    pending.add(group, results)
-
-
-def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], float]:
-    """The results of a round, and how long it took, in seconds."""
-    meter = group.meter
-    cpu_began = meter.begin()
-    began = time.perf_counter()
-    results = round_()
-    duration_s = time.perf_counter() - began
-    meter.end(cpu_began, duration_s)
-    if group.inspect:
-        note_time(results, duration_s)
-    if group.events is not None:
-        group.events.add(results, duration_s)
-    return results, duration_s
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

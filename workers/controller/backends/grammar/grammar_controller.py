@@ -8,7 +8,7 @@ from .....protocol.errors import Code, ControllerError
 from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
-from ...interface import CONTINUE, STOP, Action, Answer
+from ...interface import CONTINUE, STOP, Action, Answer, Batch
 from ..text_before import before_end, tokens_before
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
@@ -100,6 +100,19 @@ class GrammarController:
             )
         self._text += tokens
         return CONTINUE
+
+    def batch(self, token: int) -> tuple[Batch, int] | None:
+        """The instance, unless the text ends here or it is time to see how to close it."""
+        length = len(self._text) + 1
+        if self._closed or length >= self._check_at or length >= self._host.max_tokens:
+            return None
+        if token in self._host.vocabulary.eos_ids:
+            return None
+        return self._guest, self._place
+
+    def batched(self, token: int) -> None:
+        """The token is part of the text now."""
+        self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``closed`` if closing has changed the text; else whether the grammar accepts it."""

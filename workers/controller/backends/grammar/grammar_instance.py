@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Final
@@ -98,7 +99,7 @@ class GrammarInstance:
             name: guest.function(f"grammar_{name}")
             for name in (
                 *("block", "reserve", "open", "wake", "start", "fork", "end"),
-                *("append", "mask", "complete", "forced", "overhang", "closing"),
+                *("append", "mask", "rounds", "complete", "forced", "overhang", "closing"),
             )
         }
         words = -(-vocabulary.size // 32)
@@ -112,6 +113,8 @@ class GrammarInstance:
             self._block = (ctypes.c_uint32 * 16).from_address(guest.base + at)
             inbox = guest.base + self._block[_INBOX]
             self._inbox = ctypes.c_uint32.from_address(inbox)
+            pairs = self._block[_INBOX_BYTES] // 8
+            self._pairs = (ctypes.c_uint32 * (2 * pairs)).from_address(inbox)
             if memory is not None:
                 self._call("wake", OPEN_S)
             else:
@@ -175,6 +178,28 @@ class GrammarInstance:
                 )
             into[:] = self._found_mask()
             return flags
+
+    def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
+        """Appends one token to each of several sequences and writes the masks of the next ones, in
+        one call. ``turns``: the sequences and their tokens, as many as ``masks``.
+
+        Only where that is all, and costs next to nothing: where the token can follow, and the mask
+        after it was computed before, allows a token and forces none. Returns where it was so;
+        elsewhere the sequence is as it was.
+        """
+        with self._lock:
+            block, pairs = self._alive(), self._pairs
+            done: list[bool] = []
+            for at in range(0, len(turns), len(pairs) // 2):
+                part = turns[at : at + len(pairs) // 2]
+                data = array.array("I", itertools.chain.from_iterable(part))
+                ctypes.memmove(pairs, data.tobytes(), 4 * len(data))
+                block[_COUNT] = len(part)
+                self._call("rounds")
+                addresses = pairs[1 : len(data) : 2]
+                self._copy_masks(addresses, masks[at : at + len(part)])
+                done += map(bool, addresses)
+            return done
 
     def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes the masks after each token of a draft, up to where a token cannot follow, no token
@@ -274,7 +299,19 @@ class GrammarInstance:
 
     def _found_mask(self) -> memoryview:
         """The mask that was computed last, in the guest's memory."""
-        address = self._block[_MASK]
+        return self._mask_at(self._block[_MASK])
+
+    def _copy_masks(self, addresses: Sequence[int], masks: Sequence[memoryview]) -> None:
+        try:
+            for address, into in zip(addresses, masks, strict=True):
+                if address:
+                    into[:] = self._mask_at(address)
+        except BaseException:
+            # The sequences have tokens whose rounds are not over.
+            self.dead = True
+            raise
+
+    def _mask_at(self, address: int) -> memoryview:
         found = self._views.get(address)
         if found is None:
             whole = self._mask.from_address(self._guest.base + address)

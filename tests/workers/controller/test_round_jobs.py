@@ -1,0 +1,189 @@
+"""Rounds in a batch give what each of them gives by itself, and none is lost where one fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import pytest
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.worker_messages import Result, StepResult, StepSequence
+from tokenbus.workers.controller.backends.compiling.bounds import Bounds
+from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.controller.backends.grammar.grammar_controller import GrammarController
+from tokenbus.workers.controller.host import allowed
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.meters import Meter
+from tokenbus.workers.controller.pending_result import PendingResult
+from tokenbus.workers.controller.pool import Job
+from tokenbus.workers.controller.round_jobs import Begun, round_jobs
+from tokenbus.workers.controller.sequence_group import SequenceGroup
+from tokenbus.workers.state.variables import VariableStorage
+
+from .played import EOS, WORDS, engine, vocabulary
+
+pytestmark = pytest.mark.process
+
+GROUPS = 12
+SIZE = len(WORDS)
+
+
+@cache
+def constraints() -> Constraints:
+    return Constraints(engine, None, Bounds())
+
+
+class World:
+    """The requests of one worker under one constraint, whose STEPs are run as they arrive."""
+
+    def __init__(self, constraint: str, arg: str, max_tokens: int = 120) -> None:
+        program = constraints().get(constraint)
+        assert program is not None
+        words = vocabulary(WORDS)
+        self.meter = Meter()
+        self.groups: dict[int, SequenceGroup] = {}
+        self.posted: list[list[bytes]] = []
+        for request in range(1, GROUPS + 1):
+            group = SequenceGroup(
+                request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
+            )
+            group.meter = self.meter
+            group.record(group.begin(program, words, [1, 2]))
+            self.groups[request] = group
+
+    def batches_nothing(self) -> None:
+        """From now on each round is run by itself."""
+        for group in self.groups.values():
+            group._sequences[0].batched = None
+
+    @property
+    def controller(self) -> GrammarController:
+        controller = self.groups[1]._sequences[0].controller
+        assert isinstance(controller, GrammarController)
+        return controller
+
+    def step(self, tokens: dict[int, Sequence[int]], ended: Iterable[int] = ()) -> list[StepResult]:
+        """The results of a STEP with these tokens by request, in the order of the requests."""
+        begun = []
+        for request, given in tokens.items():
+            found = self.groups[request].step(0, given, request in ended, None)
+            assert found is not None
+            begun.append(
+                Begun(
+                    StepSequence(request, 0, list(given), "length" if request in ended else None),
+                    self.groups[request],
+                    *found,
+                )
+            )
+        jobs: list[Job] = []
+        pending = PendingResult(
+            9, len(begun), self.posted.append, lambda *_: None, jobs.extend, threading.Lock()
+        )
+        first, hands = round_jobs(pending, begun, jobs.extend)
+        assert 1 <= hands <= 1 + len(begun)
+        jobs += first
+        while jobs:
+            jobs.pop(0)()
+        assert pending.complete
+        [[_, _, body, *masks]] = self.posted
+        self.posted.clear()
+        results = decode_as(Result, body, "msgpack").sequences
+        self.masks = {
+            one.request: list(allowed(masks[one.attachment], SIZE))
+            for one in results
+            if one.attachment is not None
+        }
+        for one in results:
+            one.attachment = None if one.attachment is None else 0
+        return sorted(results, key=lambda one: one.request)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "arg"),
+    [
+        ("regex", "(the |cat|dog|[a-f]{1,3} )+"),
+        ("regex", "(ca|cat|AB)(bcD)?(the cat)*[x-z]{2}"),
+        ("yacc", '%start e %% e: t | e "+" t; t: "a" | "b" | "(" e ")" | "cat";'),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_in_a_batch_give_what_they_give_alone(constraint: str, arg: str, seed: int) -> None:
+    chosen = random.Random(seed)
+    together, alone = World(constraint, arg), World(constraint, arg)
+    alone.batches_nothing()
+    masks = {
+        request: list(allowed(group.mask(0) or b"", SIZE))
+        for request, group in together.groups.items()
+    }
+    live, rounds = set(together.groups), 0
+    while live:
+        tokens: dict[int, Sequence[int]] = {}
+        for request in sorted(live):
+            # Now and then a token that may be refused, the end, or nothing for this one.
+            pick = chosen.random()
+            if pick < 0.02:
+                tokens[request] = [chosen.randrange(1, SIZE)]
+            elif pick < 0.04:
+                tokens[request] = [EOS]
+            elif pick < 0.9:
+                words = [token for token in masks[request] if token != EOS]
+                tokens[request] = [chosen.choice(words or [EOS])]
+        if not tokens:
+            continue
+        ended = {request for request in tokens if chosen.random() < 0.01}
+        ours, theirs = together.step(tokens, ended), alone.step(tokens, ended)
+        assert ours == theirs
+        assert together.masks == alone.masks
+        rounds += len(ours)
+        masks.update(together.masks)
+        live -= {one.request for one in ours if one.then in ("stop", "error")}
+        for one in ours:
+            if one.then == "sample":
+                group = together.groups[one.request]
+                length = group._sequences[0].length
+                assert length == alone.groups[one.request]._sequences[0].length
+    assert rounds > 2 * GROUPS
+    assert together.meter.rounds == alone.meter.rounds == rounds
+    assert together.meter.cpu_s > 0
+
+
+def test_usual_rounds_are_one_call_and_others_are_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World("regex", "[a-f]{30}", 200)
+    guest, batched = world.controller._guest, []
+    rounds = guest.rounds
+
+    def counted(turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
+        done = rounds(turns, masks)
+        batched.append((len(turns), sum(done)))
+        return done
+
+    monkeypatch.setattr(guest, "rounds", counted)
+    a, not_allowed = WORDS.index(b"a"), WORDS.index(b"x")
+    every: dict[int, Sequence[int]] = {request: [a] for request in world.groups}
+    world.step(every)  # The masks after one letter are computed, by each round alone.
+    world.step(every)
+    later = world.step(every)
+    assert {one.then for one in later} == {"sample"}
+    assert batched[0] == (GROUPS, 0)
+    batched.clear()
+    for request in (1, 2):
+        every[request] = [not_allowed]
+    results = world.step(every)
+    assert [one.then for one in results] == ["error"] * 2 + ["sample"] * (GROUPS - 2)
+    assert "does not allow the tokens" in (results[0].error or "")
+    assert [count for count, _ in batched] == [GROUPS]
+
+
+def test_each_sequence_of_a_guest_that_fails_gets_the_error() -> None:
+    world = World("regex", "[a-f]{30}", 200)
+    a = WORDS.index(b"a")
+    every: dict[int, Sequence[int]] = {request: [a] for request in world.groups}
+    world.step(every)
+    world.controller._guest.dead = True
+    results = world.step(every)
+    assert [one.then for one in results] == ["error"] * GROUPS
+    assert {one.error for one in results} == {"the grammar failed for another sequence; try again"}

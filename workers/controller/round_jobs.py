@@ -1,0 +1,152 @@
+"""What the threads of the pool run: rounds, each by itself, or usual ones of a grammar in a batch.
+
+A round by itself costs some ten microseconds of Python and two calls of the guest. In a batch there
+is one call for all sequences of a grammar, and what is left to do for each is its result. A round
+that turns out to be another one than the usual (its mask has yet to be computed, its token is
+refused, text is forced) is then run by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ...protocol.errors import TokenbusError
+from ...protocol.worker_messages import StepResult, StepSequence
+from .first_rounds import note_time
+from .interface import Batch
+from .meters import Meter
+from .pending_result import Part, PendingResult
+from .pool import Job
+from .rounds import ControlledSequence
+from .sequence_group import Round, SequenceGroup
+
+log = logging.getLogger(__name__)
+
+SLOW_S = 0.0005
+"""A sequence whose round took this long gets a thread of its own for the next one."""
+
+
+class Begun(NamedTuple):
+    """A sequence of a STEP, and its round that is to be run."""
+
+    stepped: StepSequence
+    group: SequenceGroup
+    sequence: ControlledSequence
+    round: Round
+
+
+class _Turn(NamedTuple):
+    """One sequence's round in a batch."""
+
+    group: SequenceGroup
+    sequence: ControlledSequence
+    place: int
+    """The number of the sequence in the batch."""
+    token: int
+    alone: Job
+    """Runs the round by itself."""
+
+
+def round_jobs(
+    pending: PendingResult, begun: Sequence[Begun], submit: Callable[[Sequence[Job]], None]
+) -> tuple[list[Job], int]:
+    """The jobs of the rounds of a STEP, and how many threads are to begin with them.
+
+    ``pending`` gets the results; a job that makes more jobs gives them to ``submit``.
+    """
+    batches: dict[int, tuple[Batch, list[_Turn]]] = {}
+    alone: list[Job] = []
+    hands = 1
+    for stepped, group, sequence, round_ in begun:
+        job = partial(_run, pending, group, sequence, round_)
+        found = _batch(stepped, group, sequence)
+        if found is None:
+            alone.append(job)
+            hands += sequence.slow
+            continue
+        batch, place = found
+        turns = batches.setdefault(id(batch), (batch, []))[1]
+        turns.append(_Turn(group, sequence, place, stepped.tokens[0], job))
+    first = [
+        partial(_run_batch, pending, batch, turns, submit) for batch, turns in batches.values()
+    ]
+    return [*first, *alone], hands
+
+
+def run_woken(pending: PendingResult, group: SequenceGroup, round_: Round) -> None:
+    """Runs the round of a sequence that was woken."""
+    results, _ = _measured(group, round_)
+    pending.add(group, results)
+
+
+def _batch(
+    stepped: StepSequence, group: SequenceGroup, sequence: ControlledSequence
+) -> tuple[Batch, int] | None:
+    if sequence.batched is None or len(stepped.tokens) != 1 or stepped.draft:
+        return None
+    if stepped.ended is not None or group.inspect or group.events is not None:
+        return None
+    return sequence.batched.batch(stepped.tokens[0])
+
+
+def _run(
+    pending: PendingResult, group: SequenceGroup, sequence: ControlledSequence, round_: Round
+) -> None:
+    results, duration_s = _measured(group, round_)
+    sequence.slow = duration_s > SLOW_S
+    pending.add(group, results)
+
+
+def _run_batch(
+    pending: PendingResult,
+    batch: Batch,
+    turns: Sequence[_Turn],
+    submit: Callable[[Sequence[Job]], None],
+) -> None:
+    cpu_began = time.thread_time()
+    try:
+        done = batch.rounds(
+            [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
+        )
+    except BaseException as error:
+        # The batch takes no more calls: each sequence gets its error in its own round.
+        if not isinstance(error, TokenbusError):
+            log.exception("a batch of %d rounds failed", len(turns))
+        done = [False] * len(turns)
+    parts: list[Part] = []
+    alone: list[Job] = []
+    meters: Counter[Meter] = Counter()
+    for turn, over in zip(turns, done, strict=True):
+        if over:
+            turn.sequence.slow = False
+            parts.append((turn.group, turn.group.batched(turn.sequence, turn.token)))
+            meters[turn.group.meter] += 1
+        else:
+            alone.append(turn.alone)
+    if alone:
+        submit(alone)
+    if parts:
+        share = (time.thread_time() - cpu_began) / len(parts)
+        for meter, rounds in meters.items():
+            meter.add(rounds, rounds * share)
+        pending.add_all(parts)
+
+
+def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], float]:
+    """The results of a round, and how long it took, in seconds."""
+    meter = group.meter
+    cpu_began = meter.begin()
+    began = time.perf_counter()
+    results = round_()
+    duration_s = time.perf_counter() - began
+    meter.end(cpu_began, duration_s)
+    if group.inspect:
+        note_time(results, duration_s)
+    if group.events is not None:
+        group.events.add(results, duration_s)
+    return results, duration_s
