@@ -70,7 +70,7 @@ class World:
         self.pass_time(3)
         gc.collect()
         self.memory_of_workers = (empty - before) / num_workers
-        kept = sum(session.journal.size for session in self.broker.session_table)
+        kept = self.broker.session_table.recent.total
         self.num_streams = len(self.broker.dispatcher.requests)
         self.bytes_per_stream = (resident_bytes() - empty - kept) / max(1, self.num_streams)
         self._messages = {w.id: self._step_of(w) for w in self._workers()}

@@ -114,7 +114,8 @@ def journal_bytes(tokens: int) -> dict[str, float]:
         columns = encode_body(pack_columns([entry]), "msgpack")
         broker.on_worker(b"\0w", [b"TOKEN", head, columns], 0.0)
     broker.tick(1.0)
-    return {"journal_bytes_per_token": session.journal.size / tokens}
+    recent = broker.session_table.recent
+    return {"journal_bytes_per_token": (session.journal.size + recent.size) / tokens}
 
 
 # --- systems --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def main() -> int:
         # With exit code 2, supervisord does not start it again; an address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     bound_pauses()
+    server.reserve()
     server.run_forever()
     return 0
 

@@ -173,7 +173,7 @@ class Adoption:
             columns=bool(header.flags & Flag.COLUMNS),
             # It waits for its client for as long as requests are adopted.
             detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
-            journal=self._journal(),
+            journal=self._journal(header.address),
         )
         self._sessions.add(session)
         return session
@@ -187,8 +187,8 @@ class Adoption:
             worker.withdraw(request.session.id, request.stream_id)
             self._drop(worker, request.id)
 
-    def _journal(self) -> journal.Journal:
-        made = journal.Journal(self._settings.max_journal_bytes > 0)
+    def _journal(self, session: int) -> journal.Journal:
+        made = journal.Journal(self._sessions.recent, session)
         # What the client takes is not known before its HELLO.
         made.json = True
         return made
@@ -219,7 +219,7 @@ class Adoption:
                 encoding="json",
                 peer=None,
                 last_seen=now,
-                journal=self._journal(),
+                journal=self._journal(number),
             )
             self._sessions.add(session)
         else:

@@ -10,6 +10,7 @@ from ..protocol.bodies import decode_as, encode_body, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest, encode_header
 from ..protocol.messages import PROTOCOL_VERSION, Buffer
+from ..protocol.packing import pack
 from ..protocol.pages import split_keys
 from ..protocol.tenants import Tenant
 from ..protocol.worker_messages import (
@@ -85,6 +86,8 @@ class Back:
         self._returns = Returns(dispatcher, attaches, out)
         self._dispatcher = dispatcher
         self._sessions = sessions
+        self._keeps = sessions.recent.enabled
+        self._keep = sessions.recent.pending.append
         self._buffers = buffers
         self._out = out
         self._ids = ids
@@ -140,8 +143,11 @@ class Back:
         except Exception as error:
             self._on_failure(worker, peer, frames, error)
 
-    def on_tokens(self, peer: bytes, frames: list[bytes], now: float) -> None:
-        """A step's tokens: one body per client, each passed on as it is.
+    def on_tokens(
+        self, peer: bytes, frames: list[bytes], now: float, received: list[bytes]
+    ) -> None:
+        """A step's tokens: one body per client, each passed on as it is. ``received``: the same
+        frames, packed.
 
         This is what the broker does most often, so it is kept short.
         """
@@ -169,6 +175,7 @@ class Back:
         if worker.withdrawn:
             try:
                 frames = without_withdrawn(frames, sessions, worker.withdrawn)
+                received = pack(frames)
             except RequestError as error:
                 self._lose_unread(worker, error)
                 return
@@ -180,7 +187,11 @@ class Back:
             body = frames[i]
             if session is not None and body:
                 out.tokens(session, body)
-                session.tail.append(body)
+        if sessions and self._keeps:
+            if len(received) == 1:
+                self._keep(received[0])
+            else:
+                self._sessions.recent.keep(sessions, frames[2:])
         self._counters.token_bodies += len(sessions)
         for number in finished:
             try:
@@ -325,6 +336,7 @@ class Back:
         if request is not None and request.attaching and message_type == b"MSG":
             # What follows it comes again.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
+            self._dispatcher.moves.keep_bounds()
         session = self._sessions.by_id.get(header.address)
         if session is not None and session.peer is not None:
             self._sessions.unread.add(session.peer, sum(map(len, frames[2:])))

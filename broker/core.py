@@ -9,7 +9,7 @@ from typing import Any
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.ids import counting_ids
 from ..protocol.keys import Allowed
-from ..protocol.packing import unpack
+from ..protocol.packing import pack, unpack
 from .admission import Admission
 from .adoption import Adoption
 from .attaches import Attaches
@@ -22,6 +22,7 @@ from .keyring import Keyring, revoked
 from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
+from .recent import Recent
 from .recovery import Recovery
 from .sessions import Sessions
 from .settings import BrokerSettings
@@ -58,7 +59,9 @@ class Broker:
         self._out = Outgoings(counters.errors)
         ids = counting_ids(boot)
         self.keyring = keyring = Keyring()
-        self.session_table = table = SessionTable()
+        recent = Recent(settings.max_journal_bytes, settings.max_total_journal_bytes)
+        self._pending = recent.pending
+        self.session_table = table = SessionTable(recent)
         recovery = Recovery(settings, now)
         self.dispatcher = dispatcher = Dispatcher(settings, table, self._out, recovery)
         buffers = Buffers(settings)
@@ -99,7 +102,7 @@ class Broker:
             quotas,
             recovery,
         )
-        self._settings = settings
+        self.settings = settings
         self._places_at = self._ticked_at = now
 
     def on_client(
@@ -114,7 +117,7 @@ class Broker:
         """A message of the worker connection ``peer``."""
         self._at(now)
         if frames and frames[0] == b"TOKEN":
-            self._back.on_tokens(peer, frames, now)
+            self._back.on_tokens(peer, frames, now, pack(frames))
         else:
             self._back.on_frames(peer, frames, now)
         return self._taken()
@@ -133,7 +136,7 @@ class Broker:
     def _on_workers(
         self,
         messages: Iterable[Message],
-        on_tokens: Callable[[bytes, list[bytes], float], None],
+        on_tokens: Callable[[bytes, list[bytes], float, list[bytes]], None],
         now: float,
     ) -> list[Outgoing]:
         self._at(now)
@@ -142,7 +145,7 @@ class Broker:
             try:
                 frames = unpack(received)
                 if frames[0] == b"TOKEN":
-                    on_tokens(peer, frames, now)
+                    on_tokens(peer, frames, now, received)
                 else:
                     back.on_frames(peer, frames, now)
             except RequestError as error:
@@ -175,8 +178,10 @@ class Broker:
         on_tokens = self._on_counted_tokens if counted else self._back.on_tokens
         return self._on_workers(served, on_tokens, now)
 
-    def _on_counted_tokens(self, peer: bytes, frames: list[bytes], now: float) -> None:
-        self._back.on_tokens(peer, frames, now)
+    def _on_counted_tokens(
+        self, peer: bytes, frames: list[bytes], now: float, received: list[bytes]
+    ) -> None:
+        self._back.on_tokens(peer, frames, now, received)
         self._quotas.on_tokens(frames, now)
 
     def on_keys(
@@ -234,7 +239,7 @@ class Broker:
         messages."""
         if self.dispatcher.behind or self._sessions.behind or self._back.behind:
             return BEHIND_S
-        return max(0.001, min(self._settings.tick_s, self._back.expires_at - now))
+        return max(0.001, min(self.settings.tick_s, self._back.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
         """Another broker is about to take this one's place, and adopts what workers run: what it
@@ -277,7 +282,7 @@ class Broker:
         """An event comes. If the last tick was long ago, this process was stopped, and so was the
         time of those that it would find silent."""
         self.dispatcher.now = now
-        if now - self._ticked_at > LATE_TICKS * self._settings.tick_s:
+        if now - self._ticked_at > LATE_TICKS * self.settings.tick_s:
             self._ticked_at = now
             self._guarded(self._back.renew, now)
             self._guarded(self._sessions.renew, now)
@@ -300,6 +305,9 @@ class Broker:
         log.exception("a defect of the broker in %s", where)
 
     def _taken(self) -> list[Outgoing]:
+        """What is to be sent, at the end of an event."""
+        if self._pending:
+            self._guarded(self.dispatcher.moves.settle)
         return self._out.take() if self._out else []
 
 

@@ -78,7 +78,7 @@ class Dispatcher:
         self.controllers = Controllers(
             settings, self.workers, self.pools, out, lambda: self.now, recovery
         )
-        self.moves = Moves(settings, sessions, out)
+        self.moves = Moves(settings, sessions, self.requests, out)
         self.deadlines = Deadlines()
         self._pace = Pace()
         """At which requests leave the queues for a worker."""
@@ -212,7 +212,7 @@ class Dispatcher:
         self.behind = False
         self.expire(now)
         self.refuse_unserved(now)
-        self.behind |= self.moves.tick(self.requests)
+        self.moves.tick()
         self.moves.quarantine.tick(now)
         if self.moves.waiting:
             self._continue_moved()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..protocol.bodies import Encoding
 from ..protocol.columns import TokenBody, TokenColumns, plain_entry, unpack_columns
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import Token
+from .recent import Recent, Segment
 
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
@@ -72,25 +74,40 @@ class _Place:
     """Where a live request begins in its session's journal."""
 
     stream_id: int
-    first: int
-    """No body before this one has entries of it."""
     size: int
     """Bytes of its own frames, which are kept as long."""
-    again: list[tuple[int, int]] = field(default_factory=list)
+    segment: Segment | None = None
+    """Where its begin is noted; None once the journal has reached it, and where it has ended."""
+    first: int = 0
+    """No body before this one has entries of it."""
+    again: list[tuple[int, int]] | None = None
     """From which body on, and from which of its entries on, they were sent again."""
 
 
 class Journal:
     """The bodies of one session, as long as a live request may have entries in them.
 
-    Each body that is routed is appended to ``tail``, which costs next to nothing; ``pack`` moves
-    them into chunks from time to time, where a body takes no more than its own bytes.
+    What is routed goes to ``recent``, which gives this journal in ``tail`` what it needs of it;
+    ``pack`` moves that into chunks, where a body takes no more than its own bytes.
     """
 
-    __slots__ = ("_begun", "_chunks", "_next", "json", "size", "tail")
+    __slots__ = (
+        "_begun",
+        "_chunks",
+        "_next",
+        "_reached",
+        "_recent",
+        "_session",
+        "json",
+        "size",
+        "tail",
+    )
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.tail: list[bytes] | deque[bytes] = [] if enabled else deque(maxlen=0)
+    def __init__(self, recent: Recent, session: int) -> None:
+        self._recent = recent
+        self._session = session
+        self.tail: list[bytes] = []
+        """Bodies that are not packed yet; empty but while ``recent`` distributes."""
         self.json = False
         """Whether bodies in JSON may be among them: looking at each costs more than keeping it."""
         self._chunks: deque[_Chunk] = deque()
@@ -98,8 +115,10 @@ class Journal:
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """By request, in the order of their places."""
+        self._reached = 0
+        """How many of them, the first ones, are where the journal has come to."""
         self.size = 0
-        """Bytes that it keeps, the frames of its requests included; without those in ``tail``."""
+        """Bytes that it keeps, the frames of its requests included; without those in ``recent``."""
 
     @property
     def oldest(self) -> int | None:
@@ -112,53 +131,76 @@ class Journal:
         ``sent``: of one that has moved, its entries so far, as a body.
         """
         self.end(request)
-        self._begun[request] = _Place(stream_id, self._next + len(self.tail), size)
-        self.size += size
+        place = self._begun[request] = _Place(stream_id, size)
+        self._grow(size)
+        place.segment = self._recent.note(len(sent), partial(self._reach, place, sent))
+        place.segment.live += 1
+
+    def _reach(self, place: _Place, sent: bytes) -> None:
+        """The journal has come to where a request begins."""
+        if place.segment is None:
+            return
+        place.segment.live -= 1
+        place.segment = None
+        place.first = self._next + len(self.tail)
+        self._reached += 1
+        self._recent.journals[self._session] = self
         if sent:
-            self.tail.append(sent)
+            self._recent.deliver(self._session, (sent,))
+
+    def append(self, body: bytes) -> None:
+        """A body was routed that no worker's TOKEN has."""
+        self._recent.note(len(body), partial(self._recent.deliver, self._session, (body,)))
+
+    def repeats(self, request: int, received: int) -> None:
+        """The worker of a request sends its entries again, from number ``received`` on."""
+        place = self._begun.get(request)
+        if place is not None:
+            self._recent.note(0, partial(self._repeats, place, received))
+
+    def _repeats(self, place: _Place, received: int) -> None:
+        place.again = [*(place.again or ()), (self._next + len(self.tail), received)]
 
     def end(self, request: int) -> None:
         """A request has ended, or cannot move any more: what only it needed is dropped."""
         place = self._begun.pop(request, None)
         if place is None:
             return
-        self.size -= place.size
-        if not self._begun:
-            self._next += len(self.tail)
-            self.tail.clear()
+        self._grow(-place.size)
+        if place.segment is not None:
+            place.segment.live -= 1
+            place.segment = None
+        else:
+            self._reached -= 1
+            self._drop(place)
+        if not self._recent.journals:
+            self._recent.trim()
+
+    def _drop(self, place: _Place) -> None:
+        """Drops the chunks that only the request needed that began at a place."""
+        if not self._reached:
+            del self._recent.journals[self._session]
+            self._grow(-sum(chunk.size for chunk in self._chunks))
             self._chunks.clear()
-            self.size = 0
             return
         if not self._chunks or place.first >= self._chunks[0].first + self._chunks[0].count:
             return
-        # Where the first requests have ended, this walks over the gaps that they have left.
         first = next(iter(self._begun.values())).first
         while self._chunks and self._chunks[0].first + self._chunks[0].count <= first:
-            self.size -= self._chunks.popleft().size
+            self._grow(-self._chunks.popleft().size)
 
-    def repeats(self, request: int, received: int) -> None:
-        """The worker of a request sends its entries again, from number ``received`` on."""
-        place = self._begun.get(request)
-        if place is not None:
-            place.again.append((self._next + len(self.tail), received))
+    def _grow(self, by: int) -> None:
+        self.size += by
+        self._recent.grew(self, by)
 
-    def pack(self, most: int | None = None) -> int:
-        """Moves the bodies in ``tail`` into chunks, the first ``most`` of them; drops them where no
-        request needs them. Returns how many it moved."""
-        if not self._begun or not isinstance(self.tail, list):
-            self._next += len(self.tail)
-            self.tail.clear()
-            return 0
-        bodies = self.tail[:most]
-        del self.tail[:most]
-        if not bodies:
-            return 0
+    def pack(self) -> None:
+        """Moves the bodies in ``tail`` into chunks."""
+        bodies, self.tail = self.tail, []
         if not self.json:
             self._pack(bodies, "msgpack")
-            return len(bodies)
+            return
         for json, run in groupby(bodies, lambda body: body[:1] < _MSGPACK):
             self._pack(list(run), "json" if json else "msgpack")
-        return len(bodies)
 
     def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
         """Adds bodies to the last chunk, or to a new one."""
@@ -168,7 +210,7 @@ class Journal:
             self._chunks.append(chunk)
         before = chunk.size
         chunk.add(bodies)
-        self.size += chunk.size - before
+        self._grow(chunk.size - before)
         self._next += len(bodies)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
@@ -176,15 +218,15 @@ class Journal:
 
         Raises RequestError where a body cannot be decoded.
         """
+        self._recent.distribute()
         found: dict[int, list[Token]] = {request: [] for request in requests}
         places = {
-            place.stream_id: (place, found[request], deque(place.again))
+            place.stream_id: (place, found[request], deque(place.again or ()))
             for request, place in self._begun.items()
             if request in found
         }
         if not places:
             return found
-        self.pack()
         first = min(place.first for place, _, _ in places.values())
         for number, body in self._bodies(first):
             for entry in _entries_of(body, places):

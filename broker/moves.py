@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from ..protocol.bodies import decode_as, encode_body
@@ -19,6 +19,7 @@ from ..protocol.transcript import transcript_of
 from .journal import Journal
 from .outgoing import Outgoings
 from .quarantine import Quarantine
+from .recent import BODIES_AT_ONCE
 from .settings import BrokerSettings
 from .sweep import Sweep
 from .tables import RETRY_AFTER_S, Loss, Request, Session, SessionTable, Worker
@@ -33,8 +34,6 @@ REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS")
 
 JOURNALS_AT_ONCE = 300
 """Journals that a tick looks at."""
-BODIES_AT_ONCE = 3_000
-"""Bodies that it packs, about."""
 WALK_TICKS = 32
 """Ticks in which all journals are looked at."""
 
@@ -42,17 +41,25 @@ WALK_TICKS = 32
 class Moves:
     """Takes requests from workers that are lost, and says where each may go on."""
 
-    def __init__(self, settings: BrokerSettings, sessions: SessionTable, out: Outgoings) -> None:
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        sessions: SessionTable,
+        requests: Mapping[int, Request],
+        out: Outgoings,
+    ) -> None:
         self._settings = settings
         self._sessions = sessions
+        self._recent = sessions.recent
+        self._requests = requests
         self._out = out
         self.waiting: dict[int, Request] = {}
         """Requests that have left a worker and wait for another, in the order of their loss."""
         self._in_order: list[tuple[int, float, int]] = []
         """The same in the order in which they go on: -priority, arrival, id."""
         self._journals = Sweep(sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
-        self._total = 0
-        """Bytes of the journals that this walk over them has seen."""
+        self._largest = 0
+        """Bytes of the largest journal that this walk over them has seen."""
         self.moved = 0
         """Requests that have left a worker since the broker started."""
         self.quarantined = 0
@@ -80,6 +87,7 @@ class Moves:
         journal.json = journal.json or request.session.encoding == "json"
         sent = loss.sent if loss is not None else before
         journal.begin(request.id, request.stream_id, request.bytes, sent)
+        self.keep_bounds()
 
     def forget(self, request: Request) -> None:
         """A request has ended, for its client at least."""
@@ -87,42 +95,48 @@ class Moves:
         self.quarantine.forget(request)
         request.session.journal.end(request.id)
 
-    def tick(self, requests: dict[int, Request]) -> bool:
-        """Packs journals, and keeps them within their bounds: beyond these, the streams that began
-        first cannot move any more. Whether it left bodies unpacked for the next tick."""
-        settings, behind = self._settings, False
+    def settle(self) -> None:
+        """Keeps what was routed in the event that ends."""
+        if self._recent.settle():
+            self.keep_bounds()
+
+    def tick(self) -> None:
+        """Distributes some of what was routed of late, and looks at the bounds of journals."""
+        recent = self._recent
+        recent.distribute(BODIES_AT_ONCE)
         if self._journals.begins:
-            self._total = 0
-        room = BODIES_AT_ONCE
+            recent.walked(self._largest)
+            self._largest = 0
         for session in self._journals.part():
-            journal = session.journal
-            if journal.tail:
-                most = max(room, BODIES_AT_ONCE // JOURNALS_AT_ONCE)
-                room -= journal.pack(most)
-                behind = behind or bool(journal.tail)
-            while journal.size > settings.max_journal_bytes and journal.oldest is not None:
-                self._give_up(journal, requests)
-            self._total += journal.size
-        if self._journals.begins and self._total > settings.max_total_journal_bytes:
-            self._give_up_largest(requests)
-        return behind
+            self._largest = max(self._largest, session.journal.size)
+        self.keep_bounds()
 
-    def _give_up_largest(self, requests: dict[int, Request]) -> None:
-        """Keeps all journals together within their bound."""
+    def keep_bounds(self) -> None:
+        """Keeps journals within their bounds: beyond these, the streams that began first cannot
+        move any more."""
+        recent = self._recent
+        while recent.size > max(0, recent.limit):
+            recent.distribute(BODIES_AT_ONCE)
+        while recent.beyond:
+            journal = recent.beyond.pop()
+            while journal.size > recent.most and journal.oldest is not None:
+                self._give_up(journal)
+        if recent.total > recent.most_in_all:
+            self._give_up_largest()
+
+    def _give_up_largest(self) -> None:
+        """All journals together are beyond their bound."""
+        recent = self._recent
         journals = [session.journal for session in self._sessions]
-        total = sum(journal.size for journal in journals)
-        while total > self._settings.max_total_journal_bytes:
-            largest = max((j for j in journals if j.oldest is not None), key=lambda j: j.size)
-            before = largest.size
-            self._give_up(largest, requests)
-            total -= before - largest.size
+        while recent.total > recent.most_in_all:
+            self._give_up(max((j for j in journals if j.oldest is not None), key=lambda j: j.size))
 
-    def _give_up(self, journal: Journal, requests: dict[int, Request]) -> None:
+    def _give_up(self, journal: Journal) -> None:
         """The request that began first in a journal cannot move any more."""
         number = journal.oldest
         assert number is not None
         journal.end(number)
-        request = requests[number]
+        request = self._requests[number]
         request.movable = False
         request.frames = []
         if request.type not in STREAMS or not request.open:

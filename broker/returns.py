@@ -78,6 +78,7 @@ class Returns:
             session = request.session
             routed = encode_body(new, session.encoding)
             self._out.tokens(session, routed)
-            session.tail.append(routed)
+            session.journal.append(routed)
+            self._dispatcher.moves.keep_bounds()
         if body.ended:
             self._attaches.on_finished(request)

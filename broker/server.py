@@ -128,6 +128,10 @@ class BrokerServer:
         self._remade = 0
         """Attempts to make a file again."""
 
+    def reserve(self) -> None:
+        """Takes the memory for what is routed at the broker's limit from the system before."""
+        self.core.session_table.recent.reserve()
+
     async def run(self) -> None:
         """Serves until ``stop`` or ``leave``; then waits for what is to end before, ends what would
         be lost with an error, and closes."""

@@ -52,14 +52,15 @@ class Sessions:
         if len(self._table) >= self._settings.max_sessions:
             self._make_room()
         token = new_session_token()
+        number = session_id(token, key)
         session = Session(
-            id=session_id(token, key),
+            id=number,
             token=token,
             key=key,
             encoding=encoding,
             peer=peer,
             last_seen=now,
-            journal=Journal(self._settings.max_journal_bytes > 0),
+            journal=Journal(self._table.recent, number),
         )
         self._table.add(session)
         return session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +15,7 @@ from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
 from ..protocol.pace import Pace
 from .journal import Journal
+from .recent import Recent
 from .unread import UnreadAnswers
 
 CancelReason = Literal["cancelled", "timeout"]
@@ -44,8 +44,6 @@ class Session:
     """Whether it is in the table."""
     bodies: bool = False
     """Whether the client takes several bodies in one TOKEN."""
-    tail: list[bytes] | deque[bytes] = field(init=False)
-    """That of its journal."""
     id: int
     token: str
     """Empty while the client of a session of an earlier run has not come back."""
@@ -79,11 +77,8 @@ class Session:
     queued_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     """At which its streams end."""
-    journal: Journal = field(default_factory=Journal)
+    journal: Journal
     """What was routed for its live streams."""
-
-    def __post_init__(self) -> None:
-        self.tail = self.journal.tail
 
     @property
     def tenant(self) -> bytes:
@@ -105,7 +100,9 @@ class SessionTable:
     exactly while it has a connection: ``session.peer`` is changed by this class only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recent: Recent) -> None:
+        self.recent = recent
+        """What was routed of late for all of them."""
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}

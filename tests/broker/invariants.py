@@ -27,11 +27,13 @@ def check_empty(broker: Broker) -> None:
         assert not session.streams
         assert session.journal.oldest is None
         assert session.journal.size == 0
-        assert not session.journal.tail
+    recent = broker.session_table.recent
+    assert (recent.size, recent.total, recent.journals) == (0, 0, {})
 
 
 def _check_sessions(broker: Broker) -> None:
     table = broker.session_table
+    _check_journals(broker)
     # One that was adopted has no token until its client comes with it.
     assert len(table.by_token) == sum(bool(session.token) for session in table)
     for session in table:
@@ -50,6 +52,14 @@ def _check_sessions(broker: Broker) -> None:
     for peer, session in table.by_peer.items():
         assert session.peer == peer
         assert table.by_id[session.id] is session
+
+
+def _check_journals(broker: Broker) -> None:
+    recent, settings = broker.session_table.recent, broker.settings
+    sizes = [session.journal.size for session in broker.session_table]
+    assert recent.total >= sum(sizes)
+    assert max(sizes, default=0) + recent.size <= settings.max_journal_bytes
+    assert recent.total + recent.size <= settings.max_total_journal_bytes
 
 
 def _check_requests(broker: Broker) -> None:

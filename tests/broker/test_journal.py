@@ -1,4 +1,4 @@
-"""The journal of a session against a plain list of entries for each request."""
+"""The journals of sessions against a plain list of entries for each request."""
 
 from __future__ import annotations
 
@@ -6,51 +6,182 @@ import random
 
 import pytest
 from tokenbus.broker.journal import Journal
+from tokenbus.broker.recent import NOTE_BYTES, SEGMENT_BYTES, Recent
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
+from tokenbus.protocol.header import encode_token_header
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.packing import pack
+
+STREAMS = 5
 
 
-def drawn_body(rng: random.Random, journal: Journal, entries: list[Token]) -> bytes:
-    if journal.json and rng.random() < 0.5:
-        return encode_body(entries, "json")
-    return encode_body(pack_columns(entries) if rng.random() < 0.5 else entries, "msgpack")
+class World:
+    """Some sessions, what is routed for them, and what their journals are to have of it."""
 
+    def __init__(self, seed: int, sessions: int = 3) -> None:
+        self.rng = random.Random(seed)
+        self.recent = Recent(1 << 27, 1 << 30)
+        self.journals = [Journal(self.recent, 100 + n) for n in range(sessions)]
+        for journal in self.journals:
+            journal.json = self.rng.random() < 0.5
+        self.wanted: dict[int, list[Token]] = {}
+        self.live: dict[tuple[int, int], int] = {}
+        """The request of each live stream of a session."""
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_journal_has_of_each_live_request_what_was_routed_for_it(seed: int) -> None:
-    rng = random.Random(seed)
-    journal = Journal()
-    journal.json = rng.random() < 0.5
-    wanted: dict[int, list[Token]] = {}
-    live: dict[int, int] = {}
-    """The request of each live stream."""
-    for request in range(200):
-        what = rng.random()
-        stream = rng.randrange(7)
-        if what < 0.15 and stream not in live:
-            live[stream] = request
-            wanted[request] = []
-            journal.begin(request, stream, 10)
-        elif what < 0.25 and stream in live:
-            journal.end(live.pop(stream))
+    def turn(self, request: int) -> None:
+        """Something happens."""
+        rng = self.rng
+        what, number = rng.random(), rng.randrange(len(self.journals))
+        journal, stream = self.journals[number], rng.randrange(STREAMS)
+        live = self.live.get((number, stream))
+        if what < 0.15 and live is None:
+            self.live[number, stream] = request
+            sent = self.entries(1, stream) if rng.random() < 0.3 else []
+            self.wanted[request] = list(sent)
+            body = encode_body(sent, "msgpack") if sent else b""
+            journal.begin(request, stream, 10, body)
+        elif what < 0.25 and live is not None:
+            journal.end(self.live.pop((number, stream)))
         elif what < 0.35:
-            journal.pack()
-        elif what < 0.4 and stream in live:
-            received = rng.randrange(len(wanted[live[stream]]) + 1)
-            journal.repeats(live[stream], received)
-            del wanted[live[stream]][received:]
+            self.recent.distribute(rng.choice([1, 10, None]))
+        elif what < 0.37:
+            entries = self.entries(3)
+            self.recent.keep([self.journals[0]._session], [self.body(0, entries)])
+            self.routed(0, entries)
+        elif what < 0.4 and live is not None:
+            received = rng.randrange(len(self.wanted[live]) + 1)
+            journal.repeats(live, received)
+            del self.wanted[live][received:]
+        elif what < 0.45:
+            entries = self.entries(2)
+            journal.append(self.body(number, entries))
+            self.routed(number, entries)
         else:
-            count = rng.choice([1, 2, 40])
-            entries = [
-                plain_entry(rng.randrange(7), rng.randrange(999), -1.0, 0, 0) for _ in range(count)
-            ]
-            journal.tail.append(drawn_body(rng, journal, entries))
-            for entry in entries:
-                if entry.stream_id in live:
-                    wanted[live[entry.stream_id]].append(entry)
-    assert journal.entries(live.values()) == {number: wanted[number] for number in live.values()}
-    for number in list(live.values()):
-        journal.end(number)
-    journal.pack()
-    assert (journal.size, len(journal.tail)) == (0, 0)
+            self.message(sorted(rng.sample(range(len(self.journals)), rng.randint(1, 2))))
+
+    def message(self, numbers: list[int], size: int = 0) -> None:
+        """A worker's TOKEN with a body for each of these sessions, or, now and then, none."""
+        head = encode_token_header([self.journals[n]._session for n in numbers])
+        bodies = []
+        for number in numbers:
+            entries = self.entries(size or self.rng.choice([0, 1, 2, 40]))
+            bodies.append(self.body(number, entries) if entries else b"")
+            self.routed(number, entries)
+        [packed] = pack([b"TOKEN", head, *bodies])
+        self.recent.pending.append(packed)
+        if self.rng.random() < 0.5:
+            self.recent.settle()
+
+    def entries(self, count: int, stream: int | None = None) -> list[Token]:
+        rng = self.rng
+        streams = [rng.randrange(STREAMS) if stream is None else stream for _ in range(count)]
+        return [plain_entry(one, rng.randrange(999), -1.0, 0, 0) for one in streams]
+
+    def body(self, number: int, entries: list[Token]) -> bytes:
+        if self.journals[number].json and self.rng.random() < 0.5:
+            return encode_body(entries, "json")
+        columns = self.rng.random() < 0.5
+        return encode_body(pack_columns(entries) if columns else entries, "msgpack")
+
+    def routed(self, number: int, entries: list[Token]) -> None:
+        for entry in entries:
+            request = self.live.get((number, entry.stream_id))
+            if request is not None:
+                self.wanted[request].append(entry)
+
+    def check(self) -> None:
+        """Each journal has what it is to have."""
+        for number, journal in enumerate(self.journals):
+            live = [request for (of, _), request in self.live.items() if of == number]
+            assert journal.entries(live) == {request: self.wanted[request] for request in live}
+
+    def end(self) -> None:
+        """All requests end: nothing is left."""
+        for (number, _), request in self.live.items():
+            self.journals[number].end(request)
+        assert [journal.size for journal in self.journals] == [0] * len(self.journals)
+        recent = self.recent
+        assert (recent.size, recent.total, recent.journals) == (0, 0, {})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_journal_has_of_each_live_request_what_was_routed_for_it(seed: int) -> None:
+    world = World(seed)
+    for request in range(300):
+        world.turn(request)
+    world.check()
+    world.end()
+
+
+def test_more_than_there_is_memory_for_goes_through_it() -> None:
+    """Segments are used again, oldest first, where no request needs what they have, and where one
+    does."""
+    world = World(1, sessions=2)
+    kept, other = world.journals
+    kept.begin(1, 1, 10)
+    world.live[0, 1] = 1
+    world.wanted[1] = []
+    sizes = set()
+    for request in range(10, 40):
+        other.begin(request, 2, 10)
+        large = b"\x90" + bytes(59_999)
+        for _ in range(2 * SEGMENT_BYTES // len(large)):
+            head = encode_token_header([other._session])
+            [packed] = pack([b"TOKEN", head, large])
+            world.recent.pending.append(packed)
+            world.recent.settle()
+            sizes.add(world.recent.size // SEGMENT_BYTES)
+        world.message([0], size=2)
+        other.end(request)
+    assert max(sizes) >= 10
+    world.check()
+    world.end()
+
+
+def test_what_no_live_request_needs_is_dropped_without_being_read() -> None:
+    world = World(2, sessions=1)
+    [journal] = world.journals
+    for request in range(100):
+        journal.begin(request, 1, 10)
+        world.message([0], size=1)
+        if request:
+            journal.end(request - 1)
+    assert journal.size == 10
+    assert world.recent.size <= 200 * (NOTE_BYTES + 100)
+    journal.end(99)
+    assert (world.recent.size, world.recent.total) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_bounds_of_a_journal_and_of_all_hold_at_any_time(seed: int) -> None:
+    """As long as the requests that began first are given up beyond them."""
+    most, in_all = 6_000, 10_000
+    world = World(seed, sessions=4)
+    recent = world.recent = Recent(most, in_all)
+    world.journals = journals = [Journal(recent, 100 + n) for n in range(4)]
+
+    def keep_bounds() -> None:
+        while recent.size > max(0, recent.limit):
+            recent.distribute(10)
+        while recent.beyond:
+            journal = recent.beyond.pop()
+            while journal.size > recent.most and journal.oldest is not None:
+                world.live = {at: one for at, one in world.live.items() if one != journal.oldest}
+                journal.end(journal.oldest)
+        while recent.total > recent.most_in_all:
+            journal = max(journals, key=lambda one: one.size)
+            assert journal.oldest is not None
+            world.live = {at: one for at, one in world.live.items() if one != journal.oldest}
+            journal.end(journal.oldest)
+
+    for request in range(600):
+        world.turn(request)
+        recent.settle()
+        keep_bounds()
+        assert recent.total + recent.size <= in_all
+        assert max(journal.size for journal in journals) + recent.size <= most
+        if request % 50 == 0:
+            recent.walked(max(journal.size for journal in journals))
+    world.check()
+    world.end()

@@ -13,6 +13,7 @@ from tokenbus.protocol.transcript import Transcript, decode_transcript
 from tokenbus.protocol.worker_messages import Heartbeat, Unregister
 
 from .bench import Bench, generate, peer_of
+from .invariants import check, check_empty
 
 
 @pytest.fixture
@@ -315,9 +316,10 @@ def test_streams_beyond_the_bound_of_a_session_cannot_move_and_their_client_is_n
         header = begun(bench, "a", stream)
         for pos in range(12):
             bench.tokens("a", header, entry(5, pos, stream))
-    begun(bench, "a", 3)
+            check(bench.broker)
     bench.pass_time(0.5)
     notices = [body for kind, body in bench.to_client("c") if kind == "SYSTEM"]
+    begun(bench, "a", 3)
     assert [(n["event"], n["stream_id"]) for n in notices] == [
         ("not_movable", 1),
         ("not_movable", 2),
@@ -371,7 +373,7 @@ def test_what_has_ended_is_not_kept(bench: Bench) -> None:
     end = Token(token=1, stream_id=99, logprob=0.0, finish_reason="stop")
     bench.tokens("a", long, end, final=True)
     bench.pass_time(0.25)
-    assert (journal.size, len(journal.tail)) == (0, 0)
+    check_empty(bench.broker)
 
 
 # --- quarantine -----------------------------------------------------------------------------------
@@ -523,8 +525,8 @@ def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> N
     assert "not_movable" in [
         body.get("event") for kind, body in bench.to_client("c") if kind == "SYSTEM"
     ]
-    assert session.journal.size == 0
-    assert not session.journal.tail
+    recent = bench.broker.session_table.recent
+    assert (session.journal.size, recent.size) == (0, 0)
     assert bench.broker.counters.internal_errors == 0
 
 
@@ -535,4 +537,5 @@ def test_what_comes_for_a_session_without_streams_is_not_kept(bench: Bench) -> N
     bench.tokens("a", header, entry(5, 0), final=True)
     bench.tokens("a", header, entry(5, 1))
     bench.pass_time(0.25)
-    assert not session.journal.tail
+    recent = bench.broker.session_table.recent
+    assert (session.journal.size, recent.size) == (0, 0)

@@ -1,0 +1,369 @@
+"""What was routed of late: the messages of all sessions, as they came, one behind the other.
+
+A message has the bodies of many sessions. To copy it here as a whole takes 0.4 µs; to keep each of
+eight bodies in its session's journal takes ten times that, with the first touch of the memory. Most
+streams end before that is due: what none of them needs any more is dropped unread. The rest is
+distributed, oldest first: some of it at each tick, and more where it reaches its bound.
+
+What happens to a journal happens in the same order: a request that begins is noted between the
+messages, and is in its session's journal when these are distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import struct
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from ..protocol.header import decode_manifest
+from ..protocol.packing import unpack
+
+if TYPE_CHECKING:
+    from .journal import Journal
+
+SEGMENT_BYTES = 2 * 1024 * 1024
+"""The unit in which memory is used again."""
+SEGMENTS = 32
+"""Most segments. Two more than are full at any time: the end of each may stay empty, and one is
+about to be used."""
+MESSAGES = 4096
+"""Most messages of a segment, as a move waits until all that is here is distributed."""
+NOTE_BYTES = 100
+"""What a note counts for, beside the bytes that it holds."""
+BODIES_AT_ONCE = 3_000
+"""Bodies that are distributed in a millisecond, about: those of a tick."""
+
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, of which Python has no name."""
+
+_NONE = mmap.mmap(-1, 1)
+"""In place of memory that was not needed yet."""
+
+Note = Callable[[], None]
+"""What is to be done with a journal between two messages."""
+
+
+class Segment:
+    """A part of the memory, and what is noted between its messages."""
+
+    __slots__ = ("ends", "live", "noted", "notes", "number", "read", "start")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ends = array("I")
+        """Where each message ends, in the memory as a whole."""
+        self.read = 0
+        """Messages that are distributed already."""
+        self.start = number * SEGMENT_BYTES
+        """Where the first of the others begins."""
+        self.notes: deque[tuple[int, int, Note]] = deque()
+        """Before which message, bytes, and what is to be done."""
+        self.noted = 0
+        """Bytes of all notes."""
+        self.live = 0
+        """Requests that are noted here and have not ended."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are not distributed yet."""
+        return (self.ends[-1] - self.start if self.ends else 0) + self.noted
+
+    def clear(self) -> None:
+        """Drops everything."""
+        del self.ends[:]
+        self.read, self.start = 0, self.number * SEGMENT_BYTES
+        self.notes.clear()
+        self.noted = 0
+
+
+class Recent:
+    """The messages that are not distributed to journals yet, within their bounds.
+
+    ``max_journal_bytes`` and ``max_total_bytes`` are the bounds of a session and of all together.
+    They hold at any time, whosever the messages here are: these take no more than is left of both.
+    """
+
+    def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
+        self.enabled = max_journal_bytes > 0
+        self.journals: dict[int, Journal] = {}
+        """By session: the journals with a live request that began before all that is here."""
+        self.total = 0
+        """Bytes of all journals, without those here."""
+        self._max_journal, self._max_total = max_journal_bytes, max_total_bytes
+        self.most = max_journal_bytes - max_journal_bytes // 8
+        """What a journal may have; the rest of the bound is left for what is here."""
+        self.most_in_all = max_total_bytes - max_total_bytes // 8
+        self.beyond: set[Journal] = set()
+        """Journals that have grown beyond that."""
+        self._largest = self._grown = 0
+        """No journal has more bytes; no journal that has grown since the last walk over all."""
+        self.pending: list[bytes] = []
+        """Packed TOKENs of the event that is handled: ``settle`` is called behind it."""
+        self._memory = _NONE
+        full = min(SEGMENTS - 2, -(-max_total_bytes // SEGMENT_BYTES))
+        self._most_here = full * SEGMENT_BYTES
+        self._bytes = self._most_here + 2 * SEGMENT_BYTES
+        """Of the memory."""
+        self._free = list(range(full + 2))[::-1]
+        """Segments that are not in use; the last one is used next, as it was used last."""
+        self._segments = deque((Segment(self._free.pop()),))
+        self._ends = self._segments[0].ends
+        self._at = 0
+        """Where the next message goes."""
+        self._room = 0
+        """How far messages may go on."""
+        self._others = 0
+        """Bytes here, without those of the last segment's messages."""
+        self._touched: list[Journal] = []
+        """Journals that get bodies at the moment."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are here."""
+        return self._others + self._at - self._segments[-1].start
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may be here."""
+        left = min(self._max_journal - self._largest, self._max_total - self.total)
+        return min(self._most_here, left)
+
+    def reserve(self) -> None:
+        """Takes the memory of all segments from the system now, 64 MiB in some 25 ms.
+
+        A page that is first touched when a message is written to it costs 2.6 µs, and a step of 64
+        tokens fills half of one.
+        """
+        if not self.enabled or self._memory is not _NONE:
+            return
+        self._memory = _map(self._bytes)
+        self._set_room()
+        # Where the kernel does not know this, memory is taken as it is used.
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(_POPULATE_WRITE)
+
+    # --- what comes -----------------------------------------------------------------------------
+
+    def settle(self) -> bool:
+        """Copies what is ``pending``, at once, as one large copy takes less time than many small
+        ones. Whether journals may have grown."""
+        pending, at = self.pending, self._at
+        if not pending:
+            return False
+        joined = b"".join(pending)
+        end = at + len(joined)
+        if end > self._room or len(self._ends) >= MESSAGES:
+            self._settle_each()
+            return True
+        self._memory[at:end] = joined
+        ends = accumulate(map(len, pending), initial=at)
+        next(ends)
+        self._ends.extend(ends)
+        self._at = end
+        pending.clear()
+        return False
+
+    def _settle_each(self) -> None:
+        """The same, a message at a time, where there is no room for all of them."""
+        pending = self.pending[:]
+        self.pending.clear()
+        for message in pending:
+            self._make_room(len(message))
+            end = self._at + len(message)
+            if end > self._room:
+                # Beyond the bounds, it is due at once.
+                self.note(len(message), partial(self._deliver_packed, message))
+                self.distribute()
+                continue
+            self._memory[self._at : end] = message
+            self._at = end
+            self._ends.append(end)
+
+    def keep(self, sessions: Sequence[int], bodies: Sequence[bytes]) -> None:
+        """Keeps the bodies of a TOKEN that is too large to be packed into one frame."""
+        self.note(sum(map(len, bodies)), partial(self.deliver_each, sessions, bodies))
+
+    def note(self, size: int, do: Note) -> Segment:
+        """Adds what is to be done with a journal behind all messages so far; ``size``: bytes that
+        it holds. Returns where it is noted."""
+        self.settle()
+        segment = self._segments[-1]
+        size += NOTE_BYTES
+        segment.notes.append((len(segment.ends), size, do))
+        segment.noted += size
+        self._others += size
+        self._set_room()
+        return segment
+
+    def _make_room(self, size: int) -> None:
+        """Makes room for a message, as far as the bounds leave any."""
+        if self._at + size <= self._room and len(self._ends) < MESSAGES:
+            return
+        while self.size > max(0, self.limit - max(size, SEGMENT_BYTES // 8)):
+            self.distribute(BODIES_AT_ONCE)
+        if self._memory is _NONE:
+            self._memory = _map(self._bytes)
+        end = (self._segments[-1].number + 1) * SEGMENT_BYTES
+        full = self._at + size > end or len(self._ends) >= MESSAGES
+        if full and size <= SEGMENT_BYTES:
+            self._roll()
+        self._set_room()
+
+    def _roll(self) -> None:
+        """The last segment is full."""
+        while not self._free:
+            self.distribute(BODIES_AT_ONCE)
+        self._others += self._at - self._segments[-1].start
+        segment = Segment(self._free.pop())
+        self._segments.append(segment)
+        self._ends, self._at = segment.ends, segment.start
+
+    def _set_room(self) -> None:
+        segment = self._segments[-1]
+        end = (segment.number + 1) * SEGMENT_BYTES if self._memory is not _NONE else 0
+        self._room = min(end, segment.start + self.limit - self._others)
+
+    # --- what goes ------------------------------------------------------------------------------
+
+    def distribute(self, most: int | None = None) -> None:
+        """Moves the oldest bodies to the journals that need them: ``most``, about, or all."""
+        self.settle()
+        left = most if most is not None else 1 << 62
+        while left > 0 and self.size:
+            segment = self._segments[0]
+            start, noted = segment.start, segment.noted
+            left -= self._read(segment, left)
+            self._others -= noted - segment.noted
+            if segment is not self._segments[-1]:
+                self._others -= segment.start - start
+            if segment.read == len(segment.ends) and not segment.notes:
+                self._drop_first()
+        for journal in self._touched:
+            journal.pack()
+        self._touched.clear()
+        self._set_room()
+
+    def _read(self, segment: Segment, most: int) -> int:
+        """Distributes the first ``most`` bodies of a segment, about; how many these were."""
+        memory, ends, notes = self._memory, segment.ends, segment.notes
+        done = 0
+        while done < most:
+            while notes and notes[0][0] <= segment.read:
+                _, size, do = notes.popleft()
+                segment.noted -= size
+                do()
+                done += 1
+            if segment.read == len(ends):
+                break
+            if not self.journals:
+                # Nothing that is live began before the next note.
+                segment.read = notes[0][0] if notes else len(ends)
+                segment.start = ends[segment.read - 1]
+                continue
+            start, size = segment.start, ends[segment.read] - segment.start
+            head = memory[start : start + _head_size(memory, start)]
+            layout = _layout(head, size)
+            # The messages of one batch are alike, and are distributed at once.
+            last = segment.read + 1 + (most - done) // (len(layout) or 1)
+            last = min(last, notes[0][0] if notes else len(ends), len(ends))
+            at, read = start + size, segment.read + 1
+            while read < last and ends[read] - at == size and memory[at : at + len(head)] == head:
+                at += size
+                read += 1
+            for session, first, end in layout:
+                if session in self.journals:
+                    bodies = [memory[i + first : i + end] for i in range(start, at, size)]
+                    self.deliver(session, bodies)
+            done += (read - segment.read) * len(layout)
+            segment.start, segment.read = at, read
+        return done
+
+    def deliver(self, session: int, bodies: Sequence[bytes]) -> None:
+        """Bodies are due for the journal of a session."""
+        journal = self.journals.get(session)
+        if journal is not None and bodies:
+            if not journal.tail:
+                self._touched.append(journal)
+            journal.tail += bodies
+
+    def _deliver_packed(self, message: bytes) -> None:
+        _, head, *bodies = unpack([message])
+        self.deliver_each(decode_manifest(head).sessions, bodies)
+
+    def deliver_each(self, sessions: Sequence[int], bodies: Sequence[bytes]) -> None:
+        """The bodies of a message are due, each for a session; an empty one stands for none."""
+        for session, body in zip(sessions, bodies, strict=False):
+            if body:
+                self.deliver(session, (body,))
+
+    def trim(self) -> None:
+        """Requests have ended: drops what no live one needs."""
+        while not (self.journals or self._segments[0].live):
+            last = len(self._segments) == 1
+            self._drop_first()
+            if last:
+                self.pending.clear()
+                break
+
+    def _drop_first(self) -> None:
+        """Drops all that is left in the first segment."""
+        segment = self._segments[0]
+        self._others -= segment.noted
+        if len(self._segments) > 1:
+            self._others -= segment.size - segment.noted
+            self._segments.popleft()
+            self._free.append(segment.number)
+        segment.clear()
+        if segment is self._segments[0]:
+            self._at, self._others = segment.start, 0
+        self._set_room()
+
+    # --- bounds ---------------------------------------------------------------------------------
+
+    def grew(self, journal: Journal, by: int) -> None:
+        """A journal has so many bytes more than before."""
+        self.total += by
+        size = journal.size
+        if size > self.most:
+            self.beyond.add(journal)
+        if size > self._largest:
+            self._largest = size
+        if size > self._grown:
+            self._grown = size
+
+    def walked(self, largest: int) -> None:
+        """All journals were looked at since the last call: the ``largest`` had so many bytes."""
+        self._largest, self._grown = max(largest, self._grown), 0
+        self._set_room()
+
+
+def _head_size(memory: mmap.mmap, start: int) -> int:
+    """Bytes of a packed TOKEN that begins at ``start``, without its bodies (``packing.py``)."""
+    count = int.from_bytes(memory[start + 2 : start + 4], "little")
+    sizes = int.from_bytes(memory[start + 4 : start + 8], "little")
+    sizes += int.from_bytes(memory[start + 8 : start + 12], "little")
+    return 4 * count + sizes
+
+
+@lru_cache(maxsize=256)
+def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
+    """Where the bodies of a packed TOKEN of so many bytes are: sessions, begins and ends."""
+    count = int.from_bytes(head[2:4], "little")
+    kind, *sizes = struct.unpack_from(f"<{count - 1}I", head, 4)
+    sessions = decode_manifest(head[4 * count + kind :]).sessions
+    ends = [*accumulate(sizes[1:], initial=len(head)), size]
+    found = zip(sessions, ends, ends[1:], strict=False)
+    return [(session, first, end) for session, first, end in found if end > first]
+
+
+def _map(size: int) -> mmap.mmap:
+    """So much address space; it takes memory only where it is written."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
