@@ -233,6 +233,17 @@ class Broker:
             self._guarded(self.dispatcher.report_more_places)
         return self._taken()
 
+    @property
+    def due_at(self) -> float:
+        """When ``expire`` is to be called, as the deadline of a request passes."""
+        return self.dispatcher.deadlines.first
+
+    def expire(self, now: float) -> list[Outgoing]:
+        """A deadline has passed, between two ticks."""
+        self._at(now)
+        self._guarded(self.dispatcher.expire, now)
+        return self._taken()
+
     def wait_s(self, now: float) -> float:
         """In how many seconds ``tick`` is to be called again: in ``tick_s``, when the first lease
         ends, or at once where the last one has left something to do, so as not to hold up the

@@ -38,6 +38,11 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]
             heapq.heapify(self._heap)
 
+    @property
+    def first(self) -> float:
+        """When the next one may be due: no request has an earlier deadline."""
+        return self._heap[0][0] if self._heap else float("inf")
+
     def due(self, now: float) -> Iterator[int]:
         """The ids of requests whose deadline has passed, each once."""
         while self._heap and self._heap[0][0] <= now:

@@ -50,6 +50,8 @@ MUST_FACTOR = 2
 ``max_pending_bytes``; then they are dropped too."""
 FLUSH_EVERY_S = 0.0003
 """While messages flow, how often full pipes are tried again."""
+DEADLINES_EVERY_S = 0.005
+"""How long after one look at deadlines the next one comes, beside the ticks."""
 RETRY_S = (0.001, 0.05)
 """How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
 
@@ -125,6 +127,8 @@ class BrokerServer:
         self._flush_due = False
         self._retry_s = RETRY_S[0]
         self._flushed_at = 0.0
+        self._expires_at = float("inf")
+        """When deadlines are looked at next, beside the ticks."""
         self._remade = 0
         """Attempts to make a file again."""
 
@@ -231,6 +235,7 @@ class BrokerServer:
             # The next tick tries again: at once could mean a busy loop.
             self._on_defect("taking messages from the sockets")
             return
+        self._watch_deadlines()
         if more:
             self._drain_soon()
 
@@ -322,6 +327,27 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking at keys, leases and deadlines")
         self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
+        self._drain_soon()
+
+    def _watch_deadlines(self) -> None:
+        """Sets a timer for the next deadline, where none is set that comes before it."""
+        due_at = self.core.due_at
+        if due_at >= self._expires_at or self._loop is None:
+            return
+        self._expires_at = max(due_at, time.monotonic() + DEADLINES_EVERY_S)
+        wait_s = self._expires_at - time.monotonic()
+        self._loop.call_later(wait_s, self._expire, self._expires_at)
+
+    def _expire(self, at: float) -> None:
+        if self._stopped:
+            return
+        if at == self._expires_at:
+            self._expires_at = float("inf")
+        try:
+            self._post(self.core.expire(time.monotonic()))
+        except Exception:
+            self._on_defect("looking at deadlines")
+        self._watch_deadlines()
         self._drain_soon()
 
     def _check_files(self) -> None:

@@ -49,6 +49,21 @@ def gone(bench: Bench, worker: str) -> None:
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of(worker), bench.now)
 
 
+def test_it_is_known_when_the_next_one_passes_and_it_is_not_waited_for_a_tick(bench: Bench) -> None:
+    broker, began = bench.broker, bench.now
+    bench.worker("a", capacity=8)
+    assert broker.due_at == float("inf")
+    begin(bench, 1)
+    bench.client("c", "GENERATE", generate(2, timeout_s=0.1))
+    bench.client("c", "GENERATE", generate(3))
+    assert broker.due_at == pytest.approx(began + 0.1)
+    bench.now = began + 0.11
+    bench.sent += broker.expire(bench.now)
+    assert cancelled(bench, "a") == ["timeout"]
+    bench.client("c", "CANCEL", {"stream_id": 1})
+    assert broker.due_at <= began + LIMIT_S
+
+
 def test_while_it_is_queued(bench: Bench) -> None:
     bench.worker("a", capacity=1)
     bench.client("c", "GENERATE", generate(0))
