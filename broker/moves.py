@@ -103,7 +103,7 @@ class Moves:
     def tick(self) -> None:
         """Distributes some of what was routed of late, and looks at the bounds of journals."""
         recent = self._recent
-        recent.distribute(BODIES_AT_ONCE)
+        recent.tick()
         if self._journals.begins:
             recent.walked(self._largest)
             self._largest = 0

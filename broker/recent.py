@@ -114,6 +114,8 @@ class Recent:
         """Segments that are not in use; the last one is used next, as it was used last."""
         self._segments = deque((Segment(self._free.pop()),))
         self._ends = self._segments[0].ends
+        self._rolled = False
+        """Whether a segment was filled since the last tick."""
         self._at = 0
         """Where the next message goes."""
         self._room = 0
@@ -220,6 +222,7 @@ class Recent:
         while not self._free:
             self.distribute(BODIES_AT_ONCE)
         self._others += self._at - self._segments[-1].start
+        self._rolled = True
         segment = Segment(self._free.pop())
         self._segments.append(segment)
         self._ends, self._at = segment.ends, segment.start
@@ -230,6 +233,12 @@ class Recent:
         self._room = min(end, segment.start + self.limit - self._others)
 
     # --- what goes ------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Distributes some of what is oldest; little of it while more comes than that, as what then
+        waits until there is no room may not be needed any more."""
+        self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
+        self._rolled = False
 
     def distribute(self, most: int | None = None) -> None:
         """Moves the oldest bodies to the journals that need them: ``most``, about, or all."""
