@@ -166,8 +166,7 @@ def over_cost(counts: list[int], chances: list[float], rows: int, costs: Costs) 
     """The expected tokens of a step over its cost."""
     tokens = rows + sum(p**k for p, n in zip(chances, counts, strict=True) for k in range(1, n + 1))
     drafted = sum(counts)
-    cost = 1 + (rows - 1 + drafted) * costs.row_cost + (drafted > 0) * costs.draft_cost * rows
-    return tokens / cost
+    return tokens / (costs.of(rows + drafted) + (drafted > 0) * costs.draft_cost * rows)
 
 
 @given(probabilities, st.integers(0, 60), st.sampled_from([CPU, CUDA]), st.randoms())
@@ -184,9 +183,14 @@ def test_no_other_lengths_give_more(
         assert best >= over_cost(others_counts, chances, rows, costs) - 1e-9
 
 
+def test_rows_cost_little_until_arithmetic_decides() -> None:
+    costs = Costs(4, 0.1, 0.5, 0.0, 1)
+    assert [round(costs.of(rows), 6) for rows in (1, 2, 4, 5, 7)] == [1, 1.1, 1.3, 1.8, 2.8]
+
+
 def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
-    assert lengths([0.95], 1, CPU)[0] >= 12
-    assert lengths([0.99], 1, CPU)[0] == MOST
+    assert lengths([0.95], 1, CPU)[0] >= 8
+    assert lengths([1.0], 1, CPU)[0] == MOST
     assert lengths([0.05], 1, CPU) == [0]
     assert lengths([0.6] * 8, 8, CPU) == [0] * 8
     alone, among = lengths([0.8], 1, CPU)[0], lengths([0.8] * 2, 2, CPU)[0]
@@ -255,9 +259,8 @@ def test_a_draft_model_writes_what_saves_the_most(found: list[float], forward_co
 
     def tokens_over_cost(count: int) -> float:
         tokens = rows + sum(p**i for p in found for i in range(1, count + 1))
-        cost = 1 + (rows - 1) * CPU.row_cost + (CPU.draft_cost * rows if count else 0)
-        written = forward_cost * (1 + (rows - 1) * CPU.row_cost)
-        return tokens / (cost + count * (rows * CPU.row_cost + written))
+        cost = CPU.of(rows + rows * count) + (CPU.draft_cost * rows if count else 0)
+        return tokens / (cost + count * forward_cost * CPU.of(rows))
 
     count = written_length(found, rows, CPU, forward_cost)
     best = max(map(tokens_over_cost, range(MOST_WRITTEN + 1)))
@@ -265,7 +268,7 @@ def test_a_draft_model_writes_what_saves_the_most(found: list[float], forward_co
 
 
 def test_a_draft_model_writes_more_the_surer_it_is_and_nothing_where_that_costs() -> None:
-    lone = [written_length([p], 1, CPU, 0.1) for p in (0.1, 0.5, 0.7, 0.95)]
+    lone = [written_length([p], 1, CPU, 0.1) for p in (0.1, 0.5, 0.7, 0.99)]
     assert lone[0] == 0
     assert lone == sorted(lone)
     assert lone[-1] == MOST_WRITTEN

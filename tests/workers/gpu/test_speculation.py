@@ -66,7 +66,7 @@ def engine_of(loaded: LoadedModel, speculation: bool, overlap: bool = False) -> 
 def eager(engine: Engine) -> Engine:
     """The engine, with drafts wherever there is a match: as if they cost nothing."""
     if engine._speculation._costs is not None:
-        engine._speculation._costs = Costs(0.01, 0.0, 64)
+        engine._speculation._costs = Costs(1, 0.0, 0.01, 0.0, 64)
     return engine
 
 

@@ -1,10 +1,11 @@
 """How long a draft is: as long as what it saves is more than what it costs.
 
-A forward of n rows is taken to cost as much as ``1 + (n - 1) * row_cost`` forwards of one row, and
-``draft_cost`` more for each of its sequences where any of them has a draft. Of a draft whose tokens
-are accepted with probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts are made
-so long that the tokens of a step over its cost are the most. So a lone sequence gets long drafts,
-and the more sequences share a step the more certain a draft must be.
+While a forward waits for memory to give the weights, a row more costs little; then it is bound by
+arithmetic, and each row costs as much as the one before (``Costs.of``). Where any sequence of a
+step has a draft, the step costs ``draft_cost`` more for each of its sequences. Of a draft whose
+tokens are accepted with probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts
+are made so long that the tokens of a step over its cost are the most. So a lone sequence gets long
+drafts, and the more sequences share a step the more certain a draft must be.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MOST = 32
-"""Tokens of a draft at most."""
+MOST = 31
+"""Tokens of a draft at most: with the one before it they are a forward of 32."""
 FADE = 0.9
 """What an observation weighs after each later one of its kind."""
 PRIOR = 2.0
@@ -31,16 +32,26 @@ MOST_WRITTEN = 8
 class Costs(NamedTuple):
     """What rows cost on a device, over a forward of one row."""
 
+    few_rows: int
+    """So many rows memory decides about."""
+    few_cost: float
+    """A row more of these."""
     row_cost: float
+    """A row more beyond them."""
     draft_cost: float
-    """For each sequence of a step in which any has a draft: attention over several rows."""
+    """For each sequence of a step in which any has a draft: attention over several rows, and
+    verification."""
     most_sequences: int
     """Sequences of a step with drafts at most: with more, nothing is looked up."""
 
+    def of(self, rows: int) -> float:
+        """A forward of so many rows."""
+        few = min(rows, self.few_rows)
+        return 1 + (few - 1) * self.few_cost + (rows - few) * self.row_cost
 
-CPU = Costs(0.13, 0.1, 8)
-CUDA = Costs(0.004, 0.1, 64)
-"""Weights are read once for all rows: until their products take as long, a row is nearly free."""
+
+CPU = Costs(6, 0.04, 0.14, 0.15, 8)
+CUDA = Costs(256, 0.004, 0.004, 0.1, 64)
 
 
 def kind_of(match_length: int) -> int:
@@ -77,25 +88,25 @@ def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
 
     ``rows``: those of the step without drafts, one for each sequence, at least one.
     """
-    tokens, cost = float(rows), 1 + (rows - 1) * costs.row_cost
-    best = tokens / cost
+    tokens = float(rows)
+    best = tokens / costs.of(rows)
+    least = costs.of(rows + 1) - costs.of(rows)
     gains: list[tuple[float, int]] = []
     for i, p in enumerate(probabilities):
         gain = p
         for _ in range(MOST):
-            if gain <= best * costs.row_cost:
+            if gain <= best * least:
                 break
             gains.append((gain, i))
             gain *= p
     # The more probable tokens first: within a draft this is their order.
     gains.sort(key=lambda gain: -gain[0])
-    cost += costs.draft_cost * rows
     chosen = 0
     for number, (gain, _) in enumerate(gains, 1):
         tokens += gain
-        cost += costs.row_cost
-        if tokens / cost > best:
-            best, chosen = tokens / cost, number
+        value = tokens / (costs.of(rows + number) + costs.draft_cost * rows)
+        if value > best:
+            best, chosen = value, number
     found = [0] * len(probabilities)
     for _, i in gains[:chosen]:
         found[i] += 1
@@ -113,14 +124,13 @@ def written_length(
     """
     if not probabilities:
         return 0
-    tokens, cost = float(rows), 1 + (rows - 1) * costs.row_cost
-    best, chosen = tokens / cost, 0
-    drafted = len(probabilities)
-    cost += costs.draft_cost * rows
+    tokens, drafted = float(rows), len(probabilities)
+    best, chosen = tokens / costs.of(rows), 0
     gains = list(probabilities)
     for count in range(1, MOST_WRITTEN + 1):
         tokens += sum(gains)
-        cost += drafted * costs.row_cost + forward_cost * (1 + (drafted - 1) * costs.row_cost)
+        cost = costs.of(rows + count * drafted) + costs.draft_cost * rows
+        cost += count * forward_cost * costs.of(drafted)
         gains = [gain * p for gain, p in zip(gains, probabilities, strict=True)]
         if tokens / cost > best:
             best, chosen = tokens / cost, count
