@@ -22,14 +22,17 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from .fused import Function, FusedDecoder, Layer, RmsNorm
+from .huge_pages import collapse
 from .kv_cache import KVCache
 from .packing import Packed
 from .projections import Projection
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 16
-"""Forwards of more tokens are bound by arithmetic, which oneDNN does better."""
+MOST_TOKENS = 32
+"""Forwards of more tokens are bound by arithmetic alone, which oneDNN does as well."""
+MOST_SEQUENCES = 16
+"""With more, torch's attention over copies that lie together is faster where texts are long."""
 FIRST_POSITIONS = 1024
 """Positions whose rotations are computed at first; they double as sequences grow."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
@@ -64,6 +67,11 @@ def _processor(machine: str) -> str:
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}
     return kinds.get(torch.backends.cpu.get_cpu_capability(), "") if machine == "x86_64" else ""
+
+
+def is_native(num_tokens: int, num_sequences: int) -> bool:
+    """Whether a forward of so many tokens is for the native code, if there is any."""
+    return num_tokens <= MOST_TOKENS and num_sequences <= MOST_SEQUENCES
 
 
 # --- the structures of decode.c -------------------------------------------------------------------
@@ -240,6 +248,7 @@ class NativeDecoder:
             _product(decoder.head),
         )
         self._rotations = _Rotations(decoder)
+        collapse(_weights(decoder))
 
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor, packed: Packed, threads: int) -> torch.Tensor:
@@ -269,6 +278,14 @@ class NativeDecoder:
             raise MemoryError(f"no memory for a forward of {len(positions)} tokens")
         del kept
         return decoder.scaled(logits)
+
+
+def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
+    """The matrices that a forward reads from one end to the other."""
+    yield decoder.head.weight
+    for layer in decoder.layers:
+        products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        yield from (product.weight for product in products)
 
 
 def _fill(addresses: np.ndarray, packed: Packed) -> Iterator[np.ndarray]:

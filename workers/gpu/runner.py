@@ -22,7 +22,7 @@ from .graphs import DecodeGraphs
 from .head import packed_head
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
 from .loader import FUSED_TOLERANCE, LoadedModel, difference
-from .native_decoder import MOST_TOKENS, NativeDecoder, Unsupported
+from .native_decoder import NativeDecoder, Unsupported, is_native
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
 from .scheduler import Batch, Chunk
@@ -107,12 +107,13 @@ class Runner:
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
         size, in_place, _ = self._layout
-        return pack(batch, size, spans=in_place, mirrors=self.mirrors_for(batch.num_tokens))
+        mirrors = self.mirrors_for(batch.num_tokens, len(batch.chunks))
+        return pack(batch, size, spans=in_place, mirrors=mirrors)
 
-    def mirrors_for(self, num_tokens: int) -> Mirrors | None:
+    def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
         """Where a forward of so many tokens finds copies of keys and values; None where it reads
         them from their blocks, so that no copy is up to date behind it."""
-        if self._native is None or num_tokens > MOST_TOKENS:
+        if self._native is None or not is_native(num_tokens, num_sequences):
             return self._mirrors
         self.forget_mirrors()
         return None
@@ -157,7 +158,8 @@ class Runner:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
                 return logits.float()
-        if self._native is not None and len(ids) <= MOST_TOKENS:
+        num_sequences = sum(group.batch for group in packed.groups)
+        if self._native is not None and is_native(len(ids), num_sequences):
             return self._natively(self._native, ids, packed)
         rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()

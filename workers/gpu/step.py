@@ -131,8 +131,9 @@ class Stepper:
         tokens = before.device_tokens if before is not None else None
         decodes, self._decodes = self._decodes, None
         if decodes is not None and self._continues(decodes, before):
-            self.step_tokens.observe(len(decodes.sequences))
-            mirrors = self._runner.mirrors_for(len(decodes.sequences))
+            count = len(decodes.sequences)
+            self.step_tokens.observe(count)
+            mirrors = self._runner.mirrors_for(count, count)
             packed = decodes.pack(before is not None, mirrors)
             step = PendingStep(self._runner.launch(packed, tokens))
             step.decodes = decodes.sequences, decodes.positions

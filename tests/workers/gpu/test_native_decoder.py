@@ -10,8 +10,9 @@ import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import native_decoder
 from tokenbus.workers.gpu.block_manager import BlockManager
+from tokenbus.workers.gpu.huge_pages import HUGE, collapse
 from tokenbus.workers.gpu.loader import wrap_model
-from tokenbus.workers.gpu.native_decoder import MOST_TOKENS, library
+from tokenbus.workers.gpu.native_decoder import MOST_SEQUENCES, MOST_TOKENS, library
 from tokenbus.workers.gpu.runner import Runner
 from tokenbus.workers.gpu.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.sequence import Sequence
@@ -114,12 +115,17 @@ def test_narrower_vectors_give_the_same(name: str) -> None:
         assert both.decode(sequence) < 1e-3
 
 
-def test_a_row_does_not_depend_on_the_others_or_on_the_threads() -> None:
+@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
+def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    if kind:
+        request.getfixturevalue("narrow")
     both = Both("llama")
     runner = both.runners[0]
     native = runner._native
     assert native is not None
-    sequences = [both.sequence(4) for _ in range(4)]
+    sequences = [both.sequence(4) for _ in range(22)]
     for sequence in sequences:
         both.difference((sequence, 4))
         sequence.num_computed_tokens = 3
@@ -130,7 +136,38 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads() -> None:
 
     together = logits(sequences, 1)
     assert torch.equal(logits(sequences, 3), together)
-    assert torch.allclose(logits(sequences[2:3], 2), together[2:3], atol=1e-5)
+    for first, end in ((0, 1), (0, 2), (1, 4), (2, 7), (3, 12), (0, 17), (5, 22)):
+        assert torch.equal(logits(sequences[first:end], 2), together[first:end])
+
+
+def test_rows_of_a_draft_are_those_of_single_tokens() -> None:
+    both = Both("llama")
+    runner = both.runners[0]
+    native = runner._native
+    assert native is not None
+    sequence = both.sequence(21)
+    both.difference((sequence, 21))
+    ids = sequence.tokens[8:]
+
+    def logits(start: int, draft: list[int]) -> Any:
+        sequence.tokens[8:] = ids[: start - 7]
+        _, packed = runner.pack(Batch([Chunk(sequence, start, start + 1 + len(draft), draft)]))
+        return native.forward(torch.from_numpy(packed.ids), packed, 2)
+
+    together = logits(8, ids[1:])
+    assert len(together) == len(ids)
+    for i in range(len(ids)):
+        assert torch.equal(logits(8 + i, []), together[i : i + 1])
+
+
+def test_weights_are_in_huge_pages_where_the_system_has_them() -> None:
+    weight = torch.rand(4096, 512)
+    before = weight.clone()
+    address = weight.data_ptr()
+    assert 0 <= collapse([weight]) <= weight.nbytes // HUGE + 1
+    assert weight.data_ptr() == address
+    assert torch.equal(weight, before)
+    assert collapse([torch.rand(8, 8)]) == 0
 
 
 def test_what_it_does_not_know_is_left_to_torch() -> None:
@@ -160,5 +197,18 @@ def test_a_library_that_cannot_be_loaded_is_left_out(
 def test_longer_steps_are_left_to_torch() -> None:
     both = Both("llama")
     runner = both.runners[0]
-    assert runner.mirrors_for(MOST_TOKENS) is None
-    assert runner.mirrors_for(MOST_TOKENS + 1) is not None
+    assert runner.mirrors_for(MOST_TOKENS, MOST_SEQUENCES) is None
+    assert runner.mirrors_for(MOST_TOKENS + 1, 1) is not None
+    assert runner.mirrors_for(MOST_SEQUENCES + 1, MOST_SEQUENCES + 1) is not None
+
+
+def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
+    both = Both("llama")
+    few, more = both.sequence(5), [both.sequence(4) for _ in range(MOST_SEQUENCES)]
+    assert both.difference(*((one, len(one.tokens)) for one in (few, *more))) < 1e-3
+    for _ in range(2):
+        # By torch, then by the native code, with a draft as long as they get.
+        assert both.decode(few, *more) < 1e-3
+        assert both.decode(few, *more) < 1e-3
+        few.tokens.append(9)
+        assert both.difference((few, 1, list(range(40, 40 + MOST_TOKENS - 1)))) < 1e-3

@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "products.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -17,12 +18,6 @@ typedef struct {
     int64_t size;
     float eps;
 } Norm;
-
-typedef struct {
-    const float *weight; /* [out, in] */
-    const float *bias;   /* [out], or null */
-    int64_t out, in;
-} Product;
 
 enum { SILU, GELU_TANH };
 
@@ -61,81 +56,15 @@ typedef struct {
 } Step;
 
 enum {
-    PART_FLOATS = 1 << 13, /* Weights of a part of a product, about. */
+    PART_FLOATS = 1 << 13, /* Weights of a part of a product, about, */
+    MANY_PARTS = 64,       /* unless there would be more parts than that. */
 };
 
+static int64_t most(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
 /* --- products ------------------------------------------------------------------------------------ */
-
-/* y[t * stride] = x[t] . w for so many tokens, in so many sums each.
- *
- * Of the weights one row is read at a time, so that memory is read from one end to the other: four
- * rows at once come at a third of the speed. */
-INLINE void dots(const float *w, const float *x, int64_t in, float *y, int64_t stride, int tokens,
-                 int sums) {
-    Vector found[8][4];
-    int64_t at = 0;
-    for (int t = 0; t < tokens; t++)
-        for (int i = 0; i < sums; i++)
-            found[t][i] = (Vector){0};
-    for (; at + sums * LANES <= in; at += sums * LANES)
-        for (int i = 0; i < sums; i++) {
-            Vector weights = load(w + at + i * LANES);
-            for (int t = 0; t < tokens; t++)
-                found[t][i] += weights * load(x + t * in + at + i * LANES);
-        }
-    for (; at < in; at += LANES) {
-        int64_t rest = in - at < LANES ? in - at : LANES;
-        Vector weights = load_some(w + at, rest);
-        for (int t = 0; t < tokens; t++)
-            found[t][0] += weights * load_some(x + t * in + at, rest);
-    }
-    Vector each[LANES] = {{0}};
-    for (int t = 0; t < tokens; t++) {
-        for (int i = 1; i < sums; i++)
-            found[t][0] += found[t][i];
-        each[t % LANES] = found[t][0];
-    }
-    if (tokens > 2 && tokens <= LANES) {
-        Vector totals = sums_of(each);
-        for (int t = 0; t < tokens; t++)
-            y[t * stride] = totals[t];
-    } else {
-        for (int t = 0; t < tokens; t++)
-            y[t * stride] = sum(found[t][0]);
-    }
-}
-
-/* The same for at most 8 tokens, in one pass over the weights. */
-INLINE void some_dots(const float *w, const float *x, int64_t in, float *y, int64_t stride,
-                      int64_t tokens) {
-    switch (tokens) {
-    case 1: dots(w, x, in, y, stride, 1, 4); break;
-    case 2: dots(w, x, in, y, stride, 2, 4); break;
-    case 3: dots(w, x, in, y, stride, 3, 2); break;
-    case 4: dots(w, x, in, y, stride, 4, 2); break;
-    case 5: dots(w, x, in, y, stride, 5, 1); break;
-    case 6: dots(w, x, in, y, stride, 6, 1); break;
-    case 7: dots(w, x, in, y, stride, 7, 1); break;
-    case 8: dots(w, x, in, y, stride, 8, 1); break;
-    }
-}
-
-/* The outputs first to end - 1 of a product, for all tokens. */
-static void multiply(const Product *product, const float *x, int64_t tokens, float *y, int64_t first,
-                     int64_t end) {
-    int64_t in = product->in, stride = product->out, n;
-    for (n = first; n < end; n++) {
-        const float *w = product->weight + n * in;
-        int64_t t = 0;
-        for (; t + 8 <= tokens; t += 8)
-            some_dots(w, x + t * in, in, y + t * stride + n, stride, 8);
-        some_dots(w, x + t * in, in, y + t * stride + n, stride, tokens - t);
-    }
-    if (product->bias)
-        for (int64_t t = 0; t < tokens; t++)
-            for (n = first; n < end; n++)
-                y[t * stride + n] += product->bias[n];
-}
 
 typedef struct {
     const Product *product;
@@ -149,14 +78,15 @@ static void multiply_part(const void *given, int64_t first, int64_t end) {
     multiply(m->product, m->x, m->tokens, m->y, first, end);
 }
 
-static int64_t part_of(int64_t in) {
-    int64_t outs = PART_FLOATS / in;
-    return outs < 8 ? 8 : outs / 8 * 8;
+/* Outputs of a part: not too many parts, as at the beginning of each no weights were fetched. */
+static int64_t part_of(int64_t out, int64_t in) {
+    int64_t outs = most(PART_FLOATS / in, out / MANY_PARTS) / BLOCK_OUTS * BLOCK_OUTS;
+    return most(outs, BLOCK_OUTS);
 }
 
 static void product(const Product *given, const float *x, int64_t tokens, float *y) {
     Multiplied m = {given, x, y, tokens};
-    threads_run(multiply_part, &m, given->out, part_of(given->in));
+    threads_run(multiply_part, &m, given->out, part_of(given->out, given->in));
 }
 
 /* --- the gated MLP ------------------------------------------------------------------------------- */
@@ -393,10 +323,6 @@ typedef struct {
     float *x, *y, *wide, *narrow, *scores;
 } Buffers;
 
-static int64_t most(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
 static void layer_forward(const Decoder *decoder, const Layer *layer, const Step *step,
                           const Buffers *b, int64_t longest) {
     int64_t tokens = step->num_tokens, hidden = decoder->hidden;
@@ -411,7 +337,7 @@ static void layer_forward(const Decoder *decoder, const Layer *layer, const Step
     x = normalized(&layer->before_mlp, step->hidden, b->x, tokens);
     Gated gated = {layer, x, b->wide, b->narrow, tokens};
     int64_t size = layer->gate_up.out / 2;
-    threads_run(gated_part, &gated, size, part_of(2 * hidden));
+    threads_run(gated_part, &gated, size, part_of(size, 2 * hidden));
     product(&layer->down, b->narrow, tokens, b->y);
     add(step->hidden, b->y, &layer->after_mlp, layer->residual_scale, tokens, hidden);
 }

@@ -1,0 +1,154 @@
+/* Products of few rows with a matrix of weights, in float32.
+ *
+ * However many rows are multiplied at once, an output is summed up in the same order: a vector of
+ * sums along its weights, then its lanes, two neighbours at a time. So what a row gives does not
+ * depend on the rows beside it, to the last bit. */
+
+#ifndef TOKENBUS_PRODUCTS_H
+#define TOKENBUS_PRODUCTS_H
+
+#include "vectors.h"
+
+typedef struct {
+    const float *weight; /* [out, in] */
+    const float *bias;   /* [out], or null */
+    int64_t out, in;
+} Product;
+
+enum {
+    BLOCK_OUTS = 16, /* Outputs that are computed for all rows before the next ones. */
+    TILE_OUTS = 2,   /* Outputs of a tile, */
+    TILE_ROWS = LANES == 8 ? 4 : 8, /* and its rows: as the registers have room for its sums. */
+    MOST_SUMS = 16,                 /* Of a tile, or as many as there are lanes. */
+    FEW_ROWS = 2,                   /* Up to here memory decides, beyond it arithmetic. */
+    LINE = 16,                      /* Floats of a line of the processor's cache. */
+};
+
+/* Weights that are wanted soon: for each vector of a tile, `vectors` vectors of them are fetched. */
+typedef struct {
+    const float *from;
+    int vectors;
+} Ahead;
+
+/* Adds up products of so many rows of weights and of x: a vector for each, by rows of x. */
+INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
+                 Ahead ahead) {
+    /* Not in `found`: the compiler would store it in each round. */
+    Vector sums[MOST_SUMS];
+    int64_t at = 0;
+    for (int i = 0; i < outs * rows; i++)
+        sums[i] = (Vector){0};
+    for (; at + LANES <= in; at += LANES) {
+        Vector weights[TILE_OUTS];
+        for (int i = 0; i < ahead.vectors * LANES; i += LINE)
+            __builtin_prefetch(ahead.from + at * ahead.vectors + i, 0, 2);
+        for (int o = 0; o < outs; o++)
+            weights[o] = load(w + o * in + at);
+        for (int t = 0; t < rows; t++) {
+            Vector input = load(x + t * in + at);
+            for (int o = 0; o < outs; o++)
+                sums[t * outs + o] += weights[o] * input;
+        }
+    }
+    for (int t = 0; at < in && t < rows; t++) {
+        Vector input = load_some(x + t * in + at, in - at);
+        for (int o = 0; o < outs; o++)
+            sums[t * outs + o] += load_some(w + o * in + at, in - at) * input;
+    }
+    for (int i = 0; i < outs * rows; i++)
+        found[i] = sums[i];
+}
+
+/* y[t * stride + n] of so many tiles, one behind the other. */
+INLINE void tiles(const float *w, const float *x, int64_t in, float *y, int64_t stride, int count,
+                  int outs, int rows, Ahead ahead) {
+    Vector found[MOST_SUMS];
+    for (int i = 0; i < MOST_SUMS; i++)
+        found[i] = (Vector){0};
+    for (int n = 0; n < count; n++, ahead.from += in * ahead.vectors)
+        tile(w + n * outs * in, x, in, found + n * outs * rows, outs, rows, ahead);
+    for (int first = 0; first < count * outs * rows; first += LANES) {
+        Vector totals = sums_of(found + first);
+        for (int i = first; i < first + LANES && i < count * outs * rows; i++)
+            y[i / outs % rows * stride + i / outs / rows * outs + i % outs] = totals[i - first];
+    }
+}
+
+/* So many outputs for so many rows of x, in tiles of so many. */
+INLINE void block(const float *w, const float *x, int64_t in, float *y, int64_t stride,
+                  int64_t count, int outs, int rows, Ahead ahead) {
+    const int together = LANES > outs * rows ? LANES / outs / rows : 1;
+    int64_t n = 0;
+    for (; n + together * outs <= count; n += together * outs) {
+        tiles(w + n * in, x, in, y + n, stride, together, outs, rows, ahead);
+        ahead.from += together * in * ahead.vectors;
+    }
+    for (; n < count; n++)
+        tiles(w + n * in, x, in, y + n, stride, 1, 1, rows, (Ahead){0, 0});
+}
+
+/* The same for at most TILE_ROWS rows. */
+INLINE void some_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
+                      int64_t count, int64_t rows, Ahead ahead) {
+    switch (rows) {
+    case 1: block(w, x, in, y, stride, count, TILE_OUTS, 1, ahead); break;
+    case 2: block(w, x, in, y, stride, count, TILE_OUTS, 2, ahead); break;
+    case 3: block(w, x, in, y, stride, count, TILE_OUTS, 3, ahead); break;
+    case 4: block(w, x, in, y, stride, count, TILE_OUTS, 4, ahead); break;
+#if LANES != 8
+    case 5: block(w, x, in, y, stride, count, TILE_OUTS, 5, ahead); break;
+    case 6: block(w, x, in, y, stride, count, TILE_OUTS, 6, ahead); break;
+    case 7: block(w, x, in, y, stride, count, TILE_OUTS, 7, ahead); break;
+    case 8: block(w, x, in, y, stride, count, TILE_OUTS, 8, ahead); break;
+#endif
+    }
+}
+
+/* Few rows: one row of weights after the other, which is how the processor foresees what is read. */
+INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
+                     int64_t count, int64_t rows) {
+    Ahead none = {0, 0};
+    switch (rows) {
+    case 1: block(w, x, in, y, stride, count, 1, 1, none); break;
+    case 2: block(w, x, in, y, stride, count, 1, 2, none); break;
+    }
+}
+
+/* More rows: two rows of weights at once, so that x is loaded half as often. Meanwhile the next
+ * block of weights is fetched, in the order of its addresses, half of it with each of the first two
+ * groups of rows: memory would have nothing to do while a block that is in the cache is multiplied
+ * with further rows of x. */
+INLINE void more_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
+                      int64_t count, int64_t rows) {
+    const float *next = w + BLOCK_OUTS * in;
+    int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS, some;
+    if (groups == 1) {
+        some_rows(w, x, in, y, stride, count, rows, (Ahead){next, 2});
+        return;
+    }
+    for (int64_t t = 0; t < rows; t += some, groups--) {
+        some = (rows - t + groups - 1) / groups;
+        some_rows(w, x + t * in, in, y + t * stride, stride, count, some, (Ahead){next, 1});
+        next += BLOCK_OUTS / 2 * in;
+    }
+}
+
+/* The outputs first to end - 1 of a product, for all rows of x. */
+static void multiply(const Product *product, const float *x, int64_t rows, float *y, int64_t first,
+                     int64_t end) {
+    int64_t in = product->in, stride = product->out;
+    for (int64_t n = first; n < end; n += BLOCK_OUTS) {
+        const float *w = product->weight + n * in;
+        int64_t count = end - n < BLOCK_OUTS ? end - n : BLOCK_OUTS;
+        if (rows <= FEW_ROWS)
+            few_rows(w, x, in, y + n, stride, count, rows);
+        else
+            more_rows(w, x, in, y + n, stride, count, rows);
+    }
+    if (product->bias)
+        for (int64_t t = 0; t < rows; t++)
+            for (int64_t n = first; n < end; n++)
+                y[t * stride + n] += product->bias[n];
+}
+
+#endif
