@@ -225,7 +225,7 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
 def _send_us(columns: bool, steps: int) -> float:
     """CPU time of a step of 64 plain tokens of one session, in microseconds: until the message is
     encoded, and what was sent is kept for a client that attaches."""
-    streams = LiveStreams(lambda frames: None, lambda stream: None)
+    streams = LiveStreams(lambda frames, link: None, lambda stream: None)
     sequences = []
     for request in range(1, STREAMS + 1):
         stream = Stream(request, 1, request, "msgpack" if columns else "json", "m", 1)

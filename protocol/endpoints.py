@@ -6,6 +6,30 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 
+def separate(addresses: str) -> list[str]:
+    """The addresses of a list that is separated by commas; at least one, which may be empty."""
+    return [part.strip() for part in addresses.split(",") if part.strip()] or [""]
+
+
+def numbered(address: str, number: int) -> str:
+    """The address of broker ``number`` of several, where ``address`` is that of number 0: for TCP
+    10 ports further for each, for a socket file ``-NUMBER`` at its end, before a suffix.
+
+    Raises ValueError where it is neither.
+    """
+    if not number:
+        return address
+    if address.startswith("ipc://"):
+        head, dot, suffix = address.rpartition(".")
+        if dot and "/" not in suffix:
+            return f"{head}-{number}.{suffix}"
+        return f"{address}-{number}"
+    head, _, port = address.rpartition(":")
+    if not (address.startswith("tcp://") and port.isdecimal()):
+        raise ValueError(f"{address!r} has no port to count from; use one as tcp://127.0.0.1:5555")
+    return f"{head}:{int(port) + 10 * number}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is a loopback address, which only users of this machine can reach."""
     try:

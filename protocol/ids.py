@@ -33,6 +33,11 @@ def counting_ids(boot: int) -> Iterator[int]:
         yield (base + number) & MAX_ID
 
 
+def boot_of(number: int) -> int:
+    """The number of the broker run that assigned an id."""
+    return number >> 32
+
+
 def new_session_token() -> str:
     """A session token: 128 random bits, hexadecimal. Its holder can take the session over."""
     return secrets.token_hex(16)

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from .endpoints import numbered, separate
+
 Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 AtLeastZero = Annotated[int, Meta(ge=0)]
@@ -34,10 +36,12 @@ class Settings(Struct, kw_only=True, frozen=True):
 
     run_dir: str = ""
     """Sockets, logs and process ids of a running system; empty: a folder of this user's."""
+    brokers: AtLeastOne = 1
+    """Broker processes. Each has addresses of its own, which follow from those of the first."""
     front: str = "tcp://127.0.0.1:5555"
-    """Where clients connect."""
+    """Where clients connect; or the addresses of several brokers, separated by commas."""
     back: str = ""
-    """Where workers connect; empty: ``ipc://<run dir>/back.sock``."""
+    """Where workers connect, likewise; empty: ``ipc://<run dir>/back.sock``."""
     keys: str = ""
     """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder there are
     no keys, and only addresses of this machine can be listened on."""
@@ -182,8 +186,21 @@ class Settings(Struct, kw_only=True, frozen=True):
 
     @property
     def back_endpoint(self) -> str:
-        """Where workers connect."""
-        return self.back or f"ipc://{self.run_folder}/back.sock"
+        """Where workers connect; the addresses of several brokers separated by commas."""
+        return _of_all(self.back or f"ipc://{self.run_folder}/back.sock", self.brokers)
+
+    def of_broker(self, number: int) -> Settings:
+        """The settings of one broker of several: ``front`` and ``back`` are its own addresses.
+
+        Raises SettingError where there are none for it.
+        """
+        fronts, backs = separate(self.front), separate(self.back_endpoint)
+        if number >= min(len(fronts), len(backs)):
+            raise SettingError(
+                f"there is no broker {number}: 'front' has {len(fronts)} addresses and 'back' has "
+                f"{len(backs)}; give as many as there are brokers, or set 'brokers'"
+            )
+        return msgspec.structs.replace(self, brokers=1, front=fronts[number], back=backs[number])
 
 
 _LISTS = frozenset({"allow", "cors"})
@@ -217,7 +234,33 @@ def resolve(
         except msgspec.ValidationError as error:
             what = str(error).split(" - at ")[0].replace("`", "")
             raise SettingError(f"{places[name]}: {value!r} is not valid: {what}") from None
-    return msgspec.convert(values, Settings, strict=False)
+    return _with_brokers(msgspec.convert(values, Settings, strict=False))
+
+
+def _with_brokers(settings: Settings) -> Settings:
+    """The settings with the addresses of all brokers; raises SettingError where they do not fit."""
+    brokers = settings.brokers
+    if brokers == 1:
+        brokers = max(len(separate(settings.front)), len(separate(settings.back)))
+    try:
+        front = _of_all(settings.front, brokers)
+        back = _of_all(settings.back, brokers) if settings.back else ""
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+    return msgspec.structs.replace(settings, brokers=brokers, front=front, back=back)
+
+
+def _of_all(addresses: str, brokers: int) -> str:
+    """The addresses of all brokers, separated by commas: as they are, or counted from one."""
+    given = separate(addresses)
+    if brokers > 1 and len(given) not in (1, brokers):
+        raise ValueError(
+            f"{addresses!r} has {len(given)} addresses for {brokers} brokers; give one for each, "
+            "or only the first"
+        )
+    if len(given) == 1:
+        given = [numbered(given[0], number) for number in range(brokers)]
+    return ",".join(given)
 
 
 def load(**flags: Any) -> Settings:

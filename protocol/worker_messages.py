@@ -71,6 +71,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     default: str = ""
     """The model that it uses for requests without a model."""
     live: list[LiveRequest] = []
+    """Those of this broker, or of an earlier one at its address; not those of others."""
     update: bool = False
     """Of a worker that is registered: what it serves has changed, and its lease goes on."""
     step_age_s: float | None = None
@@ -115,6 +116,9 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """``HEARTBEAT``: renews the lease of a worker. The broker sends an empty one as often."""
 
     requests: int = 0
+    """Those that the worker has, of all brokers."""
+    elsewhere: Annotated[int, Meta(ge=0)] = 0
+    """How many of them are those of other brokers."""
     step_age_s: float | None = None
     """For how long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
@@ -124,6 +128,41 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     sandbox_ms: dict[str, int] = {}
     """Of a controller worker: CPU time of controllers since it started, by the key of the client;
     none of clients without a key."""
+
+
+class Claim(Struct, kw_only=True, omit_defaults=True):
+    """``CLAIM``: the client of this session has come from another broker. To a GPU worker.
+
+    It sends a JOURNAL for each live stream of the session, and for those that ended a moment ago;
+    these go on behind this broker. CLAIMED follows them.
+    """
+
+    session: Id
+
+
+class Claimed(Struct, kw_only=True, omit_defaults=True):
+    """``CLAIMED``: the answer to CLAIM: all that the worker has of the session was sent."""
+
+    session: Id
+
+
+class Released(Struct, kw_only=True, omit_defaults=True):
+    """``RELEASED``: these requests go on behind another broker. From their GPU worker."""
+
+    requests: list[Id]
+
+
+class Refused(Struct, kw_only=True, omit_defaults=True):
+    """``REFUSED``: a worker has no room for the request, or the START, of the header.
+
+    That is so where other brokers have sent it requests of which this one did not know yet. The
+    attachments are the body and the attachments that were refused.
+    """
+
+    type: str
+    """``START``, or the type of the request."""
+    elsewhere: Annotated[int, Meta(ge=0)]
+    """As in ``Heartbeat``."""
 
 
 class Pages(Struct, kw_only=True, omit_defaults=True):
@@ -328,6 +367,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     """``END``: these requests have ended. From the broker to controller and state workers."""
 
     requests: list[Id]
+    elsewhere: bool = False
+    """To a state worker: they have not ended, and go on behind another broker."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
@@ -448,6 +489,9 @@ TO_BROKER: dict[bytes, Any] = {
     b"DRAIN": Drain,
     b"UNREGISTER": Unregister,
     b"JOURNAL": Journal,
+    b"CLAIMED": Claimed,
+    b"RELEASED": Released,
+    b"REFUSED": Refused,
     b"TOKEN": list[Token],
     b"MSG": Msg,
     b"SYSTEM": System,
@@ -473,6 +517,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"REREGISTER": Reregister,
     b"DRAIN": Drain,
     b"HANDOVER": Handover,
+    b"CLAIM": Claim,
     b"GENERATE": Generate,
     b"SCORE": Score,
     b"CANCEL": Cancel,

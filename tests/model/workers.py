@@ -121,7 +121,7 @@ class Worker:
         self.handed_over = False
         self.gone = False
         self.bus = Bus("sim://back", self._registration, lambda: (0, {}))
-        carrier = self.bus._carrier
+        carrier = self.bus._links[0]._carrier
         assert isinstance(carrier, Carrier)
         self.carrier = carrier
         self.bus.start()

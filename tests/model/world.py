@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from tokenbus.broker.outgoing import Side
 from tokenbus.broker.settings import BrokerSettings
-from tokenbus.workers import bus
+from tokenbus.workers import bus, link
 
 from ..broker.invariants import check_empty
 from .clients import Client, Reader
@@ -30,8 +30,9 @@ class World:
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: network.now)
         self._patches.enter_context(patch.object(bus, "time", clock))
+        self._patches.enter_context(patch.object(link, "time", clock))
         self._patches.enter_context(
-            patch.object(bus, "carrier", lambda _at, peer, *_, **__: Carrier(network, peer))
+            patch.object(link, "carrier", lambda _at, peer, *_, **__: Carrier(network, peer))
         )
         self.workers: list[Worker] = []
         self.clients: list[Client] = []

@@ -29,23 +29,24 @@ token. 1 MiB doubled the step time of other streams on two cores; this has no me
 
 
 class VariableCalls:
-    """The operations of this worker that wait for an answer. ``post`` sends frames."""
+    """The operations of this worker that wait for an answer. ``post`` sends frames over a link."""
 
-    def __init__(self, post: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, post: Callable[[list[bytes], int], None]) -> None:
         self._post = post
-        self._calls: dict[tuple[int, int, int], _Call] = {}
+        self._calls: dict[tuple[int, int, int, int], _Call] = {}
+        """By link, request, lineage and count."""
         self._lock = threading.Lock()
 
     def perform(
-        self, operation: Variable, ended: Callable[[], bool] = lambda: False
+        self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
-        """The answer to an operation. ``ended``: whether its request has ended, in which case
-        ``cancel`` was called for earlier operations, and this one is not sent.
+        """The answer to an operation, which goes over ``link``. ``ended``: whether its request has
+        ended, in which case ``cancel`` was called for earlier operations, and this one is not sent.
 
         Raises ControllerError where no answer arrives or the operation is refused, UnavailableError
         where too many operations wait already.
         """
-        name = (operation.request, operation.lineage, operation.count)
+        name = (link, operation.request, operation.lineage, operation.count)
         call = _Call()
         with self._lock:
             self._calls[name] = call
@@ -56,7 +57,7 @@ class VariableCalls:
                 raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
                 for _ in range(int(GIVE_UP_S / AGAIN_S)):
-                    self._post(frames)
+                    self._post(frames, link)
                     if call.answered.acquire(timeout=AGAIN_S):
                         break
         finally:
@@ -73,22 +74,22 @@ class VariableCalls:
             raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
         return answer
 
-    def on_answer(self, body: bytes) -> None:
-        """On the bus thread: delivers an answer."""
+    def on_answer(self, body: bytes, link: int = 0) -> None:
+        """On the bus thread: delivers an answer that came over ``link``."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
         with self._lock:
-            call = self._calls.get((answer.request, answer.lineage, answer.count))
+            call = self._calls.get((link, answer.request, answer.lineage, answer.count))
             if call is not None and answer.again:
                 # It is sent again as one that was not answered, until the time for it is up.
                 call.refusal = answer
             elif call is not None:
                 call.give(answer)
 
-    def cancel(self, request: int) -> None:
+    def cancel(self, request: int, link: int = 0) -> None:
         """A request has ended: its waiting operations end with an error."""
         with self._lock:
-            for (owner, lineage, count), call in self._calls.items():
-                if owner == request:
+            for (behind, owner, lineage, count), call in self._calls.items():
+                if (behind, owner) == (link, request):
                     call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
 
 

@@ -18,7 +18,7 @@ import msgspec
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, TokenbusError
-from ...protocol.header import Flag, Header, encode_header
+from ...protocol.header import Flag, Header, decode_header, encode_header
 from ...protocol.health_file import HealthFile
 from ...protocol.keys import own_key
 from ...protocol.messages import (
@@ -48,7 +48,8 @@ from ...protocol.worker_messages import (
     StepSequence,
     TokenizerAnswer,
 )
-from ..bus import Bus, FromBus
+from .. import bus
+from ..bus import Bus, FromBus, refused_frames
 from ..machine import machine_id
 from .first_rounds import FirstRounds
 from .interface import Program
@@ -135,12 +136,14 @@ class ControllerWorker:
             HealthFile(settings),
             own_key(settings, "worker"),
             self._meters.cpu_ms,
+            elsewhere=self._elsewhere,
         )
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
         self._variable_calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._request_tokenizer)
         self._masks = MaskFiles()
-        self._groups: dict[int, SequenceGroup] = {}
+        self._groups: dict[tuple[int, int], SequenceGroup] = {}
+        """By link and request: two brokers may have the same request for a while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
         """Complete ones are removed now and then; under ``_pending_lock``."""
@@ -148,8 +151,8 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._draining_since: float | None = None
-        self._handed_over = False
-        """Whether others start the controllers again that it runs."""
+        self._handed_over: set[int] = set()
+        """The links of the brokers at which others start the controllers again that it runs."""
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class ControllerWorker:
             self._draining_since = time.monotonic()
             self._bus.drain(self._stop_reason)
         expired = time.monotonic() - self._draining_since > self._settings.drain_s
-        return expired or self._handed_over or not self._groups
+        return expired or {link for link, _ in self._groups} <= self._handed_over
 
     @property
     def _busy(self) -> bool:
@@ -217,7 +220,7 @@ class ControllerWorker:
         for message in messages:
             try:
                 if message.type == b"VARIABLE_ANSWER":
-                    self._variable_calls.on_answer(message.body)
+                    self._variable_calls.on_answer(message.body, message.link)
                 elif message.type in (b"MODULE_TABLE_ANSWER", b"MODULE_BYTES"):
                     self._module_calls.on_answer(message)
                 else:
@@ -232,37 +235,47 @@ class ControllerWorker:
     def _on_message(self, message: FromBus) -> None:
         match message.type:
             case b"STEP":
-                self._step(message.header.address, _decode_step(message.body))
+                self._step(message, _decode_step(message.body))
             case b"START":
-                start = decode_as(Start, message.body, "msgpack")
-                self._start(message.header, start, message.attachments[0].decode())
+                self._begin(message)
             case b"END":
                 for request in decode_as(End, message.body, "msgpack").requests:
-                    self._end(request)
+                    self._end(message.link, request)
+            case bus.LEASE_ENDED:
+                self._end_all(message.link)
             case b"REGISTERED":
                 # Messages may have been lost meanwhile, so the GPU workers start all controllers
                 # again, here or elsewhere.
-                for request in list(self._groups):
-                    self._end(request)
-                self._bus.registered(decode_as(Registered, message.body, "msgpack"))
+                self._end_all(message.link)
+                answer = decode_as(Registered, message.body, "msgpack")
+                self._bus.registered(answer, message.link)
             case b"TOKENIZER_JSON":
-                answer = decode_as(TokenizerAnswer, message.body, "msgpack")
+                tokenizer = decode_as(TokenizerAnswer, message.body, "msgpack")
                 json = message.attachments[0] if message.attachments else None
-                arrived, error = self._vocabularies.arrived, answer.error or ""
-                self._starts.submit([partial(arrived, answer.fingerprint, json, error)])
+                arrived, error = self._vocabularies.arrived, tokenizer.error or ""
+                self._starts.submit([partial(arrived, tokenizer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
                 self._store_calls.submit(self._serve_store, message)
             case b"FETCH_MODULE":
                 self._sends.submit(self._send_module, message)
             case b"HANDOVER":
-                self._handed_over = True
+                self._handed_over.add(message.link)
             case b"DRAIN":
                 self.stop("the broker requested it")
             case _:
                 log.warning("a controller worker takes no messages of type %r", message.type)
 
-    def _start(self, header: Header, start: Start, tenant: str) -> None:
-        """START: gets the vocabulary, then makes the controller and runs its first round."""
+    def _begin(self, message: FromBus) -> None:
+        """START: refused where the controllers of other brokers leave no room for it."""
+        header, start = message.header, decode_as(Start, message.body, "msgpack")
+        elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
+        if elsewhere and len(self._groups) >= self._settings.controller_capacity:
+            self._bus.post(refused_frames(message, elsewhere), message.link)
+            return
+        self._start(header, start, message.attachments[0].decode(), message.link)
+
+    def _start(self, header: Header, start: Start, tenant: str, link: int) -> None:
+        """Gets the vocabulary, then makes the controller and runs its first round."""
         group = SequenceGroup(
             header.request,
             header.address,
@@ -270,11 +283,11 @@ class ControllerWorker:
             _arg_bytes(start.arg),
             start.max_tokens,
             start.ignore_eos,
-            lambda operation: self._variable_calls.perform(operation, lambda: group.closed),
+            lambda operation: self._variable_calls.perform(operation, lambda: group.closed, link),
             start.inspect,
         )
-        self._end(header.request)
-        self._groups[header.request] = group
+        self._end(link, header.request)
+        self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)
         log.debug(
@@ -290,8 +303,9 @@ class ControllerWorker:
 
         self._vocabularies.want(start.vocabulary, header.address, ready)
 
-    def _step(self, gpu: int, step: Step) -> None:
+    def _step(self, message: FromBus, step: Step) -> None:
         """STEP: runs a round of each of its sequences."""
+        gpu = message.header.address
         rows = None
         if step.masks:
             try:
@@ -301,7 +315,7 @@ class ControllerWorker:
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         for stepped in step.sequences:
-            group = self._groups.get(stepped.request)
+            group = self._groups.get((message.link, stepped.request))
             if group is None:
                 unknown.append(stepped)
                 continue
@@ -339,12 +353,11 @@ class ControllerWorker:
 
     def _post_results(self, gpu: int, results: list[StepResult]) -> None:
         body = encode_body(Result(sequences=results, host=machine_id()), "msgpack")
-        self._bus.post([b"RESULT", encode_header(0, gpu), body])
+        self._bus.post_to(gpu, [b"RESULT", encode_header(0, gpu), body])
 
     def _new_result(self, gpu: int, rounds: int) -> PendingResult:
-        pending = PendingResult(
-            gpu, rounds, self._bus.post, self._after_send, self._pool.submit, self._order
-        )
+        post = partial(self._bus.post_to, gpu)
+        pending = PendingResult(gpu, rounds, post, self._after_send, self._pool.submit, self._order)
         with self._pending_lock:
             self._pending.append(pending)
             if len(self._pending) > 64:
@@ -361,13 +374,19 @@ class ControllerWorker:
             pending = self._new_result(group.gpu, len(rounds))
             self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
 
-    def _end(self, request: int) -> None:
-        group = self._groups.pop(request, None)
+    def _end_all(self, link: int) -> None:
+        """The lease at a broker is over: so are the controllers that run behind it."""
+        for behind, request in list(self._groups):
+            if behind == link:
+                self._end(link, request)
+
+    def _end(self, link: int, request: int) -> None:
+        group = self._groups.pop((link, request), None)
         if group is not None:
             with self._order:
                 # After it, no result of the request is sent.
                 group.close()
-            self._variable_calls.cancel(request)
+            self._variable_calls.cancel(request, link)
             if group.events is not None:
                 group.events.end()
             logs.end(request)
@@ -377,7 +396,7 @@ class ControllerWorker:
 
     def _request_tokenizer(self, fingerprint: str, gpu: int) -> None:
         body = encode_body(FetchTokenizer(fingerprint=fingerprint), "msgpack")
-        self._bus.post([b"FETCH_TOKENIZER", encode_header(0, gpu), body])
+        self._bus.post_to(gpu, [b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _send_module(self, message: FromBus) -> None:
         """Answers another controller worker that needs a module, where this machine has it: to one
@@ -392,10 +411,16 @@ class ControllerWorker:
             return
         head = encode_header(0, message.header.address)
         body = encode_body(ModuleBytes(module=asked.module), "msgpack")
-        self._bus.post([b"MODULE_BYTES", head, body, *([wasm] if asked.send else [])])
+        sent = [b"MODULE_BYTES", head, body, *([wasm] if asked.send else [])]
+        self._bus.post(sent, message.link)
 
     def _post(self, frames: list[bytes]) -> None:
-        self._bus.post(frames)
+        """Sends a message of the store: to the worker that it names, or over any broker."""
+        worker = decode_header(frames[1]).address
+        if worker:
+            self._bus.post_to(worker, frames)
+        else:
+            self._bus.post_to_any(frames)
 
     def _serve_store(self, message: FromBus) -> None:
         """A client's request to the module store; the last attachment is the client's tenant."""
@@ -417,7 +442,7 @@ class ControllerWorker:
             self._meters.error(Code.INTERNAL)
             failure = TokenbusError(Code.INTERNAL, f"the store failed: {error!r}")
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
-        self._bus.post(frames)
+        self._bus.post(frames, message.link)
 
     def _store_result(self, message: FromBus, attachments: list[bytes], tenant: Tenant) -> Any:
         assert self._store is not None
@@ -434,11 +459,16 @@ class ControllerWorker:
             case _:
                 return self._store.list(tenant.key)
 
-    # --- registration and heartbeat (on the bus thread) -------------------------------------------
+    # --- registration and heartbeat (on a bus thread) ---------------------------------------------
+
+    def _elsewhere(self, link: int) -> int:
+        """How many controllers run behind other brokers than that of a link."""
+        return sum(behind != link for behind, _ in list(self._groups))
 
     def _registration(self) -> Register:
         live = [
-            LiveRequest(request=request, session=0, stream_id=0) for request in list(self._groups)
+            LiveRequest(request=request, session=0, stream_id=0)
+            for _, request in list(self._groups)
         ]
         return Register(
             name=self._name,

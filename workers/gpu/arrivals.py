@@ -58,7 +58,7 @@ class Waiting:
 
 
 class Arrivals:
-    """Takes requests in. ``post`` sends frames; ``on_models`` is called when the loaded
+    """Takes requests in. ``post`` sends frames over a link; ``on_models`` is called when the loaded
     models have changed.
 
     A request goes to its engine, waits for its model, or is refused; whatever fails, its client
@@ -70,7 +70,7 @@ class Arrivals:
         models: Models,
         streams: LiveStreams,
         steering: Steering,
-        post: Callable[[Frames], None],
+        post: Callable[[Frames, int], None],
         on_models: Callable[[], None],
     ) -> None:
         self._models = models
@@ -99,7 +99,7 @@ class Arrivals:
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
         """Takes one request in."""
-        stream = Stream.of(message.header, _stream_id(message.body), "")
+        stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
         try:
             request = decode_as(kind, message.body)
@@ -174,10 +174,10 @@ class Arrivals:
         tokenizer = engine.loaded.tokenizer
         if isinstance(message, ModelInfoRequest):
             answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
-            self._post(message_frames(stream, b"MSG", answer, final=True))
+            self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
             return
         if isinstance(message, ModelTokenizerRequest):
-            self._post(self._tokenizers.frames(stream, engine.loaded))
+            self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
             return
         prompt = prompt_tokens(message, waiting.attachments, tokenizer)
         if isinstance(message, Generate) and message.heal_prompt:
@@ -238,7 +238,7 @@ class Arrivals:
             given = None
             if resumption is not None:
                 start.replay, given = resumption.replay, resumption.given
-            self._steering.start(stream.request, engine, start, given)
+            self._steering.start(stream.request, engine, start, given, stream.link)
 
     def start_again(self, stream: Stream, left: str, why: str) -> None:
         """Starts the controller of a live stream again, if it has one, which was lost. What was
@@ -308,7 +308,7 @@ class Arrivals:
             model=stream.model,
             progress=round(progress, 3),
         )
-        self._post(message_frames(stream, b"SYSTEM", notice))
+        self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
 
 
 def _with_controller(message: Generate) -> Generate:

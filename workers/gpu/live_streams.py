@@ -41,13 +41,14 @@ log = logging.getLogger(__name__)
 class LiveStreams:
     """The streams whose requests an engine has, by request.
 
-    ``post`` sends frames. ``release`` frees what the engine and the controllers keep of a stream
-    that is over; it may be called for one of which nothing is left. ``name``: the worker's.
+    ``post`` sends frames over a link. ``release`` frees what the engine and the controllers keep of
+    a stream that is over; it may be called for one of which nothing is left. ``name``: the
+    worker's.
     """
 
     def __init__(
         self,
-        post: Callable[[Frames], None],
+        post: Callable[[Frames, int], None],
         release: Callable[[Stream], None],
         metrics: WorkerMetrics | None = None,
         name: str = "",
@@ -171,7 +172,8 @@ class LiveStreams:
     def _announce(self, stream: Stream, move: Move) -> None:
         """Notifies the client of a stream that has moved, before its first new entry."""
         stream.move = None
-        self._post(message_frames(stream, b"SYSTEM", move.notice(stream, self._name)))
+        notice = move.notice(stream, self._name)
+        self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
 
     def send_end(self, stream: Stream, ends: list[Token]) -> None:
         """Sends the last entries of a stream that no engine has."""
@@ -181,8 +183,8 @@ class LiveStreams:
     def finish(self, stream: Stream) -> None:
         """Reports the end of a stream that has moved, and whose last entry was sent before."""
         if stream.save:
-            self._post(saved_buffer_frames(stream, self._history.of(stream)))
-        self._post(token_frames({}, [stream.request]))
+            self._post(saved_buffer_frames(stream, self._history.of(stream)), stream.link)
+        self._post(token_frames({}, [stream.request]), stream.link)
         logs.end(stream.request)
 
     def _deliver(
@@ -202,8 +204,8 @@ class LiveStreams:
             for one in new:
                 self._deliver([one])
             return
-        for frames in messages:
-            self._post(frames)
+        for frames, link in messages:
+            self._post(frames, link)
         for stream, entries in new:
             if stream.live == 0:
                 end = entries[-1]
@@ -213,20 +215,27 @@ class LiveStreams:
 
     def _messages(
         self, new: list[tuple[Stream, list[Token]]], columns: Columns | None
-    ) -> list[Frames]:
-        """The buffers of streams that end, then the tokens."""
+    ) -> list[tuple[Frames, int]]:
+        """The buffers of streams that end, then the tokens: a message for each broker that has any
+        of these streams."""
         messages = []
-        by_session: BySession = {}
-        finished = []
+        by_link: dict[int, tuple[BySession, list[int]]] = {}
         for stream, entries in new:
+            by_session, finished = by_link.setdefault(stream.link, ({}, []))
             by_session.setdefault((stream.session, stream.form), []).extend(entries)
             if stream.live == 0:
                 finished.append(stream.request)
                 if stream.save:
-                    messages.append(saved_buffer_frames(stream, self._history.of(stream)))
-        if columns is None:
-            return [*messages, token_frames(by_session, finished)]
-        return [*messages, columns.recipients.frames(columns, by_session, finished)]
+                    saved = saved_buffer_frames(stream, self._history.of(stream))
+                    messages.append((saved, stream.link))
+        if columns is not None:
+            for link in columns.recipients.links:
+                by_session, finished = by_link.pop(link, ({}, []))
+                frames = columns.recipients.frames(columns, by_session, finished, link)
+                messages.append((frames, link))
+        for link, (by_session, finished) in by_link.items():
+            messages.append((token_frames(by_session, finished), link))
+        return messages
 
     def sent(self, stream: Stream) -> list[Token]:
         """All entries of a live stream that were sent, in their order."""
@@ -238,15 +247,15 @@ class LiveStreams:
         self._dissolve()
         stream.take_form(flags)
         for frames in attached_frames(stream, self._history.of(stream)[received:], received):
-            self._post(frames)
+            self._post(frames, stream.link)
 
     def send_journal(self, stream: Stream) -> None:
-        """Sends all of a stream to a broker that was restarted, as it is to go on there."""
+        """Sends all of a stream to the broker of its link, as it is to go on there."""
         self._dissolve()
         entries = self._history.of(stream)
-        self._post(journal_frames(stream, entries))
+        self._post(journal_frames(stream, entries), stream.link)
         if stream.save and not stream.live:
-            self._post(saved_buffer_frames(stream, entries))
+            self._post(saved_buffer_frames(stream, entries), stream.link)
 
     def _dissolve(self) -> None:
         """The streams of the batches change: the recipients are worked out again."""
@@ -265,7 +274,7 @@ class LiveStreams:
             error = internal_error(error, doing)
         self.metrics.errors.add(error.code)
         self._end(stream, "error", error.message)
-        self._post(error_frames(stream, error))
+        self._post(error_frames(stream, error), stream.link)
 
     def drop(self, request: int) -> None:
         """Ends a stream for which no client waits; nothing is sent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from .streams import BySession, Form, Frames, Stream, entry_bodies
 class _Part:
     """The rows of one session, which follow each other: ``first`` to ``end``."""
 
+    link: int
     session: int
     form: Form
     first: int
@@ -53,12 +54,13 @@ class Recipients:
     def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:
         self.sequences: list[Sequence] | None = sequences
         """None: these recipients are for one step only."""
-        by_session: dict[tuple[int, Form], list[tuple[int, Stream]]] = {}
+        by_session: dict[tuple[int, int, Form], list[tuple[int, Stream]]] = {}
         counts: dict[Stream, int] = {}
         for row, stream in enumerate(streams):
             if stream is not None:
                 # Not ``stream.form``: this is done for each row of each batch that has changed.
-                key = stream.session, "columns" if stream.columns else stream.encoding
+                form: Form = "columns" if stream.columns else stream.encoding
+                key = stream.link, stream.session, form
                 rows = by_session.get(key)
                 if rows is None:
                     by_session[key] = [(row, stream)]
@@ -76,16 +78,21 @@ class Recipients:
         self.seqs = np.array([sequences[row].seq for row in order], dtype="<u4")
         self._ids = np.array([stream.stream_id for _, stream in ordered], dtype="<u8")
         ids, seqs = self._ids.tobytes(), self.seqs.tobytes() if self.seqs.any() else b""
-        self._parts: list[_Part] = []
+        self._parts: dict[int, list[_Part]] = {}
         first = 0
-        for (session, form), rows in by_session.items():
+        for (link, session, form), rows in by_session.items():
             end = first + len(rows)
             of_it = seqs[4 * first : 4 * end]
             if not any(of_it):
                 of_it = b""
-            self._parts.append(_Part(session, form, first, end, ids[8 * first : 8 * end], of_it))
+            of_ids = ids[8 * first : 8 * end]
+            part = _Part(link, session, form, first, end, of_ids, of_it)
+            self._parts.setdefault(link, []).append(part)
             first = end
-        self._head = encode_token_header([session for session, _ in by_session])
+        self._heads = {
+            link: encode_token_header([part.session for part in parts])
+            for link, parts in self._parts.items()
+        }
         self._steps = 0
         self.sent_at = math.nan
         """When these streams got tokens last, by ``time.monotonic``, in seconds."""
@@ -98,13 +105,21 @@ class Recipients:
             positions = positions[self._order]
         return Columns(self, tokens.astype("<u4"), logprobs.astype("<f8"), positions.astype("<u4"))
 
-    def frames(self, columns: Columns, entries: BySession, finished: list[int]) -> Frames:
-        """The ``TOKEN`` of a step: these rows, and the other entries of each session, which are
-        taken out of ``entries``."""
+    @property
+    def links(self) -> Collection[int]:
+        """The links to the brokers that these streams are of."""
+        return self._parts.keys()
+
+    def frames(
+        self, columns: Columns, entries: BySession, finished: list[int], link: int = 0
+    ) -> Frames:
+        """The ``TOKEN`` of a step for one of the links: its rows, and the other entries of each
+        session, which are taken out of ``entries``."""
         tokens, logprobs = columns.tokens.tobytes(), columns.logprobs.tobytes()
         positions = columns.positions.tobytes()
         bodies = []
-        for part in self._parts:
+        parts = self._parts[link]
+        for part in parts:
             first, end, form = part.first, part.end, part.form
             beside = entries.pop((part.session, form), []) if entries else []
             if form == "columns":
@@ -120,8 +135,8 @@ class Recipients:
             else:
                 bodies.append(encode_body(self._entries(columns, first, end) + beside, form))
         if not entries and not finished:
-            return [b"TOKEN", self._head, *bodies]
-        sessions = [part.session for part in self._parts] + [session for session, _ in entries]
+            return [b"TOKEN", self._heads[link], *bodies]
+        sessions = [part.session for part in parts] + [session for session, _ in entries]
         return [b"TOKEN", encode_token_header(sessions, finished), *bodies, *entry_bodies(entries)]
 
     def _entries(self, columns: Columns, first: int, end: int) -> list[Token]:

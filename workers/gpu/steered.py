@@ -20,6 +20,8 @@ class Steered:
     engine: Engine
     eos: frozenset[int]
     """The tokens that end its sequences, where their controller does not make more of them."""
+    link: int = 0
+    """The link to the broker that its client is at, over which its controller worker is reached."""
     worker: int = 0
     """The controller worker that runs its controller; 0 until that has answered."""
     same_machine: bool = False

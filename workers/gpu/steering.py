@@ -62,7 +62,7 @@ def decision_timeout(settings: Settings) -> float:
 
 
 class Steering:
-    """Requests with controllers. ``post`` sends frames.
+    """Requests with controllers. ``post`` sends frames over a link.
 
     ``timeout_s``: how long a decision may take before its sequence ends with an error, by
     ``clock``, which counts seconds; ``again_s``: how much longer where a controller is started
@@ -71,7 +71,7 @@ class Steering:
 
     def __init__(
         self,
-        post: Callable[[list[bytes]], None],
+        post: Callable[[list[bytes], int], None],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         metrics: WorkerMetrics | None = None,
@@ -101,9 +101,15 @@ class Steering:
     # --- requests -------------------------------------------------------------------------------
 
     def start(
-        self, request: int, engine: Engine, start: Start, given: Mapping[int, Given] | None = None
+        self,
+        request: int,
+        engine: Engine,
+        start: Start,
+        given: Mapping[int, Given] | None = None,
+        link: int = 0,
     ) -> None:
-        """Starts the controller of a request that was just added to its engine.
+        """Starts the controller of a request that was just added to its engine, by the broker
+        behind ``link``.
 
         With ``start.replay`` it is started again: a decision of each sequence that lives is awaited
         for longer, and of what it gives again nothing that its client has (``given``) is sent.
@@ -118,13 +124,14 @@ class Steering:
                 path="$.controller_arg",
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
-        self._requests[request] = steered = Steered(engine, eos, inspect=start.inspect)
+        steered = Steered(engine, eos, link, inspect=start.inspect)
+        self._requests[request] = steered
         steered.given.update(given or {})
         rounds = sum(1 + len(one.tokens) for one in start.replay)
         for seq in engine.sequences(request):
             self._await((request, seq))
             self._awaited[request, seq] += rounds * REPLAYED_ROUND_S + self._again_s * bool(rounds)
-        self._post([b"START", encode_header(request), body])
+        self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
         """A request is about to be cancelled: notes how the texts of its sequences end, where their
@@ -239,8 +246,11 @@ class Steering:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def on_result(self, worker: int, body: bytes, attachments: list[bytes]) -> list[TokenOutput]:
-        """Applies the decisions of a RESULT; the ends that were kept for them.
+    def on_result(
+        self, worker: int, body: bytes, attachments: list[bytes], link: int = 0
+    ) -> list[TokenOutput]:
+        """Applies the decisions of a RESULT, which came over ``link``; the ends that were kept for
+        them.
 
         An entry that is malformed, or cannot be applied, ends its own sequence with an error.
         Raises RequestError where the body is no RESULT.
@@ -250,7 +260,7 @@ class Steering:
         for one in valid:
             if self._samples_under_row(worker, one):
                 continue
-            steered = self._steered_by(worker, one.request, host)
+            steered = self._steered_by(worker, one.request, host, link)
             if steered is None:
                 continue
             try:
@@ -258,7 +268,7 @@ class Steering:
             except Exception as error:
                 ends += self._refuse(steered, one, error)
         for entry in invalid:
-            steered = self._steered_by(worker, entry.request, host)
+            steered = self._steered_by(worker, entry.request, host, link)
             if steered is not None:
                 text = f"its controller worker sent a decision that is malformed: {entry.error}"
                 key = (entry.request, entry.seq)
@@ -285,10 +295,11 @@ class Steering:
         del self._awaited[key]
         return True
 
-    def _steered_by(self, worker: int, request: int, host: str) -> Steered | None:
-        """The request of a decision that this worker sent; None where it is over or another's."""
+    def _steered_by(self, worker: int, request: int, host: str, link: int) -> Steered | None:
+        """The request of a decision that this worker sent; None where it is over or another's, or
+        goes on behind another broker."""
         steered = self._requests.get(request)
-        if steered is None:
+        if steered is None or steered.link != link:
             return None
         if not steered.worker:
             steered.worker = worker
@@ -520,7 +531,8 @@ class Steering:
         file = self._files.get(worker, engine.mask_words)
         if file is not None:
             step.masks, step.rows, step.row_bytes = file.path, ROWS, file.row_bytes
-        self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")])
+        link = self._requests[sequences[0].request].link
+        self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")], link)
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:

@@ -62,6 +62,8 @@ class Stream:
     """Sequences that have not ended."""
     columns: bool = False
     """Whether its client takes tokens in columns."""
+    link: int = 0
+    """The link to the broker that its client is at."""
     type: bytes = b"GENERATE"
     frames: list[bytes] = field(default_factory=list)
     """Its request: body and attachments, for a broker that was restarted."""
@@ -100,9 +102,9 @@ class Stream:
     """How often it had moved when it came here."""
 
     @classmethod
-    def of(cls, header: Header, stream_id: int, model: str, live: int = 1) -> Stream:
+    def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
         """The stream of a request's header."""
-        stream = cls(header.request, header.address, stream_id, "json", model, live)
+        stream = cls(header.request, header.address, stream_id, "json", model, live, link=link)
         stream.take_form(header.flags)
         stream.arrived = stream.received - header.waited_s
         return stream

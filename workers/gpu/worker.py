@@ -26,16 +26,20 @@ from ...protocol.metrics import Series
 from ...protocol.pages import join_keys
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import (
+    Claim,
+    Claimed,
     FetchTokenizer,
     LiveRequest,
     Lost,
     Pages,
     Register,
     Registered,
+    Released,
     TokenizerAnswer,
 )
-from ..bus import Bus, FromBus
-from .arrivals import Arrivals
+from .. import bus
+from ..bus import Bus, FromBus, refused_frames
+from .arrivals import Arrivals, Request
 from .engine import Engine, StepOutputs
 from .live_streams import LiveStreams
 from .models import Models, device_works
@@ -47,6 +51,13 @@ log = logging.getLogger(__name__)
 
 PAGES_EVERY_S = 0.1
 """What the KV caches hold is reported this often, where it has changed."""
+REQUESTS: dict[bytes, type[Request]] = {
+    b"GENERATE": Generate,
+    b"SCORE": Score,
+    b"MODEL_INFO": ModelInfoRequest,
+    b"TOKENIZER": ModelTokenizerRequest,
+}
+"""What clients ask of a GPU worker: type to body."""
 IDLE_S = 0.25
 """How long a worker without work waits for a message before it checks its own state again."""
 
@@ -64,6 +75,8 @@ class GpuWorker:
             metrics=self._series,
             health=HealthFile(settings),
             key=own_key(settings, "worker"),
+            link_of=self._link_of,
+            elsewhere=self._elsewhere,
         )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
@@ -83,8 +96,8 @@ class GpuWorker:
         self._pages_at = 0.0
         self._all_pages = False
         """Whether the broker is to get all pages, and not only what has changed."""
-        self._handed_over = False
-        """Whether other workers continue what it has."""
+        self._handed_over: set[int] = set()
+        """The links of the brokers at which other workers continue what it has."""
         self._stop_reason = ""
         self._failed: str | None = None
         """Why the worker cannot go on."""
@@ -135,7 +148,8 @@ class GpuWorker:
             return False
         timed_out = time.monotonic() - self._draining_since > self._settings.drain_s
         return (
-            timed_out or self._handed_over or not (len(self._streams) or self._arrivals.num_waiting)
+            timed_out
+            or {s.link for s in (*self._streams, *self._arrivals.streams())} <= self._handed_over
         )
 
     def _take(self) -> None:
@@ -205,7 +219,7 @@ class GpuWorker:
             return
         body = encode_body(Pages(reset=self._all_pages), "msgpack")
         self._pages_at, self._all_pages = now, False
-        self._bus.post([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
+        self._bus.post_all([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
 
     def _computed(self, engine: Engine) -> StepOutputs:
         """What one step of an engine gives its clients.
@@ -251,69 +265,116 @@ class GpuWorker:
     # --- messages -------------------------------------------------------------------------------
 
     def _on_message(self, message: FromBus) -> None:
+        kind = REQUESTS.get(message.type)
+        if kind is not None:
+            self._request(message, kind)
+            return
         match message.type:
-            case b"GENERATE":
-                self._arrivals.request(message, Generate)
-            case b"SCORE":
-                self._arrivals.request(message, Score)
-            case b"MODEL_INFO":
-                self._arrivals.request(message, ModelInfoRequest)
-            case b"TOKENIZER":
-                self._arrivals.request(message, ModelTokenizerRequest)
             case b"CANCEL":
-                self._cancel(message.header.request, decode_as(Cancel, message.body))
+                stream = self._stream(message.header.request)
+                if stream is not None and stream.link == message.link:
+                    self._cancel(stream, decode_as(Cancel, message.body))
             case b"ATTACH":
                 stream = self._stream(message.header.request)
-                if stream is not None:
+                if stream is not None and stream.link == message.link:
                     received = decode_as(Attach, message.body).received
                     self._streams.attach(stream, received, message.header.flags)
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
-                ends = self._steering.on_result(worker, message.body, attachments)
+                ends = self._steering.on_result(worker, message.body, attachments, message.link)
                 if ends:
                     self._streams.send(ends)
             case b"LOST":
-                self._lost(decode_as(Lost, message.body, "msgpack"))
+                self._lost(decode_as(Lost, message.body, "msgpack"), message.link)
             case b"FETCH_TOKENIZER":
                 self._tokenizer(message)
             case b"HANDOVER":
-                self._handed_over = True
+                self._handed_over.add(message.link)
             case b"DRAIN":
                 self.stop("the broker drains it")
             case b"REGISTERED":
-                self._registered(decode_as(Registered, message.body, "msgpack"))
+                self._registered(decode_as(Registered, message.body, "msgpack"), message.link)
+            case b"CLAIM":
+                self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
+            case bus.LEASE_ENDED:
+                # What it runs goes on, for the next broker there or for another one.
+                pass
             case _:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
 
-    def _registered(self, answer: Registered) -> None:
+    def _request(self, message: FromBus, kind: type[Request]) -> None:
+        """A request for this worker; refused where those of other brokers leave no room for it."""
+        elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
+        known = self._stream(message.header.request) if elsewhere else None
+        if known is not None:
+            # That broker could not be notified, and thinks that it was lost.
+            self._leave_to_another([known.request], message.link)
+        elif elsewhere and self._num_requests >= self._settings.capacity:
+            self._bus.post(refused_frames(message, elsewhere), message.link)
+        else:
+            self._arrivals.request(message, kind)
+
+    def _claim(self, session: int, link: int) -> None:
+        """The client of a session has come to another broker: all that is there of it goes on
+        behind that one."""
+        released: dict[int, list[int]] = {}
+        for stream in (*self._arrivals.streams(), *self._streams.reported()):
+            if stream.session != session or stream.type not in (b"GENERATE", b"SCORE"):
+                continue
+            if stream.link != link:
+                released.setdefault(stream.link, []).append(stream.request)
+                stream.link = link
+                # The broker that it leaves may move a copy of it once more before it is notified;
+                # of the two, the client then knows this one by more moves.
+                stream.moves += 2
+            self._go_on(stream, "its client has come to another broker")
+        for left, requests in released.items():
+            self._leave_to_another(requests, left)
+        body = encode_body(Claimed(session=session), "msgpack")
+        self._bus.post([b"CLAIMED", encode_header(), body], link)
+
+    def _leave_to_another(self, requests: list[int], link: int) -> None:
+        """Notifies a broker that these requests go on behind another one."""
+        body = encode_body(Released(requests=requests), "msgpack")
+        self._bus.post([b"RELEASED", encode_header(), body], link)
+
+    def _go_on(self, stream: Stream, why: str) -> None:
+        """A stream goes on behind another broker, which gets its journal."""
+        self._streams.send_journal(stream)
+        if self._streams.get(stream.request) is stream:
+            # What its controller worker and this one sent each other may be lost.
+            self._start_again(stream, "", why)
+
+    def _registered(self, answer: Registered, link: int) -> None:
         """Drops the streams that the broker has given to others while there was no lease. Of those
         that go on here it gets the journals, as it was restarted or out of reach."""
-        kept = self._bus.kept(answer)
+        kept = self._bus.kept(answer, link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
+            if stream.link != link:
+                continue
             request = stream.request
             if request in answer.unknown or (kept is not None and request not in kept):
                 self._arrivals.drop(request)
                 self._streams.drop(request)
-        self._bus.registered(answer)
+        self._bus.registered(answer, link)
         # What was reported before was dropped, or was for another broker.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
-            if wanted is None or wanted.type not in (b"GENERATE", b"SCORE"):
-                self._bus.post(gone_frames(request))
-                continue
-            self._streams.send_journal(wanted)
-            if self._streams.get(request) is wanted:
-                # What its controller worker and this one sent each other may be lost.
-                self._start_again(wanted, "", "the connection to the broker was lost")
+            if wanted is not None and wanted.link != link:
+                self._leave_to_another([request], link)
+            elif wanted is None or wanted.type not in (b"GENERATE", b"SCORE"):
+                self._bus.post(gone_frames(request), link)
+            else:
+                self._go_on(wanted, "the connection to the broker was lost")
 
     def _stream(self, request: int) -> Stream | None:
         """The stream of a request, whether an engine has it or it waits for its model."""
         return self._streams.get(request) or self._arrivals.stream(request)
 
-    def _cancel(self, request: int, cancel: Cancel) -> None:
-        stream = self._streams.get(request)
-        if stream is None:
+    def _cancel(self, stream: Stream, cancel: Cancel) -> None:
+        request = stream.request
+        if self._streams.get(request) is None:
             self._arrivals.cancel(request, cancel)
             return
         engine = self._models.engines[stream.model]
@@ -322,13 +383,13 @@ class GpuWorker:
         ends = self._steering.kept_ends(request)
         self._streams.send([*ends, *self._steering.with_notes(request, aborted)])
 
-    def _lost(self, lost: Lost) -> None:
+    def _lost(self, lost: Lost, link: int) -> None:
         """Controllers that are lost are started again, elsewhere; those that no worker can run end
         their requests, after what these have computed."""
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)
-            if stream is None:
+            if stream is None or stream.link != link:
                 continue
             if lost.code == Code.WORKER_LOST:
                 self._start_again(stream, lost.worker, lost.message)
@@ -356,7 +417,8 @@ class GpuWorker:
         answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)
         head = encode_header(0, message.header.address)
         attachments = [json] if json is not None else []
-        self._bus.post([b"TOKENIZER_JSON", head, encode_body(answer, "msgpack"), *attachments])
+        frames = [b"TOKENIZER_JSON", head, encode_body(answer, "msgpack"), *attachments]
+        self._bus.post(frames, message.link)
 
     def _release(self, stream: Stream) -> None:
         """Frees what the engine and the controllers keep of a stream that is over."""
@@ -365,7 +427,19 @@ class GpuWorker:
         if engine is not None:
             engine.abort(stream.request)
 
-    # --- registration and heartbeat (on the bus thread) -------------------------------------------
+    # --- registration and heartbeat (on a bus thread) ---------------------------------------------
+
+    def _link_of(self, request: int) -> int | None:
+        stream = self._stream(request) or self._streams.kept(request)
+        return stream.link if stream is not None else None
+
+    def _elsewhere(self, link: int) -> int:
+        """How many requests are there behind other brokers than that of a link."""
+        return sum(s.link != link for s in (*self._streams, *self._arrivals.streams()))
+
+    @property
+    def _num_requests(self) -> int:
+        return len(self._streams) + self._arrivals.num_waiting
 
     def _registration(self) -> Register:
         live = [
@@ -396,7 +470,7 @@ class GpuWorker:
         for engine in list(self._models.engines.values()):
             for name, value in engine.stats().items():
                 load[name] = load.get(name, 0.0) + value
-        return len(self._streams) + waiting, load
+        return self._num_requests, load
 
     def _series(self) -> list[Series]:
         return self._streams.metrics.series(dict(self._models.engines))

@@ -29,7 +29,7 @@ from ...protocol.worker_messages import (
     Variable,
     VariableAnswer,
 )
-from ..bus import Bus, FromBus
+from ..bus import LEASE_ENDED, Bus, FromBus
 from .durable import DurableVariables
 from .tenant_requests import TenantRequests
 from .variables import VariableStorage
@@ -69,6 +69,13 @@ class StateWorker:
             health=HealthFile(settings),
             key=own_key(settings, "worker"),
         )
+        every = range(self._bus.num_links)
+        self._links: dict[int, set[int]] = {
+            request: set(every) for request in self._variables.requests
+        }
+        """By request: the links to the brokers that may have it, those over which operations of it
+        came; of one that was in the log, all. One that has gone on behind another broker is ended
+        by the first one too."""
         self._tenants = TenantRequests()
         self._ops = 0
         self._stop_reason = ""
@@ -81,7 +88,8 @@ class StateWorker:
                 if message.type == b"DRAIN":
                     # No operation is in progress, and the next state worker replays the log.
                     self.stop("the broker requested it")
-                else:
+                elif message.type != LEASE_ENDED:
+                    # After that, the variables are needed where the requests go on.
                     log.warning(
                         "ignored a message of type %r, which a state worker does not take",
                         message.type,
@@ -112,14 +120,12 @@ class StateWorker:
                 if message.type == b"MODULE_TABLE":
                     self._table(message)
                 elif message.type == b"END":
-                    ended = decode_as(End, message.body, "msgpack").requests
-                    self._variables.end(ended)
-                    self._tenants.end(ended)
+                    end: End = decode_as(End, message.body, "msgpack")
+                    self._end(end.requests, message.link, end.elsewhere)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
-                    self._variables.end(answer.unknown)
-                    self._tenants.end(answer.unknown)
-                    self._bus.registered(answer)
+                    self._end(answer.unknown, message.link)
+                    self._bus.registered(answer, message.link)
                 else:
                     others.append(message)
             except (TokenbusError, DecodeError) as error:
@@ -131,6 +137,19 @@ class StateWorker:
                 log.exception("a %r message failed", message.type)
         self._do(run)
         return others
+
+    def _end(self, requests: list[int], link: int, elsewhere: bool = False) -> None:
+        """These requests have ended, or are unknown, at a broker: the variables go of those that no
+        other broker may have. ``elsewhere``: they go on behind another one."""
+        over = []
+        for request in requests:
+            links = self._links.get(request, set())
+            links.discard(link)
+            if not (links or elsewhere):
+                self._links.pop(request, None)
+                over.append(request)
+        self._variables.end(over)
+        self._tenants.end(over)
 
     def _do(self, messages: list[FromBus]) -> None:
         """Applies operations and posts their answers."""
@@ -155,6 +174,7 @@ class StateWorker:
             if beyond is not None:
                 self._refuse(message, beyond)
                 continue
+            self._links.setdefault(op.request, set()).add(message.link)
             ops.append((op, message.body))
             asked.append(message)
         try:
@@ -173,7 +193,7 @@ class StateWorker:
         """Reads or replaces the table of a tenant's modules, and posts the answer."""
         answer = self._variables.table(_table(message.body))
         header = encode_header(0, message.header.address)
-        self._bus.post([b"MODULE_TABLE_ANSWER", header, _encode(answer)])
+        self._bus.post([b"MODULE_TABLE_ANSWER", header, _encode(answer)], message.link)
 
     def _beyond_quota(self, op: Variable, message: FromBus) -> str | None:
         """Why an operation is refused that its tenant's quota has no room for."""
@@ -197,7 +217,7 @@ class StateWorker:
 
     def _post(self, message: FromBus, answer: VariableAnswer) -> None:
         header = encode_header(message.header.request, message.header.address)
-        self._bus.post([b"VARIABLE_ANSWER", header, _encode(answer)])
+        self._bus.post([b"VARIABLE_ANSWER", header, _encode(answer)], message.link)
 
     def _registration(self) -> Register:
         return Register(

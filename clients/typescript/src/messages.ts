@@ -129,6 +129,11 @@ export interface Hello {
   readonly encodings?: readonly string[] | undefined;
   /** The token of a `WELCOME`: take that session over, under the same key. */
   readonly session?: string | null | undefined;
+  /**
+   * The session may have been at another broker since it was at this one, if it was: the broker
+   * asks the workers for its live streams. The client sends its buffers again. Default: false.
+   */
+  readonly elsewhere?: boolean | undefined;
   /** Name and version of the program, for the operator. */
   readonly client?: string | undefined;
   /**

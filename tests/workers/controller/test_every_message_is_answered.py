@@ -150,7 +150,7 @@ class Worker:
         found: list[StepResult] = []
 
         def there() -> bool:
-            for frames in list(self._bus._outbox):
+            for frames in list(self._bus._links[0]._outbox):
                 if frames[0] != b"RESULT":
                     continue
                 assert decode_header(frames[1]).address == GPU
@@ -159,13 +159,17 @@ class Worker:
             return bool(found)
 
         until(there, BOUND_S, f"no RESULT for sequence {seq} of request {request}")
-        self._bus._outbox.clear()
+        self._bus._links[0]._outbox.clear()
         return found[-1]
 
     def first(self, kind: bytes) -> list[bytes]:
         """The first message of a type."""
-        until(lambda: kind in [f[0] for f in list(self._bus._outbox)], BOUND_S, f"no {kind!r}")
-        return next(list(f) for f in list(self._bus._outbox) if f[0] == kind)
+        until(
+            lambda: kind in [f[0] for f in list(self._bus._links[0]._outbox)],
+            BOUND_S,
+            f"no {kind!r}",
+        )
+        return next(list(f) for f in list(self._bus._links[0]._outbox) if f[0] == kind)
 
     def close(self) -> None:
         self.worker.stop("the test is over")
@@ -272,7 +276,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
 
 def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
     sent = threading.Event()
-    calls = VariableCalls(lambda frames: sent.set())
+    calls = VariableCalls(lambda frames, link: sent.set())
     errors: list[str] = []
 
     def asks() -> None:

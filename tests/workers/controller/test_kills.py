@@ -262,8 +262,9 @@ def _until_waiting(system: System, guests: int) -> None:
 def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
     posted: list[list[bytes]] = []
+    calls = variable_calls.VariableCalls(lambda frames, link: posted.append(frames))
     with pytest.raises(ControllerError) as caught:
-        variable_calls.VariableCalls(posted.append).perform(Variable(1, 0, 1, "get", "name"))
+        calls.perform(Variable(1, 0, 1, "get", "name"))
     assert len(posted) == 2
     assert caught.value.code == "controller_failed"
     assert caught.value.message == (
@@ -283,7 +284,7 @@ def test_an_operation_that_may_succeed_later_is_sent_again_until_it_does(
     def perform(*answers: VariableAnswer) -> tuple[VariableCalls, list[list[bytes]]]:
         left, posted = list(answers), list[list[bytes]]()
 
-        def post(frames: list[bytes]) -> None:
+        def post(frames: list[bytes], link: int) -> None:
             posted.append(frames)
             calls.on_answer(encode_body(left.pop(0) if len(left) > 1 else left[0], "msgpack"))
 

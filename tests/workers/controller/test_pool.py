@@ -26,7 +26,7 @@ def happens(event: threading.Event, what: str) -> None:
 def test_other_jobs_run_while_as_many_guests_as_threads_wait_for_the_state_worker() -> None:
     pool = Pool(2)
     sent = threading.Semaphore(0)
-    calls = VariableCalls(lambda frames: sent.release())
+    calls = VariableCalls(lambda frames, link: sent.release())
     answers: list[VariableAnswer] = []
 
     def asks(request: int) -> Job:

@@ -46,11 +46,11 @@ class Controllers:
         self._loop, self._storage, self._rng = loop, storage, rng
         self._groups: dict[int, SequenceGroup] = {}
         self._rounds: deque[tuple[SequenceGroup, Round]] = deque()
-        self._seen = len(loop.worker._bus._outbox)
+        self._seen = len(loop.worker._bus._links[0]._outbox)
 
     def turn(self) -> None:
         """Takes what was sent to it, and sends some of the results that are due."""
-        outbox = list(self._loop.worker._bus._outbox)
+        outbox = list(self._loop.worker._bus._links[0]._outbox)
         for frames in outbox[self._seen :]:
             if frames[0] == b"START":
                 self._start(decode_header(frames[1]).request, decode_as(Start, frames[2]))

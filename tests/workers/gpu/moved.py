@@ -90,7 +90,7 @@ class Moving:
 
 def check_notice(loop: Loop) -> None:
     """The client was notified once, before the first new entry."""
-    kinds = [frames[0] for frames in loop.worker._bus._outbox]
+    kinds = [frames[0] for frames in loop.worker._bus._links[0]._outbox]
     if not any(token_messages(loop)):
         assert b"SYSTEM" not in kinds
         return

@@ -198,7 +198,7 @@ class Bench:
             if self.live[o.request] == 0:
                 self.steering.forget(o.request)
 
-    def _posted(self, frames: list[bytes]) -> None:
+    def _posted(self, frames: list[bytes], link: int) -> None:
         message_type, header, body = frames
         if message_type == b"START":
             self.starts.append((decode_header(header).request, decode_as(Start, body)))

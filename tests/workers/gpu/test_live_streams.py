@@ -28,7 +28,8 @@ class Sent:
         self.frames: list[Frames] = []
         self.released: list[int] = []
         self.streams = LiveStreams(
-            self.frames.append, lambda stream: self.released.append(stream.request)
+            lambda frames, link: self.frames.append(frames),
+            lambda stream: self.released.append(stream.request),
         )
         for request in requests:
             encoding: Encoding = "json" if form == "json" else "msgpack"

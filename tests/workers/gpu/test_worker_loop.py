@@ -65,11 +65,12 @@ class Loop:
         address: int = 0,
         flags: int = 0,
         attachments: Iterable[bytes] = (),
+        link: int = 0,
     ) -> None:
-        """A message has arrived."""
+        """A message has arrived over a link."""
         encoded = body if isinstance(body, bytes) else encode_body(body, "msgpack")
         header = Header(request, address, flags)
-        self.worker._bus._inbox.put([FromBus(kind, header, encoded, list(attachments))])
+        self.worker._bus._inbox.put([FromBus(kind, header, encoded, list(attachments), link)])
 
     def generate(
         self,
@@ -77,6 +78,7 @@ class Loop:
         controller: str | None = None,
         max_tokens: int = 50,
         model: str = "m",
+        link: int = 0,
     ) -> None:
         body = {
             "model": model,
@@ -87,7 +89,7 @@ class Loop:
             "controller": controller,
         }
         body = {name: value for name, value in body.items() if value is not None}
-        self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request)
+        self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request, link=link)
 
     def decide(self, request: int, then: Any) -> None:
         """The controller of a request has decided."""
@@ -102,9 +104,9 @@ class Loop:
         worker._expire()
         worker._step()
 
-    def sent(self, kind: bytes) -> list[list[bytes]]:
-        """The messages of a type that were sent so far."""
-        return [frames for frames in self.worker._bus._outbox if frames[0] == kind]
+    def sent(self, kind: bytes, link: int = 0) -> list[list[bytes]]:
+        """The messages of a type that were sent over a link so far."""
+        return [frames for frames in self.worker._bus._links[link]._outbox if frames[0] == kind]
 
     def entries(self, request: int) -> list[Any]:
         """The entries that the client of a request has received."""
@@ -132,16 +134,16 @@ def test_a_message_that_hangs_counts_as_a_step_that_does(
     handle = loop.worker._on_message
 
     def note(message: FromBus) -> None:
-        ages.append(bus._beat(time.monotonic()).step_age_s)
+        ages.append(bus.beat(0, time.monotonic()).step_age_s)
         handle(message)
-        ages.append(bus._beat(time.monotonic()).step_age_s)
+        ages.append(bus.beat(0, time.monotonic()).step_age_s)
 
     monkeypatch.setattr(loop.worker, "_on_message", note)
     loop.generate(1)
     loop.turn()
     assert len(ages) == 2
     assert None not in ages
-    assert bus._beat(time.monotonic()).step_age_s is None
+    assert bus.beat(0, time.monotonic()).step_age_s is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -254,6 +256,8 @@ def test_a_controller_starts_before_the_first_step_of_a_model_that_was_loaded_fo
     loop.turn()
     bus = loop.worker._bus
     sent: list[bytes] = []
-    monkeypatch.setattr(bus._carrier, "wake", lambda: sent.extend(f[0] for f in bus._outbox))
+    monkeypatch.setattr(
+        bus._links[0]._carrier, "wake", lambda: sent.extend(f[0] for f in bus._links[0]._outbox)
+    )
     loop.load("n")
     assert b"START" in sent

@@ -24,8 +24,8 @@ def operation(request: int, count: int) -> FromBus:
 
 
 def answers(worker: StateWorker) -> list[VariableAnswer]:
-    posted = list(worker._bus._outbox)
-    worker._bus._outbox.clear()
+    posted = list(worker._bus._links[0]._outbox)
+    worker._bus._links[0]._outbox.clear()
     return [msgpack.decode(frames[2], type=VariableAnswer) for frames in posted]
 
 

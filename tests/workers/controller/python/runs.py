@@ -40,7 +40,7 @@ def variable_calls() -> VariableCalls:
     """A worker's way to the variables, with a state worker's storage at its end."""
     storage = VariableStorage()
 
-    def post(frames: list[bytes]) -> None:
+    def post(frames: list[bytes], link: int) -> None:
         answer = storage.apply(decode_as(Variable, frames[2], "msgpack"))
         calls.on_answer(encode_body(answer, "msgpack"))
 

@@ -1,0 +1,191 @@
+"""A GPU worker that is registered with two brokers: what goes to which of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import msgpack
+from tokenbus.protocol.header import decode_header, decode_manifest
+from tokenbus.protocol.messages import Cancel
+from tokenbus.protocol.worker_messages import (
+    Claim,
+    Claimed,
+    Journal,
+    Refused,
+    Registered,
+    Released,
+)
+from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+
+from .test_worker_loop import CONTROLLER, Loop
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture
+def loop(embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+    return Loop(tmp_path, embedded, brokers=2, capacity=2)
+
+
+def streams(loop: Loop, link: int) -> list[int]:
+    """The stream of each entry that was sent over a link, in order."""
+    bodies = [body for frames in loop.sent(b"TOKEN", link) for body in frames[2:]]
+    return [entry["stream_id"] for body in bodies for entry in msgspec.json.decode(body)]
+
+
+def clear(loop: Loop) -> None:
+    for link in loop.worker._bus._links:
+        link._outbox.clear()
+
+
+def claim(loop: Loop, request: int, link: int) -> None:
+    """The client of a request has come to another broker."""
+    loop.give(b"CLAIM", Claim(session=100 + request), link=link)
+
+
+def bodies(loop: Loop, kind: bytes, body: Any, link: int) -> list[Any]:
+    return [msgpack.decode(frames[2], type=body) for frames in loop.sent(kind, link)]
+
+
+def test_the_tokens_of_a_step_go_to_the_broker_of_each_stream(loop: Loop) -> None:
+    loop.generate(1, link=0)
+    loop.generate(2, link=1)
+    for _ in range(4):
+        loop.turn()
+    assert set(streams(loop, 0)) == {1}
+    assert set(streams(loop, 1)) == {2}
+    assert len(streams(loop, 0)) == len(streams(loop, 1)) >= 3
+
+
+def test_a_stream_goes_on_behind_the_broker_that_claims_its_session(loop: Loop) -> None:
+    loop.generate(1)
+    for _ in range(3):
+        loop.turn()
+    sent = len(streams(loop, 0))
+    claim(loop, 1, link=1)
+    loop.worker._receive()
+    assert bodies(loop, b"RELEASED", Released, 0) == [Released(requests=[1])]
+    [journal] = loop.sent(b"JOURNAL", 1)
+    assert decode_header(journal[1])[:2] == (1, 101)
+    reported = msgpack.decode(journal[2], type=Journal)
+    assert (reported.type, reported.moves) == ("GENERATE", 2)
+    assert b'"prompt"' in journal[4]
+    kinds = [frames[0] for frames in loop.worker._bus._links[1]._outbox]
+    assert kinds[-2:] == [b"JOURNAL", b"CLAIMED"]
+    assert bodies(loop, b"CLAIMED", Claimed, 1) == [Claimed(session=101)]
+    for _ in range(3):
+        loop.turn()
+    assert len(streams(loop, 0)) == sent
+    assert len(streams(loop, 1)) >= 2
+
+
+def test_a_controller_starts_again_behind_the_broker_that_claims_its_session(loop: Loop) -> None:
+    loop.generate(1, controller="c")
+    loop.turn()
+    assert len(loop.sent(b"START", 0)) == 1
+    claim(loop, 1, link=1)
+    loop.turn()
+    assert len(loop.sent(b"START", 1)) == 1
+    # What the controller worker of before decides is void.
+    loop.decide(1, "stop")
+    loop.turn()
+    assert loop.worker._streams.get(1) is not None
+    results = msgpack.encode({"sequences": [[1, 0, "stop"]], "host": "elsewhere"})
+    loop.give(b"RESULT", results, 0, CONTROLLER + 1, link=1)
+    for _ in range(3):
+        loop.turn()
+    assert loop.worker._streams.get(1) is None
+    assert streams(loop, 1) == [1]
+
+
+def test_a_stream_that_has_ended_is_claimed_too(loop: Loop) -> None:
+    loop.generate(1, max_tokens=2)
+    while not loop.worker._streams.kept(1):
+        loop.turn()
+    claim(loop, 1, link=1)
+    loop.turn()
+    [journal] = loop.sent(b"JOURNAL", 1)
+    assert msgpack.decode(journal[2], type=Journal).ended
+
+
+def test_a_broker_cannot_end_what_goes_on_behind_another(loop: Loop) -> None:
+    loop.generate(1)
+    loop.turn()
+    claim(loop, 1, link=1)
+    loop.give(b"CANCEL", Cancel(stream_id=1), 1, link=0)
+    answer = Registered(worker=9, heartbeat_s=1.0, expiry_s=5.0, unknown=[1])
+    loop.give(b"REGISTERED", answer, link=0)
+    loop.turn()
+    assert loop.worker._streams.get(1) is not None
+    loop.give(b"CANCEL", Cancel(stream_id=1), 1, link=1)
+    loop.turn()
+    assert loop.worker._streams.get(1) is None
+
+
+def test_a_broker_that_sends_a_stream_which_is_behind_another_is_notified(loop: Loop) -> None:
+    loop.generate(1)
+    loop.turn()
+    claim(loop, 1, link=1)
+    loop.turn()
+    clear(loop)
+    loop.generate(1, link=0)
+    loop.turn()
+    assert bodies(loop, b"RELEASED", Released, 0) == [Released(requests=[1])]
+    assert streams(loop, 0) == []
+    assert streams(loop, 1) != []
+
+
+def test_a_broker_registers_and_counts_only_what_is_its_own(loop: Loop) -> None:
+    loop.generate(1, link=0)
+    loop.generate(2, link=1)
+    loop.turn()
+    bus = loop.worker._bus
+    assert [[one.request for one in bus.registration(link).live] for link in (0, 1)] == [[1], [2]]
+    beats = [bus.beat(link, 0.0) for link in (0, 1)]
+    assert [(beat.requests, beat.elsewhere) for beat in beats] == [(2, 1), (2, 1)]
+
+
+def test_a_request_is_refused_for_which_those_of_other_brokers_leave_no_room(loop: Loop) -> None:
+    loop.generate(1, link=0)
+    loop.generate(2, link=0)
+    loop.turn()
+    loop.generate(3, link=1)
+    loop.turn()
+    [refused] = loop.sent(b"REFUSED", 1)
+    assert decode_header(refused[1]).request == 3
+    assert msgpack.decode(refused[2], type=Refused) == Refused(type="GENERATE", elsewhere=2)
+    assert msgspec.json.decode(refused[3])["stream_id"] == 3
+    assert 3 not in [s.request for s in loop.worker._streams]
+
+
+def test_what_a_worker_with_one_broker_gets_is_never_refused(
+    embedded: LoadedModel, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, embedded, capacity=1)
+    for request in (1, 2):
+        loop.generate(request)
+    loop.turn()
+    assert len(loop.worker._streams) == 2
+    assert {decode_manifest(frames[1]).sessions for frames in loop.sent(b"TOKEN")} <= {(101, 102)}
+
+
+def test_a_worker_hands_over_when_all_brokers_with_streams_of_it_have_said_so(loop: Loop) -> None:
+    loop.generate(1, link=0)
+    loop.generate(2, link=1)
+    loop.turn()
+    loop.worker.stop("it drains")
+    assert not loop.worker._done()
+    loop.give(b"HANDOVER", {}, link=0)
+    loop.turn()
+    assert not loop.worker._done()
+    loop.give(b"HANDOVER", {}, link=1)
+    loop.turn()
+    assert loop.worker._done()

@@ -1,0 +1,228 @@
+"""A worker's link to one broker: its lease there, what it posts, and what carries it.
+
+A worker has a link to each broker of its list. Each has a lease of its own: what happens to one of
+them is of no concern to the others.
+
+After a lease has ended, nothing that was computed for its requests may reach anybody: the broker
+has given them to others. So from the ``REGISTER`` of a new lease on, what is posted is dropped,
+until the worker has handled the ``REGISTERED`` that answers it, and calls ``registered``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from ..protocol.errors import TokenbusError
+from ..protocol.frames import Frames
+from ..protocol.header import Header, decode_header
+from ..protocol.ids import boot_of
+from ..protocol.keys import OwnKey
+from ..protocol.worker_messages import Heartbeat, Register, Registered
+from ..transport.carrier import carrier
+from .lease import Lease, RefusedError
+
+log = logging.getLogger(__name__)
+
+LINGER_MS = 1000
+"""How long a worker that leaves goes on sending what it has posted."""
+
+
+class FromBus(NamedTuple):
+    """A message that a broker passed on: its type, header, body and attachments."""
+
+    type: bytes
+    header: Header
+    body: bytes
+    attachments: list[bytes]
+    link: int = 0
+    """The link on which it came: the number of its broker in the worker's list."""
+
+
+class Worker(Protocol):
+    """What a link needs of its worker. Called on the link's thread; ``registration`` on the
+    worker's own too."""
+
+    def registration(self, link: int) -> Register:
+        """What to register with at a broker."""
+
+    def beat(self, link: int, now: float) -> Heartbeat:
+        """The heartbeat for a broker."""
+
+    def take_in(self, messages: list[FromBus]) -> None:
+        """Messages that have arrived."""
+
+    def lease_ended(self, link: int) -> None:
+        """The lease at a broker is over: what has arrived of its requests is void."""
+
+    def link_ended(self, reason: str) -> None:
+        """The thread of a link has ended: closed by its owner (an empty reason), or for another."""
+
+
+class Link:
+    """The link with this number, to the broker at ``endpoint``; raises AddressError."""
+
+    def __init__(self, number: int, endpoint: str, worker: Worker, key: OwnKey | None) -> None:
+        self.number = number
+        self._outbox: deque[Frames] = deque()
+        self._gate = threading.Lock()
+        self._muted = False
+        """Whether what is posted is dropped; changed by who holds ``_gate``."""
+        self._handled = 0
+        """The lease whose ``REGISTERED`` the worker has handled."""
+
+        def registration() -> Register:
+            return worker.registration(number)
+
+        def beat(now: float) -> Heartbeat:
+            return worker.beat(number, now)
+
+        self.lease = Lease(registration, beat, time.monotonic())
+        peer = _WorkerPeer(number, endpoint, self.lease, self._outbox, worker, self._mute)
+        name = f"bus-{number}" if number else "bus"
+        self._carrier = carrier(endpoint, peer, name, LINGER_MS, packed=True, key=key)
+
+    def start(self) -> None:
+        """Connects and registers."""
+        self._carrier.start()
+
+    def assigned(self, worker: int) -> bool:
+        """Whether the broker behind this link gave a worker this id."""
+        return boot_of(worker) == boot_of(self.lease.worker)
+
+    def post(self, frames: Frames, wake: bool) -> None:
+        """Sends a message, or drops it where the lease has ended for which it was made."""
+        with self._gate:
+            if self._muted:
+                return
+            self._outbox.append(frames)
+        if wake:
+            self._carrier.send(self._outbox)
+
+    def kept(self, answer: Registered) -> frozenset[int] | None:
+        """The requests that go on after this ``REGISTERED``. None: all of them, as it is the answer
+        to a change of the registration."""
+        return None if answer.worker == self._handled else self.lease.kept(answer)
+
+    def registered(self, answer: Registered) -> None:
+        """The worker has handled this ``REGISTERED``."""
+        self._handled = answer.worker
+        with self._gate:
+            if self.lease.registered and self.lease.worker == answer.worker:
+                self._muted = False
+
+    def flush(self) -> None:
+        """Sends what was posted without ``wake``."""
+        if self._outbox:
+            self._carrier.send(self._outbox)
+
+    def post_own(self, messages: list[Frames]) -> None:
+        """Sends messages of the lease, behind those that were posted."""
+        self._outbox.extend(messages)
+        self._carrier.send(self._outbox)
+
+    def close(self) -> None:
+        """Sends what was posted, and ends the thread."""
+        self._carrier.close()
+
+    def _mute(self) -> None:
+        """Another lease begins. Called by who holds the turn to send, before its ``REGISTER``."""
+        with self._gate:
+            self._muted = True
+            self._outbox.clear()
+
+
+class _WorkerPeer:
+    """The lease, what the worker posts and what it takes, as the connection sees them."""
+
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        lease: Lease,
+        outbox: deque[Frames],
+        worker: Worker,
+        mute: Callable[[], None],
+    ) -> None:
+        self._number = number
+        self._address = address
+        self._lease = lease
+        self._outbox = outbox
+        self._worker = worker
+        self._answers: deque[Frames] = deque()
+        """The lease's own, which precede what the worker posts."""
+        self._mute = mute
+        self.ended = worker.link_ended
+
+    def connected(self, now: float) -> None:
+        """Registers; what has arrived for requests of an earlier registration is dropped, and what
+        is posted for them."""
+        self._mute()
+        self._worker.lease_ended(self._number)
+        self._answers.clear()
+        self._answers.extend(self._lease.connected(now))
+
+    def disconnected(self, now: float) -> None:
+        """Nothing to do: the next registration replaces this one."""
+
+    def refused(self, error: TokenbusError) -> None:
+        """Nothing to do: the connection logs why, and tries again."""
+
+    def receive(self, messages: list[Frames], now: float) -> None:
+        """Lets the lease see each message, and puts the others where the worker takes them."""
+        taken: list[FromBus] = []
+        for frames in messages:
+            try:
+                if len(frames) < 3:
+                    log.warning(
+                        "dropped a message of %d frames from the broker; it has 3 at least",
+                        len(frames),
+                    )
+                    continue
+                was_registered = self._lease.registered
+                if frames[0] == b"REREGISTER":
+                    self._mute()
+                consumed, answers = self._lease.on_frames(frames, now)
+                if self._lease.registered and not was_registered:
+                    log.info("registered with the broker at %s", self._address)
+                self._answers.extend(answers)
+                if frames[0] == b"REREGISTER":
+                    # What came before it is of the lease that has ended.
+                    self._hand_on(taken)
+                    taken = []
+                    self._worker.lease_ended(self._number)
+                if not consumed:
+                    header = decode_header(frames[1])
+                    taken.append(FromBus(frames[0], header, frames[2], frames[3:], self._number))
+            except RefusedError as error:
+                log.error("the broker at %s refuses this worker: %s", self._address, error)
+            except TokenbusError as error:
+                log.warning("dropped an invalid message from the broker: %s", error)
+        self._hand_on(taken)
+
+    def _hand_on(self, messages: list[FromBus]) -> None:
+        if messages:
+            self._worker.take_in(messages)
+
+    def outgoing(self, now: float) -> Iterator[Frames]:
+        """The lease's answers, what the worker has posted, and the heartbeat when it is due."""
+        for queue in (self._answers, self._outbox):
+            while queue:
+                yield queue.popleft()
+        yield from self._lease.on_time(now)
+
+    def wait_s(self, now: float) -> float:
+        """Until the next heartbeat."""
+        return self._lease.wait_s(now)
+
+    def lost(self, now: float) -> bool:
+        """Whether the broker was silent for too long; what was posted for it is discarded then."""
+        lost = self._lease.lost(now)
+        if lost:
+            log.warning("the broker at %s is silent; connecting again", self._address)
+            self._outbox.clear()
+        return lost
