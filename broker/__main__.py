@@ -1,4 +1,7 @@
-"""``python -m tokenbus.broker``: one broker, set by the environment (see ``tokenbus up``)."""
+"""``python -m tokenbus.broker [NUMBER]``: one broker, set by the environment (see ``tokenbus up``).
+
+``NUMBER``: of several brokers, which one it is, from 0; the settings have the addresses of all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from .sockets import BindError
 def main() -> int:
     """Runs the broker until SIGINT or SIGTERM; the exit code."""
     try:
-        settings = load()
+        number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+        settings = load().of_broker(number)
         logs.set_up(settings, "broker")
         tracing.start("broker")
         server = BrokerServer(

@@ -1,4 +1,5 @@
-"""What a broker that was restarted takes over: the live requests that workers report.
+"""What a broker takes over: the live requests that workers report, of an earlier run of it or of
+other brokers.
 
 A session's id follows from its token, so the session of such a request is known before its client
 has connected again. Sans-IO, as all of the core.
@@ -7,6 +8,7 @@ has connected again. Sans-IO, as all of the core.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -16,11 +18,12 @@ from ..protocol.errors import Code, RequestError
 from ..protocol.header import Flag, Header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach
-from ..protocol.worker_messages import Journal, Register, Registered
+from ..protocol.worker_messages import Claim, Journal, Register, Registered
 from . import journal
 from .admission import RoutingFields
 from .attaches import Attaches
 from .dispatch import Dispatcher
+from .moves import STREAMS
 from .outgoing import Outgoings
 from .recovery import Recovery
 from .settings import BrokerSettings
@@ -38,6 +41,10 @@ class Adoption:
     A worker that registers reports its live requests, the broker asks for their journals, and each
     journal becomes a request. Its session waits for its client, which says HELLO with its token and
     ATTACHes; what nobody has attached to at the end ends.
+
+    At any time, a client may come from another broker: each GPU worker gets a CLAIM for its session
+    and sends the journals of what it has of it. What the client does not attach to within
+    ``session_grace_s`` ends.
     """
 
     def __init__(
@@ -61,6 +68,11 @@ class Adoption:
         """Adopted requests, until their clients have attached or the time for it is over."""
         self._cancelled: set[tuple[int, int]] = set()
         """Streams, by session and number, that a client cancelled before a worker reported them."""
+        self._due: deque[tuple[float, int]] = deque()
+        """When those end that came by a CLAIM, in order."""
+        self._claims: dict[int, dict[int, set[int]]] = {}
+        """By session: the workers that have not answered its CLAIM, and streams that they may still
+        send entries of before they do. While requests are adopted anyway, there may be none."""
         self._variables: dict[int, list[int]] = {}
         """By state worker: the requests whose variables it has, of this run and earlier ones."""
 
@@ -103,8 +115,11 @@ class Adoption:
         sent, *frames = attached
         fields: RoutingFields = decode_as(RoutingFields, frames[0])
         count = _num_entries(sent)
+        if self._has(worker, header, fields.stream_id):
+            return
         session = self._session(header, fields.stream_id, (body.moves, count), now)
         if session is None:
+            self._claims.get(header.address, {}).get(worker.id, set()).discard(fields.stream_id)
             worker.withdraw(header.address, fields.stream_id)
             self._drop(worker, header.request)
             return
@@ -132,8 +147,20 @@ class Adoption:
         else:
             self._dispatcher.adopt(request, worker, sent)
         self._unclaimed[request.id] = request
+        if session.id in self._claims:
+            due = max(now + self._settings.session_grace_s, self._recovery.until)
+            self._due.append((due, request.id))
         self._adopted += 1
         self._attaches.on_adopted(request)
+
+    def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
+        """Whether a worker has sent the journal of a request before."""
+        request = self._dispatcher.requests.get(header.request)
+        if request is not None:
+            return request.worker is worker
+        session = self._sessions.by_id.get(header.address)
+        kept = session.streams.get(stream_id) if session is not None else None
+        return kept is not None and kept.id == header.request and kept.kept is not None
 
     def _is_unclaimed(self, number: int) -> bool:
         request = self._unclaimed.get(number)
@@ -147,7 +174,9 @@ class Adoption:
         Where two workers have it, as one was cut off before it moved to the other, the one to which
         it moved last is right, or the one with more entries: those are ``reached``.
         """
-        if not self.open(now) or (header.address, stream_id) in self._cancelled:
+        if not (self.open(now) or header.address in self._claims):
+            return None
+        if (header.address, stream_id) in self._cancelled:
             return None
         other = self._unclaimed.get(header.request)
         if other is not None and other.unclaimed and (other.moves, other.entries) < reached:
@@ -155,6 +184,10 @@ class Adoption:
         elif header.request in self._dispatcher.requests:
             return None
         session = self._sessions.by_id.get(header.address)
+        held = self._attaches.held(session, stream_id) if session is not None else None
+        if held is not None and reached < (held.moves, held.received):
+            # The request went on elsewhere.
+            return None
         if session is not None:
             # A session that began here has all of its streams: what a worker that was cut off has
             # of them has moved, or was delivered.
@@ -229,6 +262,80 @@ class Adoption:
         self._dispatcher.controllers.start_waiting()
         return session
 
+    def pick_up(self, token: str, key: str, now: float) -> Session | None:
+        """The session of a client that comes from another broker. What the workers have of it is
+        taken from them, also where it was here before: it may have gone on elsewhere since."""
+        if not is_session_token(token):
+            return None
+        number = session_id(token, key)
+        session = self._sessions.by_id.get(number)
+        if session is None:
+            session = Session(
+                id=number,
+                token=token,
+                key=key,
+                encoding="json",
+                peer=None,
+                last_seen=now,
+                journal=self._journal(number),
+            )
+            self._sessions.add(session)
+        elif not session.token:
+            self._sessions.claim(session, token, key)
+        session.recovering = True
+        workers = self._dispatcher.pools.of_role("gpu").values()
+        self._claims[number] = asked = {worker.id: set[int]() for worker in workers}
+        for request in list(session.streams.values()):
+            worker = request.worker
+            if worker is not None and request.type in STREAMS:
+                self._unclaimed.pop(request.id, None)
+                self._dispatcher.withdraw(request)
+                worker.withdraw(number, request.stream_id)
+                asked[worker.id].add(request.stream_id)
+        for worker in workers:
+            self._out.to_worker(worker, b"CLAIM", Claim(session=number))
+        self._finish_claim(number)
+        self._dispatcher.controllers.start_waiting()
+        return session
+
+    def on_registered(self, worker: Worker) -> None:
+        """A worker that registers may have streams of sessions that are being picked up."""
+        if worker.role == "gpu":
+            for number, asked in self._claims.items():
+                asked[worker.id] = set()
+                self._out.to_worker(worker, b"CLAIM", Claim(session=number))
+
+    def on_claimed(self, worker: Worker, session: int) -> None:
+        """A worker has sent all that it has of a session."""
+        asked = self._claims.get(session)
+        if asked is not None:
+            for stream_id in asked.pop(worker.id, ()):
+                worker.dropped(session, stream_id)
+            self._finish_claim(session)
+
+    def on_lost(self, worker: Worker) -> None:
+        """A worker will not answer any more."""
+        for session, asked in list(self._claims.items()):
+            if asked.pop(worker.id, None) is not None:
+                self._finish_claim(session)
+
+    def _finish_claim(self, session: int) -> None:
+        """Where every worker has answered, what was not reported is nowhere; but while requests
+        are adopted, others may still register."""
+        if self._claims[session] or self.open(self._dispatcher.now):
+            return
+        del self._claims[session]
+        self._cancelled = {one for one in self._cancelled if one[0] != session}
+        self._attaches.refuse_held(self._sessions.by_id, self._claims)
+
+    def on_released(self, worker: Worker, requests: Sequence[int]) -> None:
+        """These requests of a worker go on behind another broker."""
+        for number in requests:
+            request = self._dispatcher.requests.get(number)
+            if request is not None and request.worker is worker:
+                self._unclaimed.pop(number, None)
+                self._dispatcher.withdraw(request)
+
     def on_attach(self, session: Session, message: Attach, now: float) -> None:
         """A client's ATTACH; raises RequestError where there is no such stream."""
         request = session.streams.get(message.stream_id)
@@ -241,7 +348,7 @@ class Adoption:
 
     def waits_for(self, session: Session, now: float) -> bool:
         """Whether a worker may still report streams of a session."""
-        return session.recovering and self.open(now)
+        return session.id in self._claims or (session.recovering and self.open(now))
 
     def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
         """A client cancels a stream that is not there, or not yet."""
@@ -254,12 +361,15 @@ class Adoption:
         """Ends what is left when the time is over: held ATTACHes, requests without a client, and
         the variables of requests that are nowhere."""
         if self._over:
-            self._end_unclaimed()
+            self._end_unclaimed(now)
         if self._over or not self._recovery.over(now):
             return
         self._over = True
-        self._attaches.refuse_held(self._sessions.by_id)
-        self._end_unclaimed()
+        over = {session: asked for session, asked in self._claims.items() if not asked}
+        for session in over:
+            del self._claims[session]
+        self._attaches.refuse_held(self._sessions.by_id, self._claims)
+        self._end_unclaimed(now)
         for number, live in self._variables.items():
             worker = self._dispatcher.workers.get(number)
             gone = [request for request in live if request not in self._dispatcher.requests]
@@ -270,11 +380,21 @@ class Adoption:
         self._cancelled.clear()
         self._variables.clear()
 
-    def _end_unclaimed(self) -> None:
+    def _end_unclaimed(self, now: float) -> None:
         """Ends requests without a client, some in each tick."""
-        for number in list(islice(self._unclaimed, MOST_ENDED)):
-            request = self._unclaimed.pop(number)
-            if request.unclaimed:
+        ended: list[int] = []
+        while self._due and self._due[0][0] <= now and len(ended) < MOST_ENDED:
+            ended.append(self._due.popleft()[1])
+        waiting = {number for _, number in self._due}
+        others = (number for number in self._unclaimed if number not in waiting)
+        ended += islice(others, MOST_ENDED - len(ended))
+        for number in ended:
+            request = self._unclaimed.pop(number, None)
+            if request is None or not request.unclaimed:
+                continue
+            if request.kept is not None:
+                self._attaches.on_cancel(request.session, request.stream_id)
+            else:
                 self._dispatcher.abandon(request)
 
 

@@ -8,7 +8,7 @@ for a stream that a worker may still report, as the broker was restarted, is hel
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..protocol.bodies import encode_body, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError
@@ -104,10 +104,15 @@ class Attaches:
         request.worker, request.kept = None, sent
         request.session.streams[request.stream_id] = request
 
-    def refuse_held(self, sessions: Mapping[int, Session]) -> None:
-        """No worker reports streams any more: what ATTACHes are held for is lost."""
-        held, self._held = self._held, {}
-        for number, stream_id in held:
+    def held(self, session: Session, stream_id: int) -> Attach | None:
+        """The ATTACH for a stream that is held."""
+        return self._held.get((session.id, stream_id))
+
+    def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
+        """No worker reports streams any more, but of the sessions that are ``waiting``: what other
+        ATTACHes are held for is lost."""
+        for number, stream_id in [key for key in self._held if key[0] not in waiting]:
+            del self._held[number, stream_id]
             session = sessions.get(number)
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)

@@ -14,11 +14,14 @@ from ..protocol.packing import pack
 from ..protocol.pages import split_keys
 from ..protocol.tenants import Tenant
 from ..protocol.worker_messages import (
+    Claimed,
     Drain,
     Heartbeat,
     Journal,
     Pages,
+    Refused,
     Register,
+    Released,
     Reregister,
     Unregister,
 )
@@ -354,6 +357,8 @@ class Back:
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
             worker.load, worker.metrics = beat.load, beat.metrics
+            if beat.elsewhere != worker.elsewhere:
+                self._count_elsewhere(worker, beat.elsewhere)
             if beat.sandbox_ms:
                 self._quotas.on_sandbox(worker, beat.sandbox_ms, self._dispatcher.now)
             if self._dispatcher.is_hung(worker):
@@ -369,6 +374,14 @@ class Back:
             self._lose(worker, gone.reason or "it unregistered", died=False)
         elif message_type == b"JOURNAL":
             self._on_journal(worker, frames)
+        elif message_type == b"CLAIMED":
+            claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
+            self._adoption.on_claimed(worker, claimed.session)
+        elif message_type == b"RELEASED":
+            released: Released = decode_as(Released, frames[2], "msgpack")
+            self._adoption.on_released(worker, released.requests)
+        elif message_type == b"REFUSED":
+            self._on_refused(worker, head, frames)
         elif message_type == b"PAGES":
             pages: Pages = decode_as(Pages, frames[2], "msgpack")
             if len(frames) != 5:
@@ -400,6 +413,27 @@ class Back:
             self._returns.on_journal(request, body, b"".join(frames[3:4]))
         except RequestError as error:
             self._lose_unread(worker, error)
+
+    def _count_elsewhere(self, worker: Worker, elsewhere: int) -> None:
+        """A worker has more or fewer requests of other brokers than it had."""
+        worker.elsewhere, before = elsewhere, worker.elsewhere
+        self._dispatcher.pools.note(worker)
+        if elsewhere < before:
+            self._dispatcher.resume(worker)
+            self._dispatcher.controllers.start_waiting()
+
+    def _on_refused(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
+        """A worker has no room for what it was sent."""
+        refused: Refused = decode_as(Refused, frames[2], "msgpack")
+        request = self._dispatcher.requests.get(decode_header(head).request)
+        worker.elsewhere = refused.elsewhere
+        self._dispatcher.pools.note(worker)
+        if request is None or len(frames) < 4:
+            return
+        if refused.type == "START":
+            self._dispatcher.controllers.refused(request, worker, frames[3])
+        else:
+            self._dispatcher.refused(request, worker, frames[3:])
 
     def _register(self, peer: bytes, frames: list[bytes], now: float) -> None:
         message: Register = decode_as(Register, frames[2], "msgpack")
@@ -445,6 +479,7 @@ class Back:
         unknown, wanted = self._adoption.reported(worker, message, returned, now)
         answer = registered(worker, self._settings, unknown, wanted)
         self._out.to_worker(worker, b"REGISTERED", answer)
+        self._adoption.on_registered(worker)
         self._dispatcher.add(worker)
         self._drains.hand_over()
 
@@ -534,4 +569,5 @@ class Back:
             self._counters.workers_lost += 1
         log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
         self._dispatcher.remove(worker, why, died, returns=returns, replaced=replaced)
+        self._adoption.on_lost(worker)
         self._drains.on_lost(worker)

@@ -157,6 +157,15 @@ class Controllers:
         given = (b"START", sent_by, body, request.session.tenant)
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
+    def refused(self, request: Request, worker: Worker, body: bytes) -> None:
+        """A controller worker has no room for a START, as other brokers have sent it some: another
+        one gets it, or it waits."""
+        if request.steered_by is worker and request.controller_started:
+            self._release(request)
+            request.controller_started = False
+            if request.open and request.worker is not None:
+                self.start(request, body, self._now())
+
     def _may_come_back(self, request: Request) -> bool:
         """Whether another worker may have served the controller of a request under an earlier run
         of the broker, and may not have registered yet, which takes a heartbeat: it has a name that
@@ -222,6 +231,9 @@ class Controllers:
         stay."""
         if request.steered_by is not None and request.controller_started:
             self._out.to_worker(request.steered_by, b"END", End(requests=[request.id]))
+        state = self.state_worker() if request.served_as else None
+        if state is not None:
+            self._out.to_worker(state, b"END", End(requests=[request.id], elsewhere=True))
         request.served_as = ""
 
     def on_drain(self, worker: Worker) -> None:

@@ -321,6 +321,35 @@ class Dispatcher:
                 self.refill(worker)
         self.controllers.start_waiting()
 
+    def refused(self, request: Request, worker: Worker, frames: list[bytes]) -> None:
+        """A worker has no room for a request, as other brokers have sent it some: another one gets
+        it, or it waits. ``frames``: those of the request, as they went there."""
+        if request.worker is not worker:
+            return
+        del worker.requests[request.id]
+        self.pools.note(worker)
+        if not request.open or request.cancelled is not None:
+            if request.open and request.cancelled is not None:
+                self._out.finish(request, request.cancelled)
+            request.worker = None
+            self.forget(request)
+            return
+        self.controllers.on_moving(request)
+        if request.moves:
+            why = "it has no room for it"
+            for moved, error in self.moves.take(worker, [request], why, False, self.now):
+                self._refuse([moved], error)
+            self._continue_moved()
+            return
+        self.moves.returned(request, frames)
+        other = self.pools.serving(request.role, request.model).least_loaded()
+        if other is not None:
+            self._start(request, other)
+            return
+        queue = self.queues.setdefault((request.role, request.model), FairQueue())
+        queue.push(request)
+        self._notify_queued(request, len(queue))
+
     def resume(self, worker: Worker) -> None:
         """A worker whose step had hung goes on."""
         self.pools.note(worker)
@@ -536,7 +565,7 @@ class Dispatcher:
             )
 
     def _has_room(self, worker: Worker) -> bool:
-        return len(worker.requests) < worker.capacity and not self.is_hung(worker)
+        return worker.has_room and not self.is_hung(worker)
 
     def is_hung(self, worker: Worker) -> bool:
         """Whether a worker's step in progress has run for so long that it counts as hung."""

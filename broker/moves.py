@@ -89,6 +89,16 @@ class Moves:
         journal.begin(request.id, request.stream_id, request.bytes, sent)
         self.keep_bounds()
 
+    def returned(self, request: Request, frames: list[bytes]) -> None:
+        """A request has come back from the worker that it went to, which had no room for it."""
+        request.worker, request.dispatched = None, None
+        request.frames, request.movable = frames, True
+        request.session.journal.end(request.id)
+        self.quarantine.forget(request)
+        for received in request.attaching:
+            self.attach(request, received)
+        request.attaching.clear()
+
     def forget(self, request: Request) -> None:
         """A request has ended, for its client at least."""
         self._stop_waiting(request)

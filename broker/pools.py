@@ -257,7 +257,7 @@ class Pools:
 
     def accepts(self, worker: Worker) -> bool:
         """Whether a worker takes one more request."""
-        ready = worker.state is WorkerState.READY and len(worker.requests) < worker.capacity
+        ready = worker.state is WorkerState.READY and worker.has_room
         return ready and not self._is_hung(worker)
 
     @staticmethod

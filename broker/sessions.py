@@ -106,8 +106,8 @@ class Sessions:
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            # Its buffers are those of an earlier run of the broker, and lost.
-            resumed=known is not None and not recovering,
+            # Its buffers are those of an earlier run of the broker, or of another one.
+            resumed=known is not None and not recovering and not hello.elsewhere,
             streams=list(session.streams) if known is not None else [],
             recovering=recovering,
             server="tokenbus",
@@ -122,12 +122,17 @@ class Sessions:
         if not hello.session:
             return None
         known = self._table.by_token.get(hello.session)
-        if known is not None:
+        recovers = "recover" in hello.capabilities
+        if known is not None and (known.key != key or not (hello.elsewhere and recovers)):
             return known if known.key == key else None
-        if "recover" not in hello.capabilities:
+        if not recovers:
             return None
-        if len(self._table) >= self._settings.max_sessions:
+        if known is None and len(self._table) >= self._settings.max_sessions:
             self._make_room()
+        if hello.elsewhere:
+            if known is not None:
+                self._buffers.drop_all(known)
+            return self._adoption.pick_up(hello.session, key, now)
         return self._adoption.claim(hello.session, key, now)
 
     def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:

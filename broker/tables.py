@@ -188,6 +188,8 @@ class Worker:
     handed_over: bool = False
     """Whether it was sent HANDOVER: what it has goes to others."""
     step_age_s: float | None = None
+    elsewhere: int = 0
+    """Requests, or controllers, of other brokers that it runs, as it last said."""
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)
     manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
@@ -203,11 +205,18 @@ class Worker:
         """A request goes to it, or is with it already."""
         self.requests[request.id] = request
         if self.withdrawn:
-            self.withdrawn.get(request.session.id, set()).discard(request.stream_id)
+            self.dropped(request.session.id, request.stream_id)
 
     def withdraw(self, session: int, stream_id: int) -> None:
         """It is told to drop a stream, which another worker has."""
         self.withdrawn.setdefault(session, set()).add(stream_id)
+
+    def dropped(self, session: int, stream_id: int) -> None:
+        """It sends no more entries of a stream that it was told to drop, or has it anew."""
+        streams = self.withdrawn.get(session, set())
+        streams.discard(stream_id)
+        if not streams:
+            self.withdrawn.pop(session, None)
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""
@@ -216,9 +225,15 @@ class Worker:
         return model in self.models or any(fnmatchcase(model, p) for p in self.patterns)
 
     @property
+    def has_room(self) -> bool:
+        """Whether one more request fits beside those of this broker and of others."""
+        others = self.elsewhere if self.role == "gpu" else 0
+        return len(self.requests) + others < self.capacity
+
+    @property
     def fill(self) -> float:
-        """The part of its capacity in use, 0 to 1."""
-        return (len(self.requests) + len(self.steers)) / self.capacity
+        """The part of its capacity in use, 0 to 1, by this broker and by others."""
+        return (len(self.requests) + len(self.steers) + self.elsewhere) / self.capacity
 
     def names(self) -> list[str]:
         """The models that it offers, patterns included."""

@@ -1,0 +1,285 @@
+"""A broker beside others: sessions that come from them, requests that go there, and workers that
+have some of theirs. Frames and times in, frames out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import msgpack
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Flag, Header, encode_header
+from tokenbus.protocol.ids import session_id
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import (
+    Claimed,
+    End,
+    Heartbeat,
+    Journal,
+    Refused,
+    Released,
+)
+
+from .bench import Bench, generate, peer_of
+
+TOKEN = "0123456789abcdef" * 2
+"""Of a session that began at another broker."""
+SESSION = session_id(TOKEN)
+REQUEST = (7 << 32) + 1
+"""A request that the other broker has numbered."""
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A broker that has been there for long, with two workers, each with room for two."""
+    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
+    bench.pass_time(40.0)
+    for name in ("a", "b"):
+        bench.worker(name)
+    return bench
+
+
+def hello(bench: Bench, client: str = "c", token: str = TOKEN) -> dict[str, Any]:
+    """A client comes from another broker; the WELCOME."""
+    said = {"session": token, "elsewhere": True, "capabilities": ["recover"]}
+    [(kind, welcome)] = bench.client(client, "HELLO", said)
+    assert kind == "WELCOME"
+    return dict(welcome)
+
+
+def journal(
+    bench: Bench,
+    worker: str,
+    tokens: int,
+    moves: int = 0,
+    request: int = REQUEST,
+    session: int = SESSION,
+) -> None:
+    """A worker sends the journal of stream 1."""
+    entries = [entry(pos) for pos in range(tokens)]
+    body = encode_body(Journal(type="GENERATE", moves=moves), "msgpack")
+    asked = encode_body(generate(1), "msgpack")
+    head = encode_header(request, session, Flag.MSGPACK)
+    frames = [b"JOURNAL", head, body, encode_body(entries, "msgpack"), asked]
+    bench.sent += bench.broker.on_worker(peer_of(worker), frames, bench.now)
+
+
+def claimed(bench: Bench, *workers: str, session: int = SESSION) -> None:
+    for worker in workers:
+        bench.send(worker, "CLAIMED", Claimed(session=session))
+
+
+def entry(pos: int) -> Token:
+    return Token(token=100 + pos, stream_id=1, logprob=-1.0, finish_reason=None, pos=pos)
+
+
+def kinds(bench: Bench, worker: str) -> list[str]:
+    return [kind for kind, _ in bench.to_worker(worker)]
+
+
+def attach(bench: Bench, received: int, moves: int = 0) -> list[tuple[str, Any]]:
+    said = {"stream_id": 1, "received": received, "moves": moves}
+    return bench.client("c", "ATTACH", said)
+
+
+# --- a session that comes from another broker ---------------------------------------------------
+
+
+def test_the_workers_are_asked_for_the_streams_of_a_session_that_comes(bench: Bench) -> None:
+    welcome = hello(bench)
+    assert (welcome["session"], welcome["recovering"]) == (TOKEN, True)
+    assert "resumed" not in welcome
+    assert [kinds(bench, name) for name in "ab"] == [["CLAIM"], ["CLAIM"]]
+
+
+def test_a_stream_goes_on_at_the_worker_that_has_it(bench: Bench) -> None:
+    hello(bench)
+    attach(bench, 1)
+    journal(bench, "a", 3)
+    claimed(bench, "a", "b")
+    assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM", "ATTACH"]
+    to = Header(REQUEST, SESSION, 0)
+    bench.tokens("a", to, entry(3))
+    [(kind, entries)] = bench.to_client("c")
+    assert (kind, [e["token"] for e in entries]) == ("TOKEN", [103])
+
+
+def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(bench: Bench) -> None:
+    hello(bench)
+    journal(bench, "a", 3)
+    claimed(bench, "a", "b")
+    attach(bench, 1)
+    assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM", "ATTACH"]
+
+
+def test_what_no_worker_has_is_refused_when_the_last_has_answered(bench: Bench) -> None:
+    hello(bench)
+    assert attach(bench, 1) == []
+    claimed(bench, "a")
+    assert bench.to_client("c") == []
+    claimed(bench, "b")
+    [(kind, error)] = bench.to_client("c")
+    assert (kind, error["code"], error["stream_id"]) == ("ERROR", "unknown_stream", 1)
+    # From then on at once.
+    assert [kind for kind, _ in attach(bench, 1)] == ["ERROR"]
+
+
+def test_a_worker_that_is_lost_is_not_waited_for(bench: Bench) -> None:
+    hello(bench)
+    attach(bench, 1)
+    claimed(bench, "a")
+    bench.send("b", "UNREGISTER", {})
+    assert [kind for kind, _ in bench.to_client("c")] == ["ERROR"]
+
+
+def test_a_broker_that_has_just_started_asks_the_workers_that_register_later() -> None:
+    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
+    hello(bench)
+    assert attach(bench, 1) == []
+    bench.worker("a")
+    assert kinds(bench, "a") == ["CLAIM"]
+    claimed(bench, "a")
+    # Another one may still register.
+    assert bench.to_client("c") == []
+    bench.worker("b")
+    journal(bench, "b", 3)
+    assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
+
+
+def test_of_two_workers_that_have_a_stream_the_one_where_it_moved_last_is_right(
+    bench: Bench,
+) -> None:
+    hello(bench)
+    attach(bench, 2, moves=1)
+    journal(bench, "a", 5)
+    assert kinds(bench, "a") == ["CLAIM"]
+    journal(bench, "b", 3, moves=1)
+    assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
+
+
+def test_what_its_client_does_not_want_any_more_ends(bench: Bench) -> None:
+    hello(bench)
+    journal(bench, "a", 3)
+    claimed(bench, "a", "b")
+    bench.pass_time(6.0)
+    assert kinds(bench, "a") == ["CLAIM", "CANCEL"]
+
+
+def test_a_stream_that_its_client_cancelled_before_it_was_reported_is_dropped(
+    bench: Bench,
+) -> None:
+    hello(bench)
+    bench.client("c", "CANCEL", {"stream_id": 1})
+    journal(bench, "a", 3)
+    assert bench.broker.drained
+
+
+def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) -> None:
+    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.tokens("a", header, entry(0), entry(1))
+    bench.to_client("c")
+    again = hello(bench, "c", welcome["session"])
+    assert "streams" not in again
+    assert kinds(bench, "a") == ["CLAIM"]
+    # Before it has handled that, it goes on; what it sends then comes again.
+    bench.tokens("a", header, entry(2))
+    assert bench.to_client("c") == []
+    journal(bench, "a", 3, request=header.request, session=header.address)
+    claimed(bench, "a", "b", session=header.address)
+    attach(bench, 2)
+    assert kinds(bench, "a") == ["ATTACH"]
+    bench.tokens("a", header, entry(3))
+    [(_, entries)] = bench.to_client("c")
+    assert [e["token"] for e in entries] == [103]
+
+
+# --- requests that go on behind another broker ---------------------------------------------------
+
+
+def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: Bench) -> None:
+    bench.worker("s", role="state")
+    bench.worker("k", role="controller", patterns=["mine"])
+    bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("a")
+    bench.send("a", "START", {}, Header(header.request))
+    bench.to_client("c")
+    bench.sent.clear()
+    bench.send("a", "RELEASED", Released(requests=[header.request]))
+    assert bench.broker.drained
+    assert bench.to_client("c") == []
+    ends = {m.peer: msgpack.decode(m.frames[2], type=End) for m in bench.sent}
+    assert ends[peer_of("k")] == End(requests=[header.request])
+    # Its variables are needed there.
+    assert ends[peer_of("s")] == End(requests=[header.request], elsewhere=True)
+
+
+def test_only_its_own_worker_releases_a_request(bench: Bench) -> None:
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.send("b", "RELEASED", Released(requests=[header.request]))
+    assert not bench.broker.drained
+
+
+# --- capacity -------------------------------------------------------------------------------------
+
+
+def test_requests_of_other_brokers_count_towards_a_worker_s_load(bench: Bench) -> None:
+    bench.send("a", "HEARTBEAT", Heartbeat(requests=1, elsewhere=1))
+    for stream in (1, 2, 3):
+        bench.client("c", "GENERATE", generate(stream))
+    assert (len(kinds(bench, "a")), len(kinds(bench, "b"))) == (1, 2)
+    # All are full.
+    bench.to_client("c")
+    [(kind, notice)] = bench.client("c", "GENERATE", generate(4))
+    assert (kind, notice["event"]) == ("SYSTEM", "queued")
+    bench.send("a", "HEARTBEAT", Heartbeat(requests=1, elsewhere=0))
+    assert kinds(bench, "a") == ["GENERATE"]
+
+
+def refuse(bench: Bench, worker: str, header: Header, kind: str, *frames: bytes) -> None:
+    """A worker is full of requests of another broker."""
+    body = encode_body(Refused(type=kind, elsewhere=2), "msgpack")
+    message = [b"REFUSED", encode_header(header.request), body, *frames]
+    bench.sent += bench.broker.on_worker(peer_of(worker), message, bench.now)
+
+
+def test_a_request_that_a_worker_refuses_goes_to_another_one(bench: Bench) -> None:
+    bench.client("c", "GENERATE", generate(1))
+    [message] = [m for m in bench.sent if m.peer == peer_of("a") and m.frames[0] == b"GENERATE"]
+    [(_, header)] = bench.to_worker("a")
+    refuse(bench, "a", header, "GENERATE", *message.frames[2:])
+    [(kind, again)] = bench.to_worker("b")
+    assert (kind, again.request) == ("GENERATE", header.request)
+    assert bench.to_client("c") == []
+    bench.tokens("b", again, entry(0), final=True)
+    assert bench.broker.drained
+
+
+@pytest.mark.parametrize("journal_bytes", [0, 1024 * 1024])
+def test_a_request_that_all_workers_refuse_waits_until_one_has_room(journal_bytes: int) -> None:
+    bench = Bench(expiry_s=1000.0, max_journal_bytes=journal_bytes)
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [message] = [m for m in bench.sent if m.frames[0] == b"GENERATE"]
+    [(_, header)] = bench.to_worker("a")
+    refuse(bench, "a", header, "GENERATE", *message.frames[2:])
+    [(kind, notice)] = bench.to_client("c")
+    assert (kind, notice["event"]) == ("SYSTEM", "queued")
+    bench.send("a", "HEARTBEAT", Heartbeat(requests=0, elsewhere=0))
+    [again] = [m for m in bench.sent if m.frames[0] == b"GENERATE"]
+    assert again.frames[2:] == message.frames[2:]
+
+
+def test_a_start_that_a_controller_worker_refuses_goes_to_another_one(bench: Bench) -> None:
+    for name in ("k", "l"):
+        bench.worker(name, role="controller", patterns=["mine"])
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("a")
+    bench.send("a", "START", {"x": 1}, Header(header.request))
+    [(_, started)] = bench.to_worker("k")
+    refuse(bench, "k", started, "START", encode_body({"x": 1}, "msgpack"), b"")
+    [(kind, again)] = bench.to_worker("l")
+    assert (kind, again.request) == ("START", header.request)
