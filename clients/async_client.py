@@ -87,6 +87,11 @@ class AsyncClient:
         self._sent_buffers: dict[str, Prompt] = {}
         """For recordings."""
 
+    @property
+    def broker(self) -> str:
+        """The address of the broker that it connects to at the moment, of those in ``front``."""
+        return self._connection.broker
+
     def generate(
         self,
         prompt: Prompt,

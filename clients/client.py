@@ -46,10 +46,11 @@ class Client:
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
-    ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). ``patience_s``: how long calls wait for a
-    broker that does not answer, in seconds. ``key``: its key, as ``OwnKey.read`` gives it; without
-    it, that of the setting ``key``, or this machine's where it has keys. Raises KeyFault where that
-    cannot be read.
+    ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). Of several addresses, separated by commas, it
+    takes one, and the next where that is gone: streams go on there. ``patience_s``: how long calls
+    wait for a broker that does not answer, in seconds. ``key``: its key, as ``OwnKey.read`` gives
+    it; without it, that of the setting ``key``, or this machine's where it has keys. Raises
+    KeyFault where that cannot be read.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
@@ -74,6 +75,11 @@ class Client:
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
         """For recordings."""
+
+    @property
+    def broker(self) -> str:
+        """The address of the broker that it connects to at the moment, of those in ``front``."""
+        return self._connection.broker
 
     def generate(
         self,

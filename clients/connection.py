@@ -68,6 +68,11 @@ class Connection:
             self._commands.append(lambda session, now: session.cancel(call))
             self._carrier.wake()
 
+    @property
+    def broker(self) -> str:
+        """The address of the broker that it connects to at the moment."""
+        return self._carrier.address
+
     def close(self) -> None:
         """Ends the session, and every call that has not ended."""
         if self._carrier.forked:

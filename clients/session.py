@@ -17,6 +17,7 @@ from msgspec import UNSET
 
 from ..protocol.bodies import Encoding
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
+from ..protocol.endpoints import separate
 from ..protocol.errors import (
     RETRYABLE,
     Code,
@@ -62,7 +63,8 @@ MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
 
 
 class ClientSession:
-    """The session of one client with the broker at ``front``.
+    """The session of one client with the broker at ``front``, or with one of several, whose
+    addresses are separated by commas: a new connection may be to another one.
 
     ``patience_s``: how long calls wait for a broker that does not answer.
     """
@@ -73,6 +75,7 @@ class ClientSession:
 
     def __init__(self, front: str, patience_s: float, now: float) -> None:
         self._front = front
+        self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
@@ -130,6 +133,7 @@ class ClientSession:
             Hello(
                 encodings=self.encodings,
                 session=self._token,
+                elsewhere=self._several and self._token is not None,
                 client="tokenbus-python",
                 capabilities=list(self.capabilities),
             ),

@@ -16,6 +16,10 @@ class Carrier(Protocol):
     (``MemoryCarrier``)."""
 
     @property
+    def address(self) -> str:
+        """The address of the broker that it connects to at the moment."""
+
+    @property
     def started(self) -> bool:
         """Whether the thread was started."""
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import select
 import struct
 import threading
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.backend import Socket as BackendSocket
 
+from ..protocol.endpoints import separate
 from ..protocol.errors import Code, RequestError, TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.keys import OwnKey
@@ -41,6 +43,8 @@ RECEIVE_AT_ONCE = 256
 """Messages taken from the socket before the peer sees them and may send."""
 PAUSES_S = (0.05, 2.0)
 """The pause after the first failure of a row, and the longest; each is twice the one before."""
+ELSEWHERE_S = 0.2
+"""The longest pause where the next broker is another one, in seconds."""
 OFFLINE_TICK_S = 0.1
 """How often the peer's deadlines are checked during such a pause, in seconds."""
 MIN_WAIT_S = 0.001
@@ -54,6 +58,8 @@ _HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+"""Events that say that there is no connection now."""
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
@@ -71,6 +77,10 @@ class HandshakeError(OSError):
     def __init__(self, refusal: TokenbusError) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
+
+
+class GoneError(OSError):
+    """The broker that was connected to is gone, or was not there."""
 
 
 def open_dealer(
@@ -135,20 +145,29 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Handshakes:
-    """What the handshakes of one socket come to, until the first message arrives on it."""
+    """What the handshakes of one socket come to, until the first message arrives on it; with
+    ``losses``, also whether its connection could not be made or is lost."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, losses: bool
+    ) -> None:
         self._socket = socket
         self._address = address
         self._key = key
         self._closed = 0
-        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self.losses = losses
+        events = _HANDSHAKE_FAILED | (_LOST if losses else 0)
+        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(events)
         self.fd = int(self._events.getsockopt(zmq.FD))
 
     def check(self) -> None:
-        """Raises HandshakeError where the broker has refused the connection."""
+        """Raises HandshakeError where the broker has refused the connection, GoneError where there
+        is none."""
         while not self._events.closed and (event := receive(self._events)) is not None:
-            what = self._refusal(*_EVENT.unpack(event[0]))
+            number, value = _EVENT.unpack(event[0])
+            if number & _LOST:
+                raise GoneError(f"there is no connection to {self._address}")
+            what = self._refusal(number, value)
             if what is not None:
                 raise HandshakeError(RequestError(Code.NOT_ALLOWED, what))
 
@@ -230,6 +249,9 @@ class Peer(Protocol):
 class Dealer:
     """Carries ``peer`` to the broker at ``address``; ``name`` is the thread's.
 
+    ``address`` may be several, separated by commas: brokers any of which will do. It connects to
+    one of them, and where that is gone, silent or refuses the connection, to the next.
+
     ZeroMQ queues what is sent without a bound, so that no send blocks; what is queued is bounded
     by the time after which the peer says ``lost``, as closing the socket discards it. ``linger_ms``
     is how long an orderly close goes on sending.
@@ -250,7 +272,9 @@ class Dealer:
         packed: bool = False,
         key: OwnKey | None = None,
     ) -> None:
-        self.address = address
+        self._addresses = separate(address)
+        # Clients spread over the brokers.
+        self._at = random.randrange(len(self._addresses))
         self._key = key
         self._peer = peer
         self._name = name
@@ -268,7 +292,13 @@ class Dealer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
-        open_dealer(self._context, address).close(linger=0)
+        for one in self._addresses:
+            open_dealer(self._context, one).close(linger=0)
+
+    @property
+    def address(self) -> str:
+        """The address of the broker that it connects to at the moment."""
+        return self._addresses[self._at]
 
     @property
     def started(self) -> bool:
@@ -351,11 +381,14 @@ class Dealer:
 
     def _keep_connected(self) -> None:
         first, longest = PAUSES_S
+        if len(self._addresses) > 1:
+            longest = ELSEWHERE_S
         pause_s = 0.0
         while not self._closing:
             self._received = False
             try:
                 self._serve()
+                self._next()
                 continue
             except zmq.ContextTerminated:
                 raise
@@ -372,6 +405,7 @@ class Dealer:
                     # A failure of the operating system explains itself.
                     exc_info=not isinstance(error, OSError | zmq.ZMQError),
                 )
+            self._next()
             try:
                 if refused is not None:
                     self._peer.refused(refused)
@@ -379,6 +413,10 @@ class Dealer:
             except Exception:
                 log.exception("there is no connection to %s, and its peer failed", self.address)
             self._pause(pause_s)
+
+    def _next(self) -> None:
+        """The next connection is to the next of the brokers."""
+        self._at = (self._at + 1) % len(self._addresses)
 
     def _pause(self, pause_s: float) -> None:
         """Waits without a socket. The peer's deadlines go on; what it sends is discarded."""
@@ -397,7 +435,8 @@ class Dealer:
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer says ``lost``."""
         socket = open_dealer(self._context, self.address, key=self._key)
-        handshakes = _Handshakes(socket, self.address, self._key)
+        several = len(self._addresses) > 1
+        handshakes = _Handshakes(socket, self.address, self._key, several)
         try:
             self._exchange(socket, handshakes)
         finally:
@@ -427,7 +466,7 @@ class Dealer:
                 return
             if not established:
                 handshakes.check()
-                if self._received:
+                if self._received and not handshakes.losses:
                     established = True
                     poller.unregister(handshakes.fd)
                     with self._turn:

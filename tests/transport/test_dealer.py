@@ -287,3 +287,39 @@ def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.Monkey
 def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
     with pytest.raises(AddressError, match=re.escape(repr(address))):
         Dealer(address, Echo(), "test", linger_ms=0)
+
+
+@pytest.fixture
+def other() -> Iterator[Router]:
+    router = Router(zmq.Context.instance())
+    yield router
+    router.close()
+
+
+def test_of_several_brokers_it_takes_the_next_where_one_is_gone(
+    router: Router, other: Router
+) -> None:
+    peer = Echo()
+    dealer = Dealer(f"{router.address},{other.address}", peer, "test", 0)
+    brokers = {router.address: router, other.address: other}
+    dealer.start()
+    first = dealer.address
+    sender, said = brokers[first].receive()
+    assert said == b"hello"
+    brokers[first].send([sender, b"welcome"])
+    until(lambda: peer.received, WAIT_S, "the first broker is connected")
+    brokers[first].close()
+    until(lambda: dealer.address != first, WAIT_S, "the other broker's turn")
+    assert brokers[dealer.address].receive()[1] == b"hello"
+    assert peer.disconnections >= 1
+    dealer.close()
+
+
+def test_of_several_brokers_it_takes_one_that_is_there(router: Router) -> None:
+    nobody = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    peer = Echo()
+    dealer = Dealer(",".join([*nobody, router.address]), peer, "test", 0)
+    dealer.start()
+    assert router.receive()[1] == b"hello"
+    assert dealer.address == router.address
+    dealer.close()
