@@ -24,6 +24,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the schedule; default 1")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of processes; default all")
     parser.add_argument("--blows", type=int, help="a number of blows, in place of seconds")
+    parser.add_argument("--brokers", type=int, default=1, help="how many; default 1")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between blows")
+    parser.add_argument("--only-kills", action="store_true", help="stop no process")
     parser.add_argument("--patient", action="store_true", help="wait for streams between blows")
     parser.add_argument("--only", default="", help="requests whose name matches this")
     parser.add_argument("--undisturbed", type=int, default=1, help="rounds without blows")
@@ -34,7 +37,8 @@ def main() -> int:
     if given.close_calls:
         return find_close_calls()
     kinds = [kind for kind in KINDS if kind in given.kinds.split(",")]
-    system = System(**dict(one.split("=", 1) for one in given.set))
+    settings: dict[str, object] = dict(one.split("=", 1) for one in given.set)
+    system = System(brokers=given.brokers, **settings)  # type: ignore[arg-type]
     print(f"logs: {system.folder}", flush=True)
     try:
         system.wait_until_complete()
@@ -49,6 +53,8 @@ def main() -> int:
                 given.patient,
                 given.only,
                 given.undisturbed,
+                given.every,
+                given.only_kills,
             )
         )
     finally:

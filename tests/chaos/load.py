@@ -50,6 +50,8 @@ class Notes:
     """By event."""
     again: list[str] = field(default_factory=list)
     """Requests that a client sent again from their beginning, and why."""
+    cut_off: list[float] = field(default_factory=list)
+    """The pauses of streams of the bus whose client's broker got a blow."""
     ended: int = 0
     tokens: int = 0
 
@@ -62,6 +64,10 @@ class Load:
         self.notes = Notes()
         self.progress: dict[str, float] = {}
         """When each running request last got something."""
+        self._streaming: dict[str, AsyncClient] = {}
+        """The clients of the streams of the bus that run."""
+        self._cut_off: set[str] = set()
+        """Those whose client's broker got a blow since."""
 
     async def outcome(self, number: int, workload: Workload) -> Outcome:
         """Runs one request to its end."""
@@ -87,8 +93,13 @@ class Load:
             text=options.pop("text", True),
             **options,
         )
-        while await stream.arrived():
-            reader.arrived()
+        self._streaming[workload.name] = client
+        try:
+            while await stream.arrived():
+                reader.arrived()
+        finally:
+            del self._streaming[workload.name]
+            self._cut_off.discard(workload.name)
         return outcome_of(stream.sequences)
 
     async def _score(self, client: AsyncClient, workload: Workload) -> Outcome:
@@ -121,6 +132,18 @@ class Load:
                 lines.append(line)
         return outcome_of_events(lines)
 
+    def cut_off(self, front: str) -> None:
+        """A broker, if any, is about to get a blow."""
+        for name, client in self._streaming.items():
+            if client.broker == front:
+                self._cut_off.add(name)
+
+    def resumed(self, workload: Workload, pause_s: float) -> None:
+        """Something has arrived for a stream, perhaps the first since such a blow."""
+        if workload.name in self._cut_off:
+            self._cut_off.remove(workload.name)
+            self.notes.cut_off.append(pause_s)
+
     def note(self, workload: Workload, notice: Notice) -> None:
         """Something that a client was notified of."""
         self.notes.notices[notice.event] += 1
@@ -151,6 +174,7 @@ class _Reader:
     def arrived(self) -> None:
         """Some entries."""
         now = time.monotonic()
+        self._load.resumed(self._workload, now - self._last)
         for notice in self._moved:
             self._load.moved(self._workload, notice, now - self._last)
         self._moved.clear()

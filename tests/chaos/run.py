@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import quantiles
@@ -57,6 +57,11 @@ class Report:
                 f"{what}: {len(moves)} streams moved; pause {_spread(pauses)}; without the "
                 f"detection: {_spread(after)}"
             )
+        if self.notes.cut_off:
+            lines.append(
+                f"{len(self.notes.cut_off)} times a stream's broker had died or stopped; its pause "
+                + _spread(self.notes.cut_off)
+            )
         lines += [f"FAILED {failure}" for failure in self.failures] or ["every stream was the same"]
         return "\n".join(lines)
 
@@ -75,13 +80,17 @@ class Report:
         found: dict[str, list[Move]] = {}
         for move in self.notes.moves:
             blows = [blow for at, blow, slot in self.dealt if at < move.at and slot == move.left]
-            before = [b for at, b, slot in self.dealt if at < move.at and slot == "broker"]
+            before = [b for at, b, slot in self.dealt if at < move.at and _is_broker(slot)]
             last = max(blows + before, key=lambda blow: blow.number, default=None)
             what = "unasked" if last is None else f"{last.kind} {_what_was_done(last)}"
             found.setdefault(what, []).append(move)
             done = "all killed" if last is not None and last.stop_s is None else "all others"
             found.setdefault(done, []).append(move)
         return dict(sorted(found.items()))
+
+
+def _is_broker(slot: str | None) -> bool:
+    return slot is not None and slot.startswith("broker")
 
 
 def _what_was_done(blow: Blow) -> str:
@@ -102,12 +111,15 @@ async def run(
     patient: bool = False,
     only: str = "",
     undisturbed: int = 1,
+    between_s: float = BETWEEN_S,
+    only_kills: bool = False,
 ) -> Report:
     """Runs the requests undisturbed, and then under blows, for a time or a number of blows.
 
     ``patient``: the next blow waits until every stream has gone on since the last one. ``only``:
     the requests whose names match this. ``undisturbed``: so many rounds without
-    blows, which must be equal.
+    blows, which must be equal. ``between_s``: between two blows. ``only_kills``: no process is
+    stopped.
     """
     report = Report(seed, kinds)
     wasm = modules()
@@ -131,7 +143,10 @@ async def run(
             return report
         load.notes = report.notes
         began = time.monotonic()
-        await _under_blows(report, system, load, requests, wanted, seconds, count, patient)
+        schedule = islice(blows(seed, kinds, only_kills), count)
+        await _under_blows(
+            report, system, load, requests, wanted, seconds, schedule, between_s, patient
+        )
         report.seconds = time.monotonic() - began
         report.failures += [
             f"sent again: {what}" for what in load.notes.again if not OF_THE_BROKER.search(what)
@@ -146,7 +161,8 @@ async def _under_blows(
     requests: Sequence[Workload],
     wanted: Sequence[Outcome],
     seconds: float | None,
-    count: int | None,
+    schedule: Iterable[Blow],
+    between_s: float,
     patient: bool,
 ) -> None:
     over = asyncio.Event()
@@ -157,13 +173,14 @@ async def _under_blows(
     running = asyncio.create_task(again_and_again(load, requests, over, compare))
     began = time.monotonic()
     try:
-        for blow in islice(blows(report.seed, report.kinds), count):
+        for blow in schedule:
             at = time.monotonic()
-            await asyncio.sleep(BETWEEN_S)
+            await asyncio.sleep(between_s)
             if patient:
                 await _all_went_on(load, at)
             if seconds is not None and time.monotonic() - began > seconds:
                 break
+            load.cut_off(system.front_of(blow))
             slot = system.suffer(blow)
             report.dealt.append((time.monotonic(), blow, slot))
             _tell(report, load, began)

@@ -24,13 +24,14 @@ class Blow:
     """For how long it is stopped; None: it is killed."""
 
 
-def blows(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[Blow]:
-    """The blows of a seed, without end."""
+def blows(seed: int, kinds: Sequence[str] = KINDS, only_kills: bool = False) -> Iterator[Blow]:
+    """The blows of a seed, without end. ``only_kills``: none is stopped."""
     chance = random.Random(seed)
     number = 0
     while True:
         kind = chance.choice(kinds)
         stops = chance.random() < 0.5 or kind == "door"
         stop_s = round(chance.uniform(0.5, LONGEST_STOP_S), 1)
-        yield Blow(number, kind, chance.randrange(12), stop_s if stops else None)
+        stop = stop_s if stops and not only_kills else None
+        yield Blow(number, kind, chance.randrange(12), stop)
         number += 1

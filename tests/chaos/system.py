@@ -106,7 +106,7 @@ class Slot:
 
 
 class System:
-    """A broker, GPU workers, controller workers, a state worker and two gateways, supervised.
+    """Brokers, GPU workers, controller workers, a state worker and two gateways, supervised.
 
     Not by supervisord itself, as a GPU worker takes seconds of CPU to import torch each time; here
     it is forked from a process that has done so (``tests/forks.py``).
@@ -117,18 +117,22 @@ class System:
         gpu_workers: int = 3,
         controller_workers: int = 2,
         gpu_module: str = "tokenbus.workers.gpu",
+        brokers: int = 1,
         **settings: object,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
-        self.front = f"tcp://127.0.0.1:{free_port()}"
-        given = {**SETTINGS, **settings}
+        self.fronts = [f"tcp://127.0.0.1:{free_port()}" for _ in range(brokers)]
+        self.front = ",".join(self.fronts)
+        given = {**SETTINGS, **settings, "brokers": brokers}
         self._environment = clean_environment(front=self.front, run_dir=self.folder, **given)
         shutil.copy(python_controllers.__file__, self.folder)
         served = tuple(f"python_controllers:{name}" for name in python_controllers.SERVED)
         self.http = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         """Where the gateways listen: the one that is killed, and the one that is only stopped."""
         self.slots: list[Slot] = []
-        self._add("broker", "broker", "tokenbus.broker")
+        for i in range(brokers):
+            name = f"broker-{i}" if brokers > 1 else "broker"
+            self._add(name, "broker", "tokenbus.broker", arguments=(str(i),))
         self._add("state-0", "state", "tokenbus.workers.state")
         for i in range(controller_workers):
             self._add(f"controller-{i}", "controller", "tokenbus.workers.controller")
@@ -171,6 +175,10 @@ class System:
             slots = self.of(blow.kind)
             slot = slots[blow.which % len(slots)]
             return slot.name if slot.suffer(blow, time.monotonic()) else None
+
+    def front_of(self, blow: Blow) -> str:
+        """Where the broker listens that a blow is for; empty: it is for another process."""
+        return self.fronts[blow.which % len(self.fronts)] if blow.kind == "broker" else ""
 
     def go_on(self) -> None:
         """Continues all that is stopped."""
