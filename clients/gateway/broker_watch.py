@@ -25,20 +25,22 @@ PING_S = 1.0
 
 
 class BrokerWatch:
-    """A session with the broker at ``front``. Calls ``lost``, with what has happened, each time
-    that it ends: the broker is another one, or was silent for as long as a session lasts; or none
-    has answered within ``patience_s`` seconds. ``key``: with which it connects, if any."""
+    """A session with the broker at ``front``. Calls ``lost``, with that and what has happened, each
+    time that it ends: the broker is another one, or was silent for as long as a session lasts; or
+    none has answered within ``patience_s`` seconds. ``key``: with which it connects, if any."""
 
     def __init__(
         self,
         context: Context,
         front: str,
         patience_s: float,
-        lost: Callable[[str], None],
+        lost: Callable[[str, str], None],
         key: OwnKey | None = None,
     ) -> None:
         self._context = context
-        self._front = front
+        self.front = front
+        self.answers = True
+        """Whether it has answered, or has not been tried for long."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key
@@ -59,12 +61,13 @@ class BrokerWatch:
     async def _run(self) -> None:
         while True:
             try:
-                dealer = AsyncDealer(self._context, self._front, self._key)
+                dealer = AsyncDealer(self._context, self.front, self._key)
                 try:
                     what = await self._session(dealer)
                 finally:
                     dealer.close()
-                self._lost(what)
+                self.answers = False
+                self._lost(self.front, what)
             except Exception:
                 log.exception("the broker cannot be watched; trying again")
                 await asyncio.sleep(PING_S)
@@ -81,11 +84,12 @@ class BrokerWatch:
                 heard = now()
                 if frames[0] == b"WELCOME":
                     welcome: Welcome = decode_as(Welcome, frames[1])
+                    self.answers = True
                     ping_s, expiry_s = welcome.ping_s, welcome.expiry_s
                 elif frames[0] == b"PONG" and not decode_as(Pong, frames[1]).session:
-                    return f"the broker at {self._front} was restarted"
+                    return f"the broker at {self.front} was restarted"
             await dealer.send([b"PING", encode_body(Ping(), "json")])
-        return f"no broker answers at {self._front}"
+        return f"no broker answers at {self.front}"
 
 
 async def _within(seconds: float, dealer: AsyncDealer) -> list[Frames]:

@@ -21,7 +21,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.shares = UserShares(settings.max_streams)
-        self._own = SharedClient(settings.front, self.shares, settings.max_unread)
+        self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
         """By public key: those of API keys that have one."""
         self.models = ModelTable(self._own)
@@ -46,7 +46,7 @@ class Gateway:
         client = self._tenants.get(key.public)
         if client is None:
             settings = self.settings
-            client = SharedClient(settings.front, self.shares, settings.max_unread, key)
+            client = SharedClient(settings.front_endpoint, self.shares, settings.max_unread, key)
             self._tenants[key.public] = client
         return client
 

@@ -15,17 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ...protocol.bodies import encoding_of
+from ...protocol.bodies import decode_as, encode_body, encoding_of
+from ...protocol.endpoints import separate
 from ...protocol.errors import Code, ConnectionLostError, RequestError
 from ...protocol.frames import Frames
 from ...protocol.keys import own_key
 from ...protocol.lines import error_line, frames_binary, frames_line, line_frames
+from ...protocol.messages import Hello
 from ...protocol.settings import Settings
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
@@ -49,14 +52,15 @@ class Tunnels:
     """The WebSockets of one gateway process. Made inside the event loop that serves it."""
 
     def __init__(self, settings: Settings) -> None:
-        self._front = settings.front
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._open: set[Tunnel] = set()
         self._key = own_key(settings, "client")
-        self._watch = BrokerWatch(
-            self._context, settings.front, settings.session_timeout_s, self._lost, self._key
-        )
+        self._watches = [
+            BrokerWatch(self._context, front, settings.session_timeout_s, self._lost, self._key)
+            for front in separate(settings.front_endpoint)
+        ]
+        """One for each broker."""
         self._ending: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -100,20 +104,27 @@ class Tunnels:
 
     async def close(self) -> None:
         """Frees what the tunnels share. After the last one has ended."""
-        await self._watch.close()
+        for watch in self._watches:
+            await watch.close()
         await asyncio.to_thread(self._context.destroy, linger=0)
 
     def _connect(self, websocket: WebSocket) -> Tunnel:
-        self._watch.start()
-        dealer = AsyncDealer(self._context, self._front, current_tenant.get() or self._key)
-        tunnel = Tunnel(websocket, dealer, self._rested)
+        for watch in self._watches:
+            watch.start()
+        # Of several brokers, one that has not been silent.
+        answering = [watch.front for watch in self._watches if watch.answers]
+        front = random.choice(answering or [watch.front for watch in self._watches])
+        dealer = AsyncDealer(self._context, front, current_tenant.get() or self._key)
+        several = len(self._watches) > 1
+        tunnel = Tunnel(websocket, dealer, self._rested, front, several)
         self._open.add(tunnel)
         return tunnel
 
-    def _lost(self, what: str) -> None:
-        """The broker does not know the tunnels' connections any more: ends them all."""
-        log.warning("%s; %d WebSockets are closed", what, len(self._open))
-        for tunnel in self._open:
+    def _lost(self, front: str, what: str) -> None:
+        """A broker does not know its tunnels' connections any more: ends them all."""
+        lost = [tunnel for tunnel in self._open if tunnel.front == front]
+        log.warning("%s; %d WebSockets are closed", what, len(lost))
+        for tunnel in lost:
             self._later(tunnel.lost(what))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -126,9 +137,17 @@ class Tunnel:
     """One WebSocket's connection to the broker."""
 
     def __init__(
-        self, websocket: WebSocket, dealer: AsyncDealer, rested: Callable[[Tunnel], None]
+        self,
+        websocket: WebSocket,
+        dealer: AsyncDealer,
+        rested: Callable[[Tunnel], None],
+        front: str,
+        several: bool,
     ) -> None:
-        """``rested`` is called where an answer may have been the last one."""
+        """``rested`` is called where an answer may have been the last one. ``front``: where its
+        broker is; ``several``: it is one of several."""
+        self.front = front
+        self._several = several
         self.websocket = self._websocket = websocket
         self.streams = OpenStreams()
         self._rested = rested
@@ -144,6 +163,8 @@ class Tunnel:
         except RequestError as error:
             await self._websocket.send_text(error_line(error, line))
             return
+        if self._several and frames[0] == b"HELLO":
+            frames = _from_elsewhere(frames)
         if self._plain is not None:
             self._plain.sent(frames)
         self.streams.sent(frames)
@@ -201,6 +222,16 @@ async def close(websocket: WebSocket, code: int, reason: str) -> None:
     """Closes a WebSocket, unless it is closed already."""
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):
         await websocket.close(code, reason[:120])
+
+
+def _from_elsewhere(frames: Frames) -> Frames:
+    """A HELLO whose session may have been at another broker, of which its client knows nothing."""
+    try:
+        hello: Hello = decode_as(Hello, frames[1])
+    except RequestError:
+        return frames
+    hello.elsewhere = hello.session is not None
+    return [frames[0], encode_body(hello, encoding_of(frames[1]))]
 
 
 def _refuse_binary() -> str:
