@@ -42,7 +42,7 @@ def status_of(
             host=w.host,
             state=w.state.value,
             models=list(w.models),
-            requests=len(w.requests) + len(w.steers),
+            requests=len(w.requests) + len(w.steers) + w.elsewhere,
             capacity=w.capacity,
             heartbeat_age_s=round(now - w.last_seen, 3),
             step_age_s=w.step_age_s,

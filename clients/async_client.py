@@ -68,7 +68,7 @@ class AsyncClient:
         settings = load(front=front)
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
-        self.front = settings.front
+        self.front = settings.front_endpoint if front is None else settings.front
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
 

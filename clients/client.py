@@ -65,7 +65,7 @@ class Client:
         key: OwnKey | None = None,
     ) -> None:
         settings = load(front=front)
-        self.front = settings.front
+        self.front = settings.front_endpoint if front is None else settings.front
         self._connection = Connection(
             self.front,
             hand_out,

@@ -189,12 +189,17 @@ class Settings(Struct, kw_only=True, frozen=True):
         """Where workers connect; the addresses of several brokers separated by commas."""
         return _of_all(self.back or f"ipc://{self.run_folder}/back.sock", self.brokers)
 
+    @property
+    def front_endpoint(self) -> str:
+        """Where clients connect; the addresses of several brokers separated by commas."""
+        return _of_all(self.front, self.brokers)
+
     def of_broker(self, number: int) -> Settings:
         """The settings of one broker of several: ``front`` and ``back`` are its own addresses.
 
         Raises SettingError where there are none for it.
         """
-        fronts, backs = separate(self.front), separate(self.back_endpoint)
+        fronts, backs = separate(self.front_endpoint), separate(self.back_endpoint)
         if number >= min(len(fronts), len(backs)):
             raise SettingError(
                 f"there is no broker {number}: 'front' has {len(fronts)} addresses and 'back' has "
@@ -234,26 +239,25 @@ def resolve(
         except msgspec.ValidationError as error:
             what = str(error).split(" - at ")[0].replace("`", "")
             raise SettingError(f"{places[name]}: {value!r} is not valid: {what}") from None
-    return _with_brokers(msgspec.convert(values, Settings, strict=False))
+    return _checked(msgspec.convert(values, Settings, strict=False))
 
 
-def _with_brokers(settings: Settings) -> Settings:
-    """The settings with the addresses of all brokers; raises SettingError where they do not fit."""
-    brokers = settings.brokers
-    if brokers == 1:
-        brokers = max(len(separate(settings.front)), len(separate(settings.back)))
+def _checked(settings: Settings) -> Settings:
+    """The settings; raises SettingError where the addresses of several brokers do not fit."""
     try:
-        front = _of_all(settings.front, brokers)
-        back = _of_all(settings.back, brokers) if settings.back else ""
+        _of_all(settings.front, settings.brokers)
+        _of_all(settings.back, settings.brokers)
     except ValueError as error:
         raise SettingError(str(error)) from None
-    return msgspec.structs.replace(settings, brokers=brokers, front=front, back=back)
+    return settings
 
 
 def _of_all(addresses: str, brokers: int) -> str:
     """The addresses of all brokers, separated by commas: as they are, or counted from one."""
+    if brokers == 1 or not addresses:
+        return addresses
     given = separate(addresses)
-    if brokers > 1 and len(given) not in (1, brokers):
+    if len(given) not in (1, brokers):
         raise ValueError(
             f"{addresses!r} has {len(given)} addresses for {brokers} brokers; give one for each, "
             "or only the first"

@@ -113,7 +113,7 @@ def _answer(
                     live.show(token, stream.sequences[0])
     except TokenbusError as error:
         print()
-        return report(error, settings.front)
+        return report(error, settings.front_endpoint)
     except KeyboardInterrupt:
         console.print(" [cancelled]", style="dim", markup=False)
         return OK

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 from typing import Any
 
+from ...protocol.endpoints import separate
 from ...protocol.keys import own_key
 from ...protocol.settings import Settings
 from .exits import OK
@@ -39,5 +40,6 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """
     from .line_pipe import LinePipe
 
-    asyncio.run(LinePipe(settings.front, own_key(settings, "client")).serve())
+    front = separate(settings.front_endpoint)[0]
+    asyncio.run(LinePipe(front, own_key(settings, "client")).serve())
     return OK

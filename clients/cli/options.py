@@ -90,7 +90,7 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 def client_for(settings: Settings) -> Client:
     """A client of the system at the address in the settings."""
-    return Client(settings.front, patience_s=PATIENCE_S)
+    return Client(settings.front_endpoint, patience_s=PATIENCE_S)
 
 
 def given_text(words: list[str]) -> str:

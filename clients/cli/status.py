@@ -26,12 +26,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the state of the system."""
     with client_for(settings) as client:
         status = client.status(timeout_s=PATIENCE_S)
+        broker = client.broker
     if args.json:
         print(msgspec.json.encode(status).decode())
         return OK
     console = Console(highlight=False)
     console.print(
-        f"broker {settings.front}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
+        f"broker {broker}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
         f"{status.streams} streams   {status.queued} queued",
         soft_wrap=True,
     )

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Shows pictures until Ctrl-C, or one. Without a terminal, one below the other."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    pictures = Pictures(settings.front)
+    pictures = Pictures(settings.front_endpoint)
     with client_for(settings) as client:
         shown = pictures.of(client.status(streams=True, timeout_s=PATIENCE_S), time.monotonic())
         if args.once:

@@ -51,7 +51,7 @@ class Cluster:
             (self._gpu, Scaling(gpu, *times)),
             (self._controllers, Scaling(controllers, *times)),
         )
-        self._client = Client(settings.front, patience_s=ASK_S)
+        self._client = Client(settings.front_endpoint, patience_s=ASK_S)
 
     def run(self, signals: queue.SimpleQueue[int]) -> None:
         """Serves until a signal arrives."""

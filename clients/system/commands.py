@@ -39,6 +39,7 @@ def add_commands(subparsers: Subparsers) -> None:
     up.add_argument("--model", help="a path, a hub id, 'embedded' (default), or 'auto'")
     up.add_argument("--front", metavar="ADDRESS", help="where clients connect")
     up.add_argument("--back", metavar="ADDRESS", help="where workers connect")
+    up.add_argument("--brokers", metavar="N", help="broker processes, with an address each (1)")
     up.add_argument(
         "--join",
         metavar="HOST[:PORT]",
@@ -206,7 +207,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
 
     def when_ready(client: Client) -> list[str]:
         return [
-            f"ready: clients connect to {settings.front}",
+            f"ready: clients connect to {settings.front_endpoint}",
             *_http_lines(settings),
             f"try:   {_example(settings)}",
         ]
@@ -343,7 +344,8 @@ def _port_dir(port: int) -> str:
 
 
 def _example(settings: Settings) -> str:
-    where = "" if settings.front == Settings().front else f" --front {shlex.quote(settings.front)}"
+    front = settings.front_endpoint
+    where = "" if front == Settings().front else f" --front {shlex.quote(front)}"
     found = shutil.which("tokenbus")
     program = "tokenbus" if found else str(Path(sys.executable).parent / "tokenbus")
     return f"{program} generate 'def add(a, b):'{where}"

@@ -39,6 +39,8 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     if settings.ray:
         _place_workers_in_ray(conf)
         settings = msgspec.structs.replace(settings, gpu_workers=0, controller_workers=0)
+    if settings.brokers > 1:
+        _several_brokers(conf, settings.brokers)
     conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
     conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
     if settings.join:
@@ -63,3 +65,13 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         # Each of its workers is ended after as long as a worker here.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
+
+
+def _several_brokers(conf: RawConfigParser, number: int) -> None:
+    """Gives each of several brokers its number, a name and a log."""
+    broker = conf["program:broker"]
+    broker["numprocs"] = str(number)
+    broker["process_name"] = "%(program_name)s-%(process_num)d"
+    broker["command"] += " %(process_num)d"
+    name = "%(program_name)s"
+    broker["stdout_logfile"] = broker["stdout_logfile"].replace(name, f"{name}-%(process_num)d")

@@ -86,8 +86,8 @@ class Control:
 
     def announce_end(self) -> None:
         """Notifies those that leave something to their successors that they will have none."""
-        for name in ("broker:broker", "cluster:cluster-0"):
-            self._ask(partial(_announce, name))
+        for group in ("broker", "cluster"):
+            self._ask(partial(_announce, group))
 
     def shutdown(self) -> None:
         """Tells supervisord to stop everything in the stop order, and to exit."""
@@ -105,8 +105,8 @@ class Control:
             transport.close()
 
 
-def _announce(name: str, api: Any) -> bool:
-    return bool(api.signalProcess(name, "USR1"))
+def _announce(group: str, api: Any) -> bool:
+    return bool(api.signalProcessGroup(group, "USR1"))
 
 
 class Supervisor:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...protocol.endpoints import host_and_port, is_loopback
+from ...protocol.endpoints import host_and_port, is_loopback, separate
 from ...protocol.keys import ROLES, KeyFault, KeyFolder, own_key
 from ...protocol.settings import Settings
 from .. import Client
@@ -36,13 +36,14 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     """
     if not settings.join:
         check_keys(settings)
-        check_address(settings.front, _has_keys(settings))
+        for front in separate(settings.front_endpoint):
+            check_address(front, _has_keys(settings))
         check_http(settings)
     supervisor = Supervisor(settings)
     with StopSignals() as signals:
         supervisor.start()
         watcher = Watcher(supervisor.control, settings)
-        screen = screen_for(settings.front)
+        screen = screen_for(settings.front_endpoint)
         try:
             for line in first:
                 screen.say(line)
@@ -88,9 +89,10 @@ def check_keys(settings: Settings) -> None:
             own_key(settings, role)
     except KeyFault as fault:
         raise SystemFault(str(fault), WRONG_SETTING) from None
-    back = urlsplit(settings.back_endpoint)
-    if back.scheme == "tcp" and folder is None:
-        _check_loopback("back", settings.back_endpoint, back.hostname or "")
+    for address in separate(settings.back_endpoint):
+        back = urlsplit(address)
+        if back.scheme == "tcp" and folder is None:
+            _check_loopback("back", address, back.hostname or "")
 
 
 def _has_keys(settings: Settings) -> bool:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from socket import create_connection, gethostname
 
-from ...protocol.endpoints import host_and_port
+from ...protocol.endpoints import host_and_port, separate
 from ...protocol.errors import TokenbusError
 from ...protocol.keys import own_key
 from ...protocol.messages import Status, WorkerStatus
@@ -60,21 +60,23 @@ class Watcher:
     def __init__(self, control: Control, settings: Settings) -> None:
         self._control = control
         self._run_dir = control.run_dir
-        self._front = settings.front
+        self._front = settings.front_endpoint
         self._key = None if settings.join else own_key(settings, "client")
         self._http = settings.http
         self._least = {"gpu": settings.gpu_workers, "controller": settings.controller_workers}
         self._on_demand = settings.model == "auto"
         self._joins = bool(settings.join)
         self._client: Client | None = None
+        self._each: dict[str, Client] = {}
+        """Of several brokers: clients of each, by number."""
         self.ending = False
         """The system is stopping, so that a broker without an answer is no fault."""
 
     def look(self) -> Picture:
         """A picture of now; takes at most about a second."""
         processes = self._control.processes() or []
-        broker = next((p for p in processes if p.name == "broker"), None)
-        status = self._status() if broker is not None and broker.pid else None
+        up = any(p.pid for p in processes if p.group == "broker")
+        status = self._status() if up else None
         load = "ending" if self.ending else "joined" if self._joins else load_line(status)
         return Picture([self._shown(p, status) for p in processes], load)
 
@@ -86,8 +88,9 @@ class Watcher:
 
     def close(self) -> None:
         """Closes the connection to the broker."""
-        if self._client is not None:
-            self._client.close()
+        for client in (self._client, *self._each.values()):
+            if client is not None:
+                client.close()
 
     def _listens(self) -> bool:
         """Whether a gateway accepts connections."""
@@ -107,6 +110,20 @@ class Watcher:
         doing = f"{ready['gpu']} GPU workers, {ready['controller']} controller workers"
         return Shown(process, serves, doing)
 
+    def _answers(self, process: ProcessState, status: Status) -> bool:
+        """Whether a broker answers, and all workers have registered with it. Where there are
+        several, any of them has answered with ``status``."""
+        number = process.name.removeprefix("broker").removeprefix("-")
+        if not number:
+            return True
+        client = self._each.get(number)
+        if client is None:
+            front = separate(self._front)[int(number)]
+            client = self._each[number] = Client(front, key=self._key)
+        with suppress(TokenbusError):
+            return len(client.status(timeout_s=ASK_S).workers) >= len(status.workers)
+        return False
+
     def _status(self) -> Status | None:
         with suppress(TokenbusError):
             return self.client().status(timeout_s=ASK_S)
@@ -120,8 +137,8 @@ class Watcher:
         if self._joins:
             # A worker's key does not open the broker's socket for clients, which would say more.
             return Shown(process, process.state == "RUNNING", process.state.lower())
-        if process.name == "broker":
-            serves = status is not None
+        if process.group == "broker":
+            serves = status is not None and self._answers(process, status)
             return Shown(process, serves, "up" if serves else "starting")
         if process.name.startswith("gateway"):
             serves = process.state == "RUNNING" or self._listens()
