@@ -173,8 +173,8 @@ class Worker:
 
     def close(self) -> None:
         self.worker.stop("the test is over")
-        for group in list(self.worker._groups):
-            self.send(b"END", msgpack.encode({"requests": [group]}))
+        for _, request in list(self.worker._groups):
+            self.send(b"END", msgpack.encode({"requests": [request]}))
         self._thread.join(BOUND_S)
         assert not self._thread.is_alive()
 
@@ -257,10 +257,10 @@ def test_a_malformed_answer_of_the_state_worker_disturbs_no_other_message(worker
 
 def test_a_second_start_of_a_request_closes_the_controllers_of_the_first(worker: Worker) -> None:
     worker.start(1, "free")
-    first = worker.worker._groups[1]
+    first = worker.worker._groups[0, 1]
     assert worker.start(1, "free").then == "sample"
     assert not first._sequences
-    assert worker.worker._groups[1] is not first
+    assert worker.worker._groups[0, 1] is not first
 
 
 def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Worker) -> None:
@@ -317,12 +317,12 @@ def test_a_worker_that_registers_anew_drops_all_controllers_and_what_they_would_
     worker: Worker,
 ) -> None:
     worker.start(1, "free")
-    first = worker.worker._groups[1]
+    first = worker.worker._groups[0, 1]
     registered = Registered(worker=8, heartbeat_s=1.0, expiry_s=5.0)
     worker.send(b"REGISTERED", msgpack.encode(registered))
     assert worker.start(2, "free").then == "sample"
     assert first.closed
-    assert list(worker.worker._groups) == [2]
+    assert list(worker.worker._groups) == [(0, 2)]
 
 
 def test_a_long_replay_lets_other_requests_go_first(worker: Worker) -> None:
