@@ -137,7 +137,8 @@ class Adoption:
             arrived=now - body.age_s,
             trace=fields.trace,
             request_id=fields.request_id,
-            adopted_at=now,
+            # The workers of a broker that has been there for long have registered.
+            adopted_at=None if header.address in self._claims else now,
             unclaimed=True,
             entries=count,
             moves=body.moves,
@@ -267,6 +268,7 @@ class Adoption:
         taken from them, also where it was here before: it may have gone on elsewhere since."""
         if not is_session_token(token):
             return None
+        self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
         if session is None:

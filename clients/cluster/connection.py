@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...protocol.endpoints import is_loopback
+from ...protocol.endpoints import is_loopback, separate
 from ...protocol.settings import SettingError, Settings, environment
 from .members import ray_module
 
@@ -41,7 +41,7 @@ def connect(settings: Settings) -> None:
         ) from None
     here = importlib.import_module("ray.util").get_node_ip_address()
     others = sorted({n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]} - {here})
-    if others and not reachable(settings.back_endpoint):
+    if others and not all(map(reachable, separate(settings.back_endpoint))):
         raise SettingError(
             f"back: {settings.back_endpoint} can be reached on this machine only, and Ray has "
             f"other nodes ({', '.join(others)}); set it to tcp://{here}:5556, and make keys with "

@@ -33,7 +33,6 @@ REQUEST = (7 << 32) + 1
 def bench() -> Bench:
     """A broker that has been there for long, with two workers, each with room for two."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
-    bench.pass_time(40.0)
     for name in ("a", "b"):
         bench.worker(name)
     return bench
@@ -133,7 +132,7 @@ def test_a_worker_that_is_lost_is_not_waited_for(bench: Bench) -> None:
 
 
 def test_a_broker_that_has_just_started_asks_the_workers_that_register_later() -> None:
-    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
+    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0, recover_s=30.0)
     hello(bench)
     assert attach(bench, 1) == []
     bench.worker("a")
