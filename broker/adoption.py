@@ -289,9 +289,11 @@ class Adoption:
         self._claims[number] = asked = {worker.id: set[int]() for worker in workers}
         for request in list(session.streams.values()):
             worker = request.worker
-            if worker is not None and request.type in STREAMS:
-                self._unclaimed.pop(request.id, None)
-                self._dispatcher.withdraw(request)
+            if request.type not in STREAMS or (worker is None and request.loss is None):
+                continue
+            self._unclaimed.pop(request.id, None)
+            self._dispatcher.withdraw(request)
+            if worker is not None:
                 worker.withdraw(number, request.stream_id)
                 asked[worker.id].add(request.stream_id)
         for worker in workers:
