@@ -271,6 +271,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     replay: list[Replay] = []
     """Of a request that was started before: its sequences, parents before their forks. Sequences
     that are not in it, and that no fork makes, have never been."""
+    attempt: Annotated[int, Meta(ge=0)] = 0
+    """Which START of this GPU worker it is, of those of controllers that it starts again."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -345,6 +347,9 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     sequences: list[StepResult]
     host: str = ""
     """The machine of the controller worker, by ``machine_id``."""
+    attempts: dict[Id, int] = {}
+    """Of requests that were started again and have their first result here: the ``attempt`` of
+    their START. What comes of such a request before that is of an earlier one."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):

@@ -96,6 +96,8 @@ class PendingResult:
             after = [(group, *group.record(results)) for group, results in parts]
             if body:
                 self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+            for group, _ in parts:
+                group.attempt = 0
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             if group.has_unfreed:
@@ -118,16 +120,18 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
                 result.along = [len(attachments) + i for i in range(len(along))]
                 attachments += along
             sequences.append(result)
-    return _encoded(sequences) if sequences else b"", attachments
+    attempts = {group.request: group.attempt for group, _ in parts if group.attempt}
+    made = Result(sequences=sequences, host=machine_id(), attempts=attempts)
+    return _encoded(made) if sequences else b"", attachments
 
 
-def _encoded(sequences: list[StepResult]) -> bytes:
+def _encoded(made: Result) -> bytes:
     """The body of the message. A result that cannot be encoded becomes an error of its sequence."""
     try:
-        return encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")
+        return encode_body(made, "msgpack")
     except (TypeError, ValueError, OverflowError):
         pass
-    for result in sequences:
+    for result in made.sequences:
         try:
             encode_body(result, "msgpack")
         except (TypeError, ValueError, OverflowError) as error:
@@ -142,4 +146,4 @@ def _encoded(sequences: list[StepResult]) -> bytes:
             result.along = []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []
-    return encode_body(Result(sequences=sequences, host=machine_id()), "msgpack")
+    return encode_body(made, "msgpack")

@@ -60,12 +60,15 @@ class SequenceGroup:
         ignore_eos: bool,
         perform: Callable[[Variable], VariableAnswer],
         inspect: bool = False,
+        attempt: int = 0,
     ) -> None:
         """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable;
-        ``inspect``: results have the times of their rounds."""
+        ``inspect``: results have the times of their rounds; ``attempt``: that of ``Start``."""
         self.request = request
         self.gpu = gpu
         self.inspect = inspect
+        self.attempt = attempt
+        """0 once the first results were sent, which name it."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens

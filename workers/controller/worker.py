@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -94,6 +95,12 @@ def limits_of(settings: Settings) -> Limits:
     )
 
 
+class _Attempt(msgspec.Struct):
+    """What is read of a START that is wrong."""
+
+    attempt: int = 0
+
+
 class ControllerWorker:
     """One controller worker process. ``run`` serves until ``stop``.
 
@@ -168,7 +175,7 @@ class ControllerWorker:
                     kind = message.type.decode("ascii", "replace")
                     log.exception("a %s message failed", kind)
                     if message.type == b"START":
-                        self._refuse_start(message.header, error)
+                        self._refuse_start(message, error)
             try:
                 self._vocabularies.retry()
                 if self._busy:
@@ -285,6 +292,7 @@ class ControllerWorker:
             start.ignore_eos,
             lambda operation: self._variable_calls.perform(operation, lambda: group.closed, link),
             start.inspect,
+            start.attempt,
         )
         self._end(link, header.request)
         self._groups[link, header.request] = group
@@ -336,10 +344,14 @@ class ControllerWorker:
         jobs, hands = round_jobs(pending, begun, self._pool.submit)
         self._pool.submit(jobs, hands)
 
-    def _refuse_start(self, header: Header, error: Exception) -> None:
+    def _refuse_start(self, message: FromBus, error: Exception) -> None:
         """A START that cannot be read gets a RESULT too."""
         text = f"the controller worker cannot start the controller: {error}"
-        self._post_results(header.address, [_error_result(header.request, text)])
+        request = message.header.request
+        attempts = {}
+        with contextlib.suppress(TokenbusError):
+            attempts[request] = decode_as(_Attempt, message.body, "msgpack").attempt
+        self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
         """Sequences of a STEP that have finished here get a RESULT too."""
@@ -351,8 +363,11 @@ class ControllerWorker:
             results.append(result)
         self._post_results(gpu, results)
 
-    def _post_results(self, gpu: int, results: list[StepResult]) -> None:
-        body = encode_body(Result(sequences=results, host=machine_id()), "msgpack")
+    def _post_results(
+        self, gpu: int, results: list[StepResult], attempts: Mapping[int, int] | None = None
+    ) -> None:
+        made = Result(sequences=results, host=machine_id(), attempts=dict(attempts or {}))
+        body = encode_body(made, "msgpack")
         self._bus.post_to(gpu, [b"RESULT", encode_header(0, gpu), body])
 
     def _new_result(self, gpu: int, rounds: int) -> PendingResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -80,6 +81,8 @@ class Arrivals:
         self._on_models = on_models
         self._tokenizers = TokenizerAnswers()
         self._waiting: dict[int, Waiting] = {}
+        self._attempts = itertools.count(1)
+        """Of controllers that are started again."""
         self._logged = ("", 0)
         """The stage of loading, and the tenth of it, that was logged last."""
 
@@ -210,9 +213,15 @@ class Arrivals:
         self._streams.add(stream)
 
     def _generate(
-        self, stream: Stream, message: Generate, engine: Engine, resumption: Resumption | None
+        self,
+        stream: Stream,
+        message: Generate,
+        engine: Engine,
+        resumption: Resumption | None,
+        attempt: int = 0,
     ) -> None:
-        """Begins a generation, or goes on with one that began before."""
+        """Begins a generation, or goes on with one that began before. ``attempt``: of a controller
+        that is started again, as in ``Start``."""
         steered = message.controller is not None
         # Its controller decides what an end-of-sequence token is, and is forked with it.
         sampling = msgspec.structs.replace(message, ignore_eos=True, n=1) if steered else message
@@ -235,6 +244,7 @@ class Arrivals:
         )
         if steered:
             start = _start(message, stream, engine)
+            start.attempt = attempt
             given = None
             if resumption is not None:
                 start.replay, given = resumption.replay, resumption.given
@@ -251,7 +261,8 @@ class Arrivals:
         engine.abort(stream.request)
         sent = self._streams.sent(stream)
         stream.move = stream.move or Move(left, why, time.monotonic())
-        self._generate(stream, message, engine, _resumption(message, sent))
+        resumption = _resumption(message, sent)
+        self._generate(stream, message, engine, resumption, next(self._attempts))
 
     # --- models ---------------------------------------------------------------------------------
 

@@ -35,11 +35,14 @@ class Decisions(NamedTuple):
     invalid: list[Invalid]
     host: str
     """The machine of the controller worker."""
+    attempts: dict[int, int]
+    """As in ``Result``."""
 
 
 class _RawResult(msgspec.Struct):
     sequences: list[msgspec.Raw]
     host: str = ""
+    attempts: dict[int, int] = {}
 
 
 class _Name(msgspec.Struct, array_like=True):
@@ -61,12 +64,12 @@ def decode_decisions(body: bytes) -> Decisions:
         result = _decode_result(body)
     except _UNDECODABLE:
         return _one_by_one(body)
-    return Decisions(result.sequences, [], result.host)
+    return Decisions(result.sequences, [], result.host, result.attempts)
 
 
 def _one_by_one(body: bytes) -> Decisions:
     raw: _RawResult = decode_as(_RawResult, body, "msgpack")
-    found = Decisions([], [], raw.host)
+    found = Decisions([], [], raw.host, raw.attempts)
     for entry in raw.sequences:
         try:
             found.valid.append(_decode_entry(entry))

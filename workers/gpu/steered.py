@@ -22,6 +22,8 @@ class Steered:
     """The tokens that end its sequences, where their controller does not make more of them."""
     link: int = 0
     """The link to the broker that its client is at, over which its controller worker is reached."""
+    attempt: int = 0
+    """That of its START: what was sent before in answer to an earlier one may still arrive."""
     worker: int = 0
     """The controller worker that runs its controller; 0 until that has answered."""
     same_machine: bool = False

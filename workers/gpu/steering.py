@@ -124,7 +124,7 @@ class Steering:
                 path="$.controller_arg",
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
-        steered = Steered(engine, eos, link, inspect=start.inspect)
+        steered = Steered(engine, eos, link, start.attempt, inspect=start.inspect)
         self._requests[request] = steered
         steered.given.update(given or {})
         rounds = sum(1 + len(one.tokens) for one in start.replay)
@@ -256,11 +256,11 @@ class Steering:
         Raises RequestError where the body is no RESULT.
         """
         ends: list[TokenOutput] = []
-        valid, invalid, host = decode_decisions(body)
+        valid, invalid, host, attempts = decode_decisions(body)
         for one in valid:
             if self._samples_under_row(worker, one):
                 continue
-            steered = self._steered_by(worker, one.request, host, link)
+            steered = self._steered_by(worker, one.request, host, link, attempts)
             if steered is None:
                 continue
             try:
@@ -268,7 +268,7 @@ class Steering:
             except Exception as error:
                 ends += self._refuse(steered, one, error)
         for entry in invalid:
-            steered = self._steered_by(worker, entry.request, host, link)
+            steered = self._steered_by(worker, entry.request, host, link, attempts)
             if steered is not None:
                 text = f"its controller worker sent a decision that is malformed: {entry.error}"
                 key = (entry.request, entry.seq)
@@ -295,13 +295,18 @@ class Steering:
         del self._awaited[key]
         return True
 
-    def _steered_by(self, worker: int, request: int, host: str, link: int) -> Steered | None:
-        """The request of a decision that this worker sent; None where it is over or another's, or
-        goes on behind another broker."""
+    def _steered_by(
+        self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
+    ) -> Steered | None:
+        """The request of a decision that this worker sent; None where it is over or another's, goes
+        on behind another broker, or was started again since."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None
         if not steered.worker:
+            if attempts.get(request, 0) != steered.attempt:
+                log.debug("a decision for request %d is of an earlier start: it is void", request)
+                return None
             steered.worker = worker
             steered.same_machine = host == machine_id()
             if steered.same_machine:

@@ -68,7 +68,14 @@ class Controllers:
         text = start.arg if isinstance(start.arg, str) else json.dumps(start.arg)
         arg = b"" if start.arg is None else text.encode()
         group = SequenceGroup(
-            request, 1, WIDE, arg, start.max_tokens, start.ignore_eos, self._storage.apply
+            request,
+            1,
+            WIDE,
+            arg,
+            start.max_tokens,
+            start.ignore_eos,
+            self._storage.apply,
+            attempt=start.attempt,
         )
         self._groups[request] = group
         vocabulary = start.vocabulary
@@ -122,7 +129,10 @@ class Controllers:
                     result.along = [len(attachments) + i for i in range(len(along))]
                     attachments += along
             host = "elsewhere" if self._files is None else machine_id()
-            body = encode_body(Result(sequences=results, host=host), "msgpack")
+            attempts = {group.request: group.attempt} if group.attempt else {}
+            group.attempt = 0
+            made = Result(sequences=results, host=host, attempts=attempts)
+            body = encode_body(made, "msgpack")
             woken, results = group.record(results)
             self._loop.give(b"RESULT", body, 0, self.number, 0, attachments)
             self._rounds.extend((group, run) for run in woken)

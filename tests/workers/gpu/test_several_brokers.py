@@ -17,6 +17,9 @@ from tokenbus.protocol.worker_messages import (
     Refused,
     Registered,
     Released,
+    Result,
+    Start,
+    StepResult,
 )
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
@@ -49,6 +52,15 @@ def clear(loop: Loop) -> None:
 def claim(loop: Loop, request: int, link: int) -> None:
     """The client of a request has come to another broker."""
     loop.give(b"CLAIM", Claim(session=100 + request), link=link)
+
+
+def decide(
+    loop: Loop, request: int, then: Any, worker: int, *, link: int, attempt: int = 0
+) -> None:
+    """A controller worker has decided; ``attempt``: it is its first decision after this START."""
+    attempts = {request: attempt} if attempt else {}
+    result = Result(sequences=[StepResult(request, 0, then)], host="elsewhere", attempts=attempts)
+    loop.give(b"RESULT", result, 0, worker, link=link)
 
 
 def bodies(loop: Loop, kind: bytes, body: Any, link: int) -> list[Any]:
@@ -98,12 +110,41 @@ def test_a_controller_starts_again_behind_the_broker_that_claims_its_session(loo
     loop.decide(1, "stop")
     loop.turn()
     assert loop.worker._streams.get(1) is not None
-    results = msgpack.encode({"sequences": [[1, 0, "stop"]], "host": "elsewhere"})
-    loop.give(b"RESULT", results, 0, CONTROLLER + 1, link=1)
+    decide(loop, 1, "stop", CONTROLLER + 1, link=1, attempt=1)
     for _ in range(3):
         loop.turn()
     assert loop.worker._streams.get(1) is None
     assert streams(loop, 1) == [1]
+
+
+def test_what_was_decided_before_a_controller_starts_again_is_void(loop: Loop) -> None:
+    """Its client has left its broker and come back to it: the controller worker may be the one of
+    before, and has answered STEPs that it got after the end of the first START."""
+    loop.generate(1, controller="c")
+    loop.turn()
+    loop.decide(1, "sample")
+    for _ in range(2):
+        loop.turn()
+    sent = len(streams(loop, 0))
+    for attempt in (1, 2):
+        claim(loop, 1, link=0)
+        # By the time that the first of them arrives there is the second one.
+        decide(loop, 1, "error", CONTROLLER, link=0, attempt=attempt - 1)
+        for _ in range(3):
+            loop.turn()
+        [*_, start] = loop.sent(b"START", 0)
+        assert msgpack.decode(start[2], type=Start).attempt == attempt
+    assert len(streams(loop, 0)) == sent
+    assert loop.worker._streams.get(1) is not None
+    decide(loop, 1, "sample", CONTROLLER, link=0, attempt=2)
+    for _ in range(2):
+        loop.turn()
+    assert len(streams(loop, 0)) == sent + 1
+    # Now that it has answered, its decisions need not say so.
+    loop.decide(1, "stop")
+    for _ in range(3):
+        loop.turn()
+    assert loop.worker._streams.get(1) is None
 
 
 def test_a_stream_that_has_ended_is_claimed_too(loop: Loop) -> None:
