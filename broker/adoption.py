@@ -152,7 +152,8 @@ class Adoption:
             due = max(now + self._settings.session_grace_s, self._recovery.until)
             self._due.append((due, request.id))
         self._adopted += 1
-        self._attaches.on_adopted(request)
+        flags = header.flags & (Flag.MSGPACK | Flag.COLUMNS)
+        self._attaches.on_adopted(request, sent, flags)
 
     def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
         """Whether a worker has sent the journal of a request before."""

@@ -2,7 +2,8 @@
 
 The worker of the stream answers, as it keeps what it has sent. While a stream has no worker, and
 where it ended before its client had attached, the broker answers from what it has routed. An ATTACH
-for a stream that a worker may still report, as the broker was restarted, is held until then.
+for a stream that a worker may still report, as the broker was restarted or the client has come from
+another one, is held until then, and answered from that report.
 """
 
 from __future__ import annotations
@@ -70,11 +71,19 @@ class Attaches:
 
     # --- streams --------------------------------------------------------------------------------
 
-    def on_adopted(self, request: Request) -> None:
-        """A worker has reported a stream: a held ATTACH for it is passed on."""
+    def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
+        """A worker has reported a stream, of which it has ``sent`` this (a body of TOKEN): a held
+        ATTACH for it is answered at once, as the worker may be in a long step. It is passed on
+        where the worker has to learn what form its client takes now; ``flags``: those of the form
+        that it knows."""
         held = self._held.pop((request.session.id, request.stream_id), None)
-        if held is not None:
+        if held is None:
+            return
+        if request.worker is None or flags != request.session.flags:
             self._pass_on(request, held)
+        else:
+            request.unclaimed = request.resumed = False
+            self._dispatcher.moves.answer(request, sent, held.received)
 
     def on_finished(self, request: Request) -> None:
         """The last entries of a stream were routed.

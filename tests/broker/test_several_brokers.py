@@ -38,9 +38,9 @@ def bench() -> Bench:
     return bench
 
 
-def hello(bench: Bench, client: str = "c", token: str = TOKEN) -> dict[str, Any]:
+def hello(bench: Bench, client: str = "c", token: str = TOKEN, **more: Any) -> dict[str, Any]:
     """A client comes from another broker; the WELCOME."""
-    said = {"session": token, "elsewhere": True, "capabilities": ["recover"]}
+    said = {"session": token, "elsewhere": True, "capabilities": ["recover"], **more}
     [(kind, welcome)] = bench.client(client, "HELLO", said)
     assert kind == "WELCOME"
     return dict(welcome)
@@ -101,6 +101,25 @@ def test_a_stream_goes_on_at_the_worker_that_has_it(bench: Bench) -> None:
     bench.tokens("a", to, entry(3))
     [(kind, entries)] = bench.to_client("c")
     assert (kind, [e["token"] for e in entries]) == ("TOKEN", [103])
+
+
+def test_an_attach_that_waits_for_the_report_is_answered_from_it(bench: Bench) -> None:
+    """The client takes the form that the worker sends, so that this need not hear of it."""
+    hello(bench, encodings=["msgpack"])
+    attach(bench, 1)
+    journal(bench, "a", 3)
+    [(kind, answer), (word, missed)] = bench.to_client("c")
+    assert (kind, answer["attached"]) == ("MSG", 1)
+    assert (word, [e["token"] for e in missed]) == ("TOKEN", [101, 102])
+    bench.tokens("a", Header(REQUEST, SESSION, Flag.MSGPACK), entry(3))
+    [(_, entries)] = bench.to_client("c")
+    assert [e["token"] for e in entries] == [103]
+    assert kinds(bench, "a") == ["CLAIM"]
+    # It is one of its client's from now on, and can move as any other.
+    claimed(bench, "a", "b")
+    bench.pass_time(6.0)
+    bench.send("a", "UNREGISTER", {})
+    assert kinds(bench, "b") == ["CLAIM", "GENERATE"]
 
 
 def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(bench: Bench) -> None:
