@@ -129,10 +129,11 @@ class Bus:
         for link in self._links:
             link.post(frames, True)
 
-    def post_to_any(self, frames: Frames) -> None:
-        """Sends a message to one of the brokers that has registered this worker, if any has."""
-        there = (link for link in self._links if link.lease.registered)
-        next(there, self._links[0]).post(frames, True)
+    def post_to_any(self, frames: Frames, turn: int) -> None:
+        """Sends a message to one of the brokers that have registered this worker, with each ``turn``
+        to another one: which of them is gone is known only when it has been silent for a while."""
+        there = [link for link in self._links if link.lease.registered] or self._links
+        there[turn % len(there)].post(frames, True)
 
     def post_to(self, worker: int, frames: Frames) -> None:
         """Sends a message to another worker, over the broker that gave it this id; drops it where

@@ -52,15 +52,21 @@ class _Sent(NamedTuple):
 
 
 class ModuleCalls:
-    """The calls of this worker that wait for an answer. ``post`` sends frames."""
+    """The calls of this worker that wait for an answer.
+
+    ``post`` sends frames to the worker that they name, or over every broker; ``post_once`` over one
+    of them, which one follows from the second argument.
+    """
 
     def __init__(
         self,
         post: Callable[[list[bytes]], None],
+        post_once: Callable[[list[bytes], int], None],
         fetch_s: float = FETCH_S,
         again_s: float = AGAIN_S,
     ) -> None:
         self._post = post
+        self._post_once = post_once
         self._fetch_s = fetch_s
         self._again_s = again_s
         self._lock = threading.Lock()
@@ -81,8 +87,13 @@ class ModuleCalls:
             self._tables[number] = answers
         try:
             with _waiting():
-                for _ in range(max(1, round(patience_s / AGAIN_S))):
-                    self._post([b"MODULE_TABLE", encode_header(), body])
+                for turn in range(max(1, round(patience_s / AGAIN_S))):
+                    frames = [b"MODULE_TABLE", encode_header(), body]
+                    if content is None:
+                        self._post(frames)
+                    else:
+                        # The answer to a second one could overtake that it was written.
+                        self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = answers.get(timeout=self._again_s)
                         break

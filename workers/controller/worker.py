@@ -116,7 +116,7 @@ class ControllerWorker:
         self._limits = limits_of(settings)
         self._engine = make_engine(self._limits)
         self._serves = list(programs) if programs else [ANY_MODULE]
-        self._module_calls = ModuleCalls(self._post)
+        self._module_calls = ModuleCalls(self._post, self._post_once)
         folder = settings.run_folder / "modules"
         self._store = (
             None
@@ -430,12 +430,16 @@ class ControllerWorker:
         self._bus.post(sent, message.link)
 
     def _post(self, frames: list[bytes]) -> None:
-        """Sends a message of the store: to the worker that it names, or over any broker."""
+        """Sends a message of the store: to the worker that it names, or over every broker."""
         worker = decode_header(frames[1]).address
         if worker:
             self._bus.post_to(worker, frames)
         else:
-            self._bus.post_to_any(frames)
+            self._bus.post_all(frames)
+
+    def _post_once(self, frames: list[bytes], turn: int) -> None:
+        """Sends a message of the store over one of the brokers."""
+        self._bus.post_to_any(frames, turn)
 
     def _serve_store(self, message: FromBus) -> None:
         """A client's request to the module store; the last attachment is the client's tenant."""

@@ -50,7 +50,9 @@ class Machines:
     def add(self, fetch_s: float = 30.0) -> ModuleStore:
         """One more machine."""
         number = len(self.stores) + 1
-        calls = self._calls[number] = ModuleCalls(partial(self._carry, number), fetch_s, 0.02)
+        carry = partial(self._carry, number)
+        calls = ModuleCalls(carry, lambda frames, turn: carry(frames), fetch_s, 0.02)
+        self._calls[number] = calls
         folder = self.folder / f"machine{number}"
         self.stores[number] = ModuleStore(folder, LIMITS, self._engine, calls)
         return self.stores[number]
