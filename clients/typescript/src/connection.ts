@@ -7,6 +7,8 @@ import type { Link, Received, Transport } from "./transport.js";
 
 /** The pause after the first failure of a row, and the longest; each is twice the one before. */
 const PAUSES_S = [0.05, 2] as const;
+/** The longest pause where the next broker is another one. */
+const ELSEWHERE_S = 0.2;
 
 export class Connection {
   readonly #session: Session;
@@ -23,7 +25,7 @@ export class Connection {
     readonly transport: Transport,
     patienceS: number,
   ) {
-    this.#session = new Session(transport.address, patienceS, now());
+    this.#session = new Session(transport.address, patienceS, now(), transport.several);
   }
 
   /**
@@ -79,7 +81,8 @@ export class Connection {
 
   /** There is no connection any more; a new one is opened after a pause. */
   #drop(reason: string): void {
-    const [first, longest] = PAUSES_S;
+    const first = PAUSES_S[0];
+    const longest = this.transport.several ? ELSEWHERE_S : PAUSES_S[1];
     this.#link = null;
     this.#open = false;
     this.#pauseS = Math.min(this.#pauseS * 2 || first, longest);

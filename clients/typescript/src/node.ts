@@ -3,6 +3,7 @@
 import WebSocket from "ws";
 
 import { BaseClient, type ClientOptions } from "./client.js";
+import { oneOf, separate } from "./transport.js";
 import { webSocket } from "./websocket.js";
 import { zeroMq } from "./zeromq.js";
 
@@ -16,7 +17,8 @@ export class Client extends BaseClient {
   /**
    * `address`: of the broker, `tcp://127.0.0.1:5555` or `ipc:///run/front.sock`, or of the gateway,
    * `ws://127.0.0.1:8080/`. Default: `TOKENBUS_FRONT` of the environment, or else the first of
-   * these.
+   * these. Of several addresses, separated by commas, it takes one, and the next where that is
+   * gone: streams go on there.
    */
   constructor(
     address: string = process.env["TOKENBUS_FRONT"] || BROKER,
@@ -24,11 +26,12 @@ export class Client extends BaseClient {
   ) {
     const key = options.api_key;
     const headers = key === undefined ? {} : { authorization: `Bearer ${key}` };
-    super(
-      /^wss?:/.test(address)
-        ? webSocket(address, (url) => new WebSocket(url, { headers, perMessageDeflate: false }))
-        : zeroMq(address),
-      options,
+    const addresses = separate(address);
+    const transports = addresses.map((one) =>
+      /^wss?:/.test(one)
+        ? webSocket(one, (url) => new WebSocket(url, { headers, perMessageDeflate: false }))
+        : zeroMq(one, addresses.length > 1),
     );
+    super(oneOf(transports), options);
   }
 }

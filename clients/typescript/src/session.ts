@@ -58,11 +58,15 @@ export class Session {
   /** Why the last connection failed, for the error of calls that give up. */
   #failure = "";
 
-  /** `patienceS`: how long calls wait for a broker that does not answer at `address`. */
+  /**
+   * `patienceS`: how long calls wait for a broker that does not answer at `address`; `several`: a
+   * new connection may be to another one.
+   */
   constructor(
     readonly address: string,
     readonly patienceS: number,
     now: number,
+    readonly several = false,
   ) {
     this.#offlineSince = this.#helloAt = this.#heard = this.#pingAt = this.#lookAt = now;
   }
@@ -112,6 +116,7 @@ export class Session {
           versions: [PROTOCOL_VERSION],
           encodings: ["msgpack", "json"],
           session: this.#token ?? undefined,
+          elsewhere: (this.several && this.#token !== null) || undefined,
           client: "tokenbus-typescript",
           capabilities: ["ping", "bodies", "columns", "recover"],
         },

@@ -1,7 +1,7 @@
 /** What carries messages: a ZeroMQ socket or a WebSocket. */
 
 import type { Outgoing } from "./calls.js";
-import type { TokenbusError } from "./errors.js";
+import { RequestError, type TokenbusError } from "./errors.js";
 import { type Row, type TokenColumns, readColumns } from "./columns.js";
 import { type ServerMessage, type Token, readMessage } from "./messages.js";
 import { unpackAll } from "./msgpack.js";
@@ -11,10 +11,12 @@ export type Received =
   | Exclude<ServerMessage, { readonly type: "TOKEN" }>
   | { readonly type: "TOKEN"; readonly body: readonly (Row | Token)[] };
 
-/** Opens connections to one broker or gateway. */
+/** Opens connections to a broker or a gateway. */
 export interface Transport {
   /** Where to, for error messages. */
   readonly address: string;
+  /** Whether a connection may be to another broker than the one before. */
+  readonly several?: boolean | undefined;
   /** Opens a connection. Its listener is called later, never from within this method. */
   open(listener: Listener): Link;
 }
@@ -37,6 +39,30 @@ export interface Link {
   send(message: Outgoing): void;
   /** Closes it; what was sent before still goes out, for a short while. */
   close(): void;
+}
+
+/** The addresses of a list that is separated by commas. */
+export function separate(addresses: string): string[] {
+  const found = addresses.split(",").map((address) => address.trim());
+  return found.length > 1 ? found.filter((address) => address !== "") : found;
+}
+
+/**
+ * Connections to any of these: each is to the next of them. The first is drawn, so that clients
+ * spread over the brokers.
+ */
+export function oneOf(transports: readonly Transport[]): Transport {
+  let at = Math.floor(Math.random() * transports.length);
+  return {
+    address: transports.map(({ address }) => address).join(","),
+    several: transports.length > 1,
+    open: (listener) => {
+      const transport = transports[at];
+      if (transport === undefined) throw new RequestError("invalid_field", "there is no address");
+      at = (at + 1) % transports.length;
+      return transport.open(listener);
+    },
+  };
 }
 
 /**

@@ -12,9 +12,12 @@ import { type Link, type Listener, type Transport, decodeMessages } from "./tran
 /** How long a socket that is closed goes on sending, in milliseconds. */
 const LINGER_MS = 500;
 
-/** A transport to the broker's front socket, `tcp://127.0.0.1:5555` for one. */
-export function zeroMq(address: string): Transport {
-  return { address, open: (listener) => new Socket(address, listener) };
+/**
+ * A transport to the broker's front socket, `tcp://127.0.0.1:5555` for one. `several`: to one of
+ * several, so that a connection that cannot be made has failed.
+ */
+export function zeroMq(address: string, several = false): Transport {
+  return { address, open: (listener) => new Socket(address, listener, several) };
 }
 
 class Socket implements Link {
@@ -24,6 +27,7 @@ class Socket implements Link {
   constructor(
     address: string,
     readonly listener: Listener,
+    readonly several: boolean,
   ) {
     // Without a bound, so that no send waits; the session opens a new socket after a long silence.
     this.#dealer = new Dealer({
@@ -82,6 +86,7 @@ class Socket implements Link {
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
       if (event.type === "disconnect") this.#fail("the broker closed the connection");
+      if (event.type === "connect:retry" && this.several) this.#fail("no broker is there");
       if (this.#closed) return;
     }
   }

@@ -297,6 +297,23 @@ overEachTransport((test, address) => {
     assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
   });
 
+  test("streams go on at the next of several addresses where one is gone", async (t) => {
+    const whole = await entriesOf(jsonClientOf(t, address).generate(PROMPT, LONG));
+    const proxies = [await proxyTo(t, address), await proxyTo(t, address)];
+    const away = new URL(address);
+    away.port = "1";
+    const addresses = [...proxies.map((proxy) => proxy.address), away.href];
+    const client = clientOf(t, addresses.join(","));
+    await client.buffer("kept", "import ");
+    const cuts: number[] = [];
+    const entries = await entriesOf(client.generate(PROMPT, LONG), ({ pos }) => {
+      if (pos === 5 || pos === 60) cuts.push(proxies.reduce((sum, proxy) => sum + proxy.cut(), 0));
+    });
+    assert.deepEqual(cuts, [1, 1]);
+    assertSame(entries, whole);
+    assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
+  });
+
   test("a client that was closed ends its streams and takes no call", async (t) => {
     const client = clientOf(t, address);
     const stream = client.generate(PROMPT, LONG);

@@ -89,6 +89,22 @@ test("calls wait for the WELCOME, and then go out in their order", () => {
   );
 });
 
+test("one of several brokers learns that the session may come from another", () => {
+  for (const several of [false, true]) {
+    const session = new Session("tcp://x,tcp://y", 5, 0, several);
+    session.connected(0);
+    const [first] = session.outgoing;
+    const welcome = readMessage("WELCOME", { version: 1, encoding: "json", session: "T" });
+    assert(first?.type === "HELLO" && welcome);
+    assert.equal(first.body.elsewhere, undefined);
+    session.onMessage(welcome, 0);
+    session.connected(1);
+    const [second] = session.outgoing;
+    assert(second?.type === "HELLO");
+    assert.equal(second.body.elsewhere, several || undefined);
+  }
+});
+
 test("a lost request is sent again with the same seed, and no entry is delivered twice", () => {
   const bench = new Bench();
   const call = bench.begin();
