@@ -130,8 +130,8 @@ class Bus:
             link.post(frames, True)
 
     def post_to_any(self, frames: Frames, turn: int) -> None:
-        """Sends a message to one of the brokers that have registered this worker, with each ``turn``
-        to another one: which of them is gone is known only when it has been silent for a while."""
+        """Sends a message to one of the brokers that have registered this worker, with each
+        ``turn`` to another one: that one of them is gone is known only after some silence."""
         there = [link for link in self._links if link.lease.registered] or self._links
         there[turn % len(there)].post(frames, True)
 

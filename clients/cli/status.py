@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...protocol.settings import Settings
+from .brokers import Brokers
 from .exits import OK
-from .options import PATIENCE_S, add_connection, client_for
+from .options import add_connection
 
 
 def add_command(commands: Any) -> None:
@@ -24,15 +25,15 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the state of the system."""
-    with client_for(settings) as client:
-        status = client.status(timeout_s=PATIENCE_S)
-        broker = client.broker
+    with Brokers(settings) as brokers:
+        status = brokers.status()
+        shown = brokers.shown
     if args.json:
         print(msgspec.json.encode(status).decode())
         return OK
     console = Console(highlight=False)
     console.print(
-        f"broker {broker}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
+        f"{shown}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
         f"{status.streams} streams   {status.queued} queued",
         soft_wrap=True,
     )

@@ -15,9 +15,9 @@ from rich.text import Text
 from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
-from .. import Client
+from .brokers import Brokers
 from .exits import OK
-from .options import PATIENCE_S, add_connection, client_for
+from .options import add_connection
 
 MOST_STREAMS = 20
 """Streams in a picture; how many more there are is said."""
@@ -39,9 +39,10 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Shows pictures until Ctrl-C, or one. Without a terminal, one below the other."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    pictures = Pictures(settings.front_endpoint)
-    with client_for(settings) as client:
-        shown = pictures.of(client.status(streams=True, timeout_s=PATIENCE_S), time.monotonic())
+    pictures = Pictures()
+    with Brokers(settings) as brokers:
+        status = brokers.status(streams=True)
+        shown = pictures.of(status, time.monotonic(), brokers.shown)
         if args.once:
             console.print(shown)
             return OK
@@ -50,36 +51,35 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 console.print(shown)
                 console.print()
                 sys.stdout.flush()
-                shown = pictures.after(client, args.interval)
+                shown = pictures.after(brokers, args.interval)
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(pictures.after(client, args.interval), refresh=True)
+                live.update(pictures.after(brokers, args.interval), refresh=True)
 
 
 class Pictures:
     """Makes a picture of each status; rates are those since the one before."""
 
-    def __init__(self, front: str) -> None:
-        self._front = front
+    def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None
 
-    def after(self, client: Client, interval_s: float) -> Group:
-        """The picture in a moment; what is wrong, where the broker does not answer."""
+    def after(self, brokers: Brokers, interval_s: float) -> Group:
+        """The picture in a moment; what is wrong, where no broker answers."""
         time.sleep(interval_s)
         try:
-            status = client.status(streams=True, timeout_s=PATIENCE_S)
+            status = brokers.status(streams=True)
         except TokenbusError as error:
-            return Group(Text(f"the broker at {self._front} does not answer: {error.message}"))
-        return self.of(status, time.monotonic())
+            return Group(Text(f"{brokers.shown}: {error.message}"))
+        return self.of(status, time.monotonic(), brokers.shown)
 
-    def of(self, status: Status, now: float) -> Group:
-        """The picture of a status at a time, in seconds."""
+    def of(self, status: Status, now: float, shown: str) -> Group:
+        """The picture of a status at a time, in seconds. ``shown``: whose it is."""
         before, self._last = self._last, (status, now)
         counters = before[0].counters if before is not None else None
         requests = rate(status.counters, counters, "requests", before, now)
         tokens = sum(worker.load.get("tokens_per_s", 0.0) for worker in status.workers)
         head = Text(
-            f"broker {self._front}   up {duration(status.uptime_s)}   {status.sessions} sessions   "
+            f"{shown}   up {duration(status.uptime_s)}   {status.sessions} sessions   "
             f"{status.streams} streams   {status.queued} queued   {tokens:,.0f} tokens/s   "
             f"{requests} requests/s"
         )

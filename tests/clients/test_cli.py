@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def test_status_shows_the_workers(bus: Bus) -> None:
     assert "embedded" in shown
     assert "ready" in shown
     assert json.loads(tokenbus(bus, "status", "--json").stdout)["workers"][0]["role"] == "gpu"
+
+
+def test_status_shows_which_of_several_brokers_does_not_answer(bus: Bus) -> None:
+    away = f"tcp://127.0.0.1:{free_port()}"
+    shown = tokenbus(None, "status", front=f"{away},{bus.front}").stdout
+    assert shown.startswith(f"brokers {away} (does not answer), {bus.front}   up ")
+    assert re.search(r"gpu-\S+ +gpu +ready", shown)
 
 
 def test_the_interactive_client_takes_parameters_at_the_line_s_end(bus: Bus) -> None:

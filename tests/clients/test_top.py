@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenbus.clients.cli.brokers import merged
 from tokenbus.clients.cli.top import MOST_STREAMS, Pictures, duration
 from tokenbus.protocol.messages import Status, StreamStatus, WorkerStatus
 
@@ -41,7 +42,7 @@ def worker(role: str, **load: float) -> WorkerStatus:
 
 def drawn(pictures: Pictures, at: float, shown: Status) -> str:
     output = io.StringIO()
-    Console(width=200, file=output).print(pictures.of(shown, at))
+    Console(width=200, file=output).print(pictures.of(shown, at, "broker tcp://here:1"))
     return output.getvalue()
 
 
@@ -109,7 +110,7 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
 
 
 def test_rates_are_those_since_the_picture_before() -> None:
-    pictures = Pictures("tcp://here:1")
+    pictures = Pictures()
     load = {"tokens_per_s": 1234.0, "running": 2, "waiting": 1, "deferred": 0}
     gpu = worker("gpu", kv_pages=100, kv_pages_used=25, **load)
     first = drawn(
@@ -131,14 +132,40 @@ def test_rates_are_those_since_the_picture_before() -> None:
 
 
 def test_a_restarted_broker_or_worker_has_no_negative_rate() -> None:
-    pictures = Pictures("tcp://here:1")
+    pictures = Pictures()
     drawn(pictures, 1.0, status(counters={"requests": 50}))
     assert "0 requests/s" in drawn(pictures, 2.0, status(counters={"requests": 3}))
 
 
+def test_what_several_brokers_say_is_one_picture() -> None:
+    old, new = (
+        status(
+            sessions=2,
+            streams=3,
+            queued=number,
+            uptime_s=10.0 * number,
+            counters={"requests": 4, f"of_{number}": 1},
+            workers=[worker("gpu", tokens_per_s=10.0 * number)],
+            live=[StreamStatus(request=number, type="GENERATE", state="running", age_s=number)],
+        )
+        for number in (1, 2)
+    )
+    new.workers[0].heartbeat_age_s = 0.1
+    new.workers.append(worker("controller"))
+    both = merged([old, new])
+    assert (both.sessions, both.streams, both.queued, both.uptime_s) == (4, 6, 3, 20.0)
+    assert both.counters == {"requests": 8, "of_1": 1, "of_2": 1}
+    assert [(one.role, one.load.get("tokens_per_s")) for one in both.workers] == [
+        ("gpu", 20.0),
+        ("controller", None),
+    ]
+    assert [stream.request for stream in both.live] == [2, 1]
+    assert merged([old]) is old
+
+
 def test_many_streams_are_cut_and_counted() -> None:
     live = [StreamStatus(request=i, type="GENERATE", state="running", age_s=1.0) for i in range(25)]
-    shown = drawn(Pictures("tcp://here:1"), 1.0, status(live=live))
+    shown = drawn(Pictures(), 1.0, status(live=live))
     assert shown.count("GENERATE") == MOST_STREAMS
     assert "and 5 more" in shown
 

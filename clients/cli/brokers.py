@@ -1,0 +1,104 @@
+"""The state of all brokers of a system, as one: each knows its own sessions and streams, and all
+workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+from ...protocol.endpoints import separate
+from ...protocol.errors import TokenbusError
+from ...protocol.messages import Status, WorkerStatus
+from ...protocol.settings import Settings
+from .. import Client
+from .options import PATIENCE_S
+
+
+class Brokers:
+    """The brokers at the addresses in the settings, each with a connection of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._open = ExitStack()
+        self._clients = [
+            self._open.enter_context(Client(address, patience_s=PATIENCE_S))
+            for address in separate(settings.front_endpoint)
+        ]
+        self._silent: frozenset[str] = frozenset()
+
+    def __enter__(self) -> Brokers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    @property
+    def shown(self) -> str:
+        """Their addresses, and which of them did not answer last, for display."""
+        names = [
+            one.front + (" (does not answer)" if one.front in self._silent else "")
+            for one in self._clients
+        ]
+        return f"broker{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+    def status(self, streams: bool = False) -> Status:
+        """What those say that answer; raises TokenbusError where none does."""
+        ask = partial(_ask, streams)
+        if len(self._clients) == 1:
+            answers = [ask(self._clients[0])]
+        else:
+            with ThreadPoolExecutor(len(self._clients)) as pool:
+                answers = list(pool.map(ask, self._clients))
+        found = [answer for answer in answers if isinstance(answer, Status)]
+        self._silent = frozenset(
+            client.front
+            for client, answer in zip(self._clients, answers, strict=True)
+            if not isinstance(answer, Status)
+        )
+        for answer in answers:
+            if not found and not isinstance(answer, Status):
+                raise answer
+        return merged(found)
+
+
+def _ask(streams: bool, client: Client) -> Status | TokenbusError:
+    try:
+        return client.status(streams=streams, timeout_s=PATIENCE_S)
+    except TokenbusError as error:
+        return error
+
+
+def merged(found: Sequence[Status]) -> Status:
+    """What several brokers of a system say: the sums, and each worker as the broker shows it that
+    has heard of it last."""
+    first, *others = found
+    if not others:
+        return first
+    workers: dict[str, WorkerStatus] = {}
+    for status in found:
+        for worker in status.workers:
+            known = workers.get(worker.name)
+            if known is None or worker.heartbeat_age_s < known.heartbeat_age_s:
+                workers[worker.name] = worker
+    counters: Counter[str] = Counter()
+    for status in found:
+        counters.update(status.counters)
+    live = [stream for status in found for stream in status.live]
+    return Status(
+        version=first.version,
+        uptime_s=max(status.uptime_s for status in found),
+        sessions=sum(status.sessions for status in found),
+        streams=sum(status.streams for status in found),
+        queued=sum(status.queued for status in found),
+        workers=list(workers.values()),
+        counters=dict(counters),
+        live=sorted(live, key=lambda stream: -stream.age_s),
+    )
