@@ -124,7 +124,15 @@ class Worker:
         self.begin(request, controller, n)
         return self.result(request)
 
-    def begin(self, request: int, controller: str, n: int = 1, *replay: Replay) -> None:
+    def attempts(self) -> dict[int, int]:
+        """Those that the next RESULT names."""
+        named = msgpack.decode(self.first(b"RESULT")[2], type=Result).attempts
+        self._bus._links[0]._outbox.clear()
+        return named
+
+    def begin(
+        self, request: int, controller: str, n: int = 1, *replay: Replay, attempt: int = 0
+    ) -> None:
         """The same; the result is not awaited."""
         name = VocabularyName(fingerprint="f", size=300, eos=[0])
         start = Start(
@@ -135,6 +143,7 @@ class Worker:
             model="m",
             vocabulary=name,
             replay=list(replay),
+            attempt=attempt,
         )
         self.send(b"START", msgpack.encode(start), request, b"tenant")
         json = byte_level().to_str().encode()
@@ -205,6 +214,19 @@ def test_a_start_that_cannot_be_read_gets_a_result(worker: Worker) -> None:
     assert "$.controller" in (result.error or "")
     worker.send(b"START", b"\xc1", 4)
     assert worker.result(4).then == "error"
+
+
+def test_the_first_result_of_a_start_names_its_attempt(worker: Worker) -> None:
+    """A GPU worker that starts a controller again takes no result for it that does not."""
+    for attempt, controller in ((1, "free"), (2, "refuses"), (3, "free")):
+        worker.begin(1, controller, attempt=attempt)
+        assert worker.attempts() == {1: attempt}
+    stepped = StepSequence(1, 0, [5])
+    worker.send(b"STEP", msgpack.encode(Step(sequences=[stepped])))
+    assert worker.attempts() == {}
+    # One that cannot be read names it too, where it can.
+    worker.send(b"START", msgpack.encode({"controller": 5, "attempt": 6}), 3, b"tenant")
+    assert worker.attempts() == {3: 6}
 
 
 def test_a_round_that_raises_what_is_no_exception_ends_its_sequence(worker: Worker) -> None:

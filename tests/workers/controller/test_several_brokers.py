@@ -1,0 +1,76 @@
+"""A controller worker that is registered with two brokers: what goes to which of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import msgpack
+from tokenbus.protocol.header import Header
+from tokenbus.protocol.settings import Settings
+from tokenbus.protocol.worker_messages import ModuleTable, ModuleTableAnswer
+from tokenbus.workers.bus import FromBus
+from tokenbus.workers.controller.module_calls import ModuleCalls
+from tokenbus.workers.controller.worker import ControllerWorker
+
+from ...processes import until
+
+BOUND_S = 100.0
+"""Only bounds a hang."""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[ControllerWorker]:
+    back = ",".join(f"ipc://{tmp_path}/{number}.sock" for number in range(2))
+    worker = ControllerWorker(Settings(back=back, run_dir=str(tmp_path)))
+    worker._bus.start = lambda: None  # type: ignore[method-assign]
+    yield worker
+    worker.stop("the test is over")
+    assert worker.run() == 0
+
+
+def tables(worker: ControllerWorker, link: int) -> list[ModuleTable]:
+    """The operations on tables that went over a link."""
+    sent = list(worker._bus._links[link]._outbox)
+    return [msgpack.decode(f[2], type=ModuleTable) for f in sent if f[0] == b"MODULE_TABLE"]
+
+
+def answered(worker: ControllerWorker, ask: Callable[[ModuleCalls], object], links: int) -> None:
+    """Has a table asked for, which is answered when that has gone over so many links."""
+    calls = worker._module_calls
+    asking = threading.Thread(target=ask, args=(calls,))
+    asking.start()
+
+    def there() -> list[int]:
+        return [link for link in range(2) if tables(worker, link)]
+
+    until(lambda: len(there()) == links, BOUND_S, "the operation was sent")
+    answer = ModuleTableAnswer(tables(worker, there()[0])[0].id, written=True)
+    body = msgpack.encode(answer)
+    calls.on_answer(FromBus(b"MODULE_TABLE_ANSWER", Header(), body, [], 1))
+    asking.join(BOUND_S)
+    assert not asking.is_alive()
+
+
+def test_a_table_is_read_over_every_broker(worker: ControllerWorker) -> None:
+    answered(worker, lambda calls: calls.table("t", 1), links=2)
+    first, second = (tables(worker, link)[0] for link in range(2))
+    assert first == second
+
+
+def test_a_table_is_written_over_one_broker_and_then_over_the_next(
+    worker: ControllerWorker,
+) -> None:
+    """Two at once could be answered in the other order: that it was not written, as it was."""
+    calls = worker._module_calls
+    sent: list[int] = []
+
+    def count(frames: list[bytes], turn: int) -> None:
+        worker._post_once(frames, turn)
+        sent.append(sum(len(tables(worker, link)) for link in range(2)))
+
+    calls._post_once = count
+    answered(worker, lambda calls: calls.table("t", 1, b"content"), links=2)
+    assert sent[:2] == [1, 2]
