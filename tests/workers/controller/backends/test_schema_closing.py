@@ -149,7 +149,8 @@ def test_a_text_of_a_lark_grammar_is_whole(matchers: Matchers, name: str) -> Non
     grammar, pattern = GRAMMARS[name]
     for seed in range(12):
         rng = random.Random(seed)
-        text = walked(Stream(LarkProgram(matchers), grammar, SHORT, rng.randint(9, 60)), rng)
+        stream = Stream(LarkProgram(matchers), grammar, SHORT, rng.randint(9, 60))
+        text = walked(stream, rng, taken_back=True)
         assert re.fullmatch(pattern, text.decode(), re.DOTALL)
         one = Completions(
             json.dumps({"grammars": [{"lark_grammar": spaced_lark(grammar)}]})
@@ -158,9 +159,9 @@ def test_a_text_of_a_lark_grammar_is_whole(matchers: Matchers, name: str) -> Non
         assert one.find() == b""
 
 
-def walked(stream: Stream, rng: random.Random) -> bytes:
+def walked(stream: Stream, rng: random.Random, taken_back: bool = False) -> bytes:
     """A text whose tokens are chosen by chance, which ends only where it must; in half of its
-    steps, brackets and what begins a value are preferred."""
+    steps, brackets and what begins a value are preferred. ``taken_back``: tokens may be."""
     begin = {number for number, token in enumerate(TOKENS) if token[:1] in (b"{", b"[", b",", b"(")}
     most = stream.controller._host.max_tokens  # type: ignore[attr-defined]
     while len(stream.tokens) < most:
@@ -168,6 +169,7 @@ def walked(stream: Stream, rng: random.Random) -> bytes:
         if answer.action is Action.STOP:
             return stream.text
         if answer.action is Action.SPLICE:
+            assert taken_back or not answer.backtrack, stream.text
             push(stream, answer.tokens, answer.backtrack)
             continue
         allowed = stream.allowed - {0}
@@ -200,6 +202,56 @@ def test_a_value_of_a_schema_is_whole_at_every_limit(matchers: Matchers, name: s
         assert stream.controller.text_end() in ("closed", "complete")  # type: ignore[attr-defined]
 
 
+def written(stream: Stream, text: bytes) -> Stream:
+    """The stream, whose model writes a text byte by byte where nothing is forced."""
+    while text:
+        answer = stream.mid()
+        tokens = list(answer.tokens) or [1 + text[0]]
+        assert answer.tokens or tokens[0] in stream.allowed
+        push(stream, tokens)
+        text = text.removeprefix(stream.vocabulary.bytes_of(tokens))  # type: ignore[attr-defined]
+    stream.mid()
+    return stream
+
+
+def test_a_property_that_could_not_be_ended_is_not_begun(matchers: Matchers) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "long": {"type": "string", "minLength": 40}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    program = JsonSchemaProgram(matchers)
+    comma = 1 + ord(",")
+    for most, begun in ((40, False), (60, False), (120, True), (4000, True)):
+        stream = written(Stream(program, schema, LETTERS, most), b'{"name": "a"')
+        assert (comma in stream.allowed) == begun, most
+        assert 1 + ord("}") in stream.allowed
+
+
+def test_a_string_without_a_bound_ends_at_a_word_and_a_number_at_once(matchers: Matchers) -> None:
+    program = JsonSchemaProgram(matchers)
+    space, letter, quote, digit = (1 + byte for byte in b' a"1')
+    text = written(Stream(program, {"type": "string"}, LETTERS, 60), b'"' + b"word " * 10)
+    assert {space, letter, quote} <= text.allowed
+    text = written(Stream(program, {"type": "string"}, LETTERS, 60), b'"' + b"word " * 10 + b"word")
+    assert {letter, quote} <= text.allowed
+    assert space not in text.allowed
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    text = written(Stream(program, numbers, LETTERS, 60), b"[" + b"1" * 20)
+    assert digit in text.allowed
+    text = written(Stream(program, numbers, LETTERS, 60), b"[" + b"1" * 53)
+    assert text.allowed == {1 + ord("]")}
+
+
+def test_a_property_begun_near_the_end_is_one_that_fits(matchers: Matchers) -> None:
+    """Names are allowed by what each of them requires."""
+    properties = {"large": {"type": "string", "minLength": 70}, "brief": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    stream = written(Stream(JsonSchemaProgram(matchers), schema, LETTERS, 64), b'{"')
+    assert stream.allowed == {1 + ord("b")}
+
+
 def test_a_limit_below_the_shortest_value_is_refused_with_what_it_takes(matchers: Matchers) -> None:
     program = JsonSchemaProgram(matchers)
     with pytest.raises(RequestError, match="is 9, but the shortest text takes 10 tokens; it must"):
@@ -208,7 +260,7 @@ def test_a_limit_below_the_shortest_value_is_refused_with_what_it_takes(matchers
 
 
 def test_a_fork_is_closed_as_the_sequence_is(matchers: Matchers) -> None:
-    stream = Stream(JsonSchemaProgram(matchers), OPTIONAL, SHORT, 60)
+    stream = Stream(JsonSchemaProgram(matchers), OPTIONAL, SHORT, 120)
     rng = random.Random(3)
     for _ in range(6):
         answer = stream.mid()

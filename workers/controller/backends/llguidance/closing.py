@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from copy import copy
 
 from .....protocol.errors import ControllerError
 from .....protocol.messages import ConstraintEnd
@@ -10,18 +12,19 @@ from ...host import Host
 from ...interface import COMPLETE, Action, Answer
 from .completion import Completion
 from .matchers import Grammar
+from .near_end import NearEnd
+from .token_sets import MOST_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""The text is closed when at most so many tokens are left beyond those that closing it takes; at
-most a sixteenth of ``max_tokens``."""
+"""Where at most so many tokens are left beyond those that closing the text takes, and at most a
+sixteenth of ``max_tokens``, what may end is to end: a string at the end of a word. Under a grammar
+that is no schema, the text is closed there."""
 LOOK_EVERY = 32
 """How to close a text is computed at least every so many tokens where at most ``NEAR`` are left
 beyond those that closing it takes, else after a quarter of these: and so where few are left."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
 """A completion that surely fits is taken to have tokens of so many bytes."""
-AT_ONCE = 1024
-"""Bytes that are appended in one call, which holds the interpreter lock."""
 NEVER = 1 << 62
 
 
@@ -30,9 +33,14 @@ class Closing:
 
     A text that may end anywhere, and go on with anything, is not closed: it ends by its length.
 
-    The completion of the text is computed at intervals that become shorter as the room that it
-    leaves does. Where a text has come to need more than is left since it was last computed, it goes
-    back to there: at most by a quarter of the room that there was.
+    Under a schema, each item that a token begins makes what the text requires grow by at most
+    ``Grammar.growth``. As long as there is room for that, masks are as they are, and the completion
+    of the text is computed when the room that there was is used up. From then on (``near_end``)
+    masks have only tokens after which the text can be completed.
+
+    Under another grammar, the completion is computed at intervals that become shorter as the room
+    that it leaves does. Where a text has come to need more than is left since it was last computed,
+    it goes back to there: at most by a quarter of the room that there was.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -47,6 +55,18 @@ class Closing:
         self._last: tuple[int, bytes] | None = None
         """The last length at which a completion fitted in ``max_tokens``, and the completion; None
         where none was searched for, or the search found none."""
+        self._item: int | None = 0 if grammar.is_schema else None
+        """Tokens by which one item makes grow what the text requires; 0 until that is known; None
+        for a grammar that is no schema."""
+        self._credit = 0
+        """Tokens that the text may grow by, with what it requires, before it is looked at."""
+        self._near: NearEnd | None = None
+        self._sets: TokenSets
+        """Those of the vocabulary, once ``_item`` is known."""
+        self._restricts = False
+        """Whether masks are restricted."""
+        self._free = False
+        """Whether the last of them was one of a string of any text."""
         self.check_at = NEVER
         """The length of the text at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
@@ -61,9 +81,12 @@ class Closing:
             takes = len(grammar.shortest_tokens or ())
         self._most -= takes < host.max_tokens
         spare = self._most - takes
-        self.check_at = 0
-        if spare > self._spare:
-            self._look_after(0, spare)
+        if self._item is None:
+            self.check_at = 0
+            if spare > self._spare:
+                self._look_after(0, spare)
+        elif spare <= grammar.most_growth:
+            self.check_at = 0
 
     def copy(self, host: Host) -> Closing:
         """For a fork of the sequence."""
@@ -72,19 +95,102 @@ class Closing:
             with self._grammar.lock:
                 other._completion = self._completion.copy()
         other._read, other._tokenized, other._last = self._read, self._tokenized, self._last
+        other._item, other._credit, other._near = self._item, self._credit, copy(self._near)
+        other._restricts, other._free = self._restricts, self._free
+        if self._item:
+            other._sets = self._sets
         other.check_at, other.end = self.check_at, self.end
         return other
+
+    def append(self, tokens: Sequence[int], forced: bool) -> None:
+        """Tokens were appended to the text. ``forced``: no other ones could follow."""
+        if self._item is None:
+            return
+        if self._restricts:
+            if not self._free or not all(map(self._grammar.tokens.sets.is_whole, tokens)):
+                self.check_at = 0
+        elif not forced or self._item:
+            self._credit -= self._cost(tokens, forced)
+            if self._credit <= 0:
+                self.check_at = 0
+
+    def ahead(self, draft: Sequence[int]) -> list[Words | None]:
+        """What the masks behind the tokens of a draft are restricted to, up to where the text is to
+        be looked at; None where they are not."""
+        if self._item is None:
+            return [None] * len(draft)
+        restricted: list[Words | None] = []
+        if not self._restricts and self._item:
+            credit = self._credit
+            for token in draft:
+                credit -= self._cost([token], forced=False)
+                if credit <= 0:
+                    break
+                restricted.append(self._room_for(credit))
+        return restricted
+
+    def _room_for(self, credit: int) -> Words | None:
+        """The tokens that begin so few items that there is room for what these require."""
+        assert self._item is not None
+        if credit > MOST_STARTS * self._item:
+            return None
+        return self._sets.some if credit > SOME_STARTS * self._item else self._sets.few
+
+    def restrict(self, words: Words, text: Sequence[int]) -> None:
+        """Restricts the mask behind a text that has come near to its end. The caller holds the
+        grammar's lock."""
+        if not self._item:
+            return
+        if not self._restricts:
+            few = self._room_for(self._credit)
+            if few is not None:
+                words &= few
+            return
+        assert self._near is not None
+        assert self._completion is not None
+        found, tokens = self._tokenized
+        if self._free and len(text) < self.check_at and self._near.restrict_again(words, found):
+            return
+        if self._read < len(text) and not self._near.is_free(words, found):
+            anew = self._read_on(text)
+            if anew is not None and self._written(anew) is not None:
+                found, tokens = self._tokenized
+        spare = self._most - len(text) - len(tokens)
+        ending = spare <= self._spare
+        self._free = self._near.restrict(
+            words, self._completion, found, tokens, spare, ending, self._tokens_of
+        )
+        if self._free:
+            self.check_at = len(text) + spare - (0 if ending else self._spare)
+
+    def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
+        """What closes the text, where tokens that are forced would leave no room for it."""
+        found, tokens = self._tokenized
+        room = self._most - length
+        if not self._restricts or room - len(tokens) > len(forced):
+            return None
+        written = b"".join(map(self._host.vocabulary.token, forced))
+        rest = self._tokens_of(found[len(written) :]) if found.startswith(written) else None
+        if rest is not None and len(forced) + len(rest) <= room:
+            return None
+        return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
         """What closes the text, if there would be no room for it later; else None."""
         length = len(text)
         room = self._most - length
+        if self._item == 0 and self._begins(length):
+            return None
         found = self._find(text)
         takes = self._takes(found, room)
         if found is not None and takes is not None and takes <= room:
             self._last = length, found
             spare = room - takes
-            if spare > self._spare or self._is_free(found):
+            if self._item is not None:
+                if spare > 0:
+                    self._goes_on(spare, found)
+                    return None
+            elif spare > self._spare or self._is_free(found):
                 self._look_after(length, spare)
                 return None
         if self._last is None and not self._goes_back_to_start():
@@ -92,11 +198,49 @@ class Closing:
             return None
         if takes is None and room > 0:
             # The search may find one soon, for example behind a string that it cannot end.
-            self._look_after(length, min(room, 4 * LOOK_EVERY))
+            self._restricts = False
+            self._credit = min(room, 4 * LOOK_EVERY)
+            self._look_after(length, self._credit)
             return None
         assert self._last is not None
         at, found = self._last
         return self._closed(length - at, self._written(found) or [])
+
+    def _begins(self, length: int) -> bool:
+        """Computes by how much the text may grow; whether there surely is room for that, as at most
+        the shortest text is required yet, and what was appended since."""
+        growth, sets = self._grammar.growth, self._grammar.tokens.sets
+        assert growth is not None
+        self._item = math.ceil(growth.item * sets.per_byte)
+        self._sets = sets
+        string = math.ceil(growth.string * sets.per_byte)
+        self._near = NearEnd(sets, string, self._host.vocabulary.eos_ids)
+        least = self._grammar.least
+        if least is None:
+            return False
+        # The first token that was sampled may have begun an item.
+        self._credit = self._most - least - length - self._spare - 2 * self._item
+        if self._credit <= 0:
+            return False
+        self.check_at = NEVER
+        return True
+
+    def _goes_on(self, spare: int, found: bytes) -> None:
+        assert self._item is not None
+        self._credit = spare - self._spare - self._item
+        self._restricts = self._credit <= 0
+        self._free = False
+        self.check_at = NEVER
+        if self._restricts:
+            self._written(found)
+
+    def _cost(self, tokens: Sequence[int], forced: bool) -> int:
+        if forced or not self._item:
+            return len(tokens)
+        starts = self._sets.starts
+        if len(tokens) == 1:
+            return 1 + self._item * starts[tokens[0]]
+        return len(tokens) + self._item * sum(starts[token] for token in tokens)
 
     def _closed(self, back: int, tokens: list[int]) -> Answer:
         after = f" after {back} were dropped" if back else ""
@@ -128,18 +272,40 @@ class Closing:
         write it. It is tokenized only where it might not fit; else the number is an estimate."""
         if found is None:
             return None
-        if self._tokenized[1] and len(found) < room - self._spare:
+        if self._item is not None:
+            if self._host.vocabulary.has_every_byte:
+                most = len(found)
+                if room - most > self._spare + self._item:
+                    return most
+        elif self._tokenized[1] and len(found) < room - self._spare:
             return len(found) // BYTES_OF_TOKEN
         tokens = self._written(found)
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes) -> list[int] | None:
-        if found != self._tokenized[0]:
-            try:
-                self._tokenized = found, self._host.vocabulary.tokenize(found)
-            except ControllerError:
-                return None
-        return self._tokenized[1]
+        """The tokens of a completion; those of the last one where it is the end of that."""
+        text, tokens = self._tokenized
+        if found == text:
+            return tokens
+        behind = len(text) - len(found)
+        if behind > 0 and text.endswith(found):
+            number = 0
+            while behind > 0:
+                behind -= len(self._host.vocabulary.token(tokens[number]))
+                number += 1
+            if not behind:
+                self._tokenized = found, tokens[number:]
+                return tokens[number:]
+        written = self._tokens_of(found)
+        if written is not None:
+            self._tokenized = found, written
+        return written
+
+    def _tokens_of(self, text: bytes) -> list[int] | None:
+        try:
+            return self._host.vocabulary.tokenize(text)
+        except ControllerError:
+            return None
 
     def _is_free(self, found: bytes) -> bool:
         """Whether the text is one that ends by its length, as if there were no grammar."""
@@ -151,12 +317,20 @@ class Closing:
     def _find(self, text: Sequence[int]) -> bytes | None:
         completion = self._completion
         if completion is None:
-            completion = self._completion = self._grammar.completion()
-        added = b"".join(map(self._host.vocabulary.token, text[self._read :]))
-        self._read = len(text)
-        for at in range(0, len(added), AT_ONCE):
-            with self._grammar.lock:
-                if not completion.append(added[at : at + AT_ONCE]):
-                    return None
+            self._completion = self._grammar.completion()
         with self._grammar.lock:
-            return completion.find()
+            return self._read_on(text)
+
+    def _read_on(self, text: Sequence[int]) -> bytes | None:
+        """Reads what was appended; the completion. The caller holds the grammar's lock."""
+        completion = self._completion
+        assert completion is not None
+        appended = text[self._read :]
+        added = b"".join(map(self._host.vocabulary.token, appended))
+        self._read = len(text)
+        if not completion.append(added):
+            return None
+        rest = self._near.rests.get(appended[0]) if self._near and len(appended) == 1 else None
+        if rest is not None and completion.keep(rest):
+            return rest
+        return completion.find()

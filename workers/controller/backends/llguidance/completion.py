@@ -23,6 +23,8 @@ from .trial import byte_tokenizer, parser_limits
 
 MOST_BYTES = 16_384
 """Longest completion."""
+AT_ONCE = 1024
+"""Bytes that are appended in one call, which holds the interpreter lock."""
 MOST_STEPS = 4_000
 """Most states that one search visits."""
 MOST_NEAR = 200
@@ -45,7 +47,8 @@ _VALUES = (b"0", b'""', b"[]", b"{}", b"null", b"true", b"false")
 """Values that are tried first where one may begin."""
 
 _END = byte_tokenizer().eos_token
-_QUOTE = 1 << ord('"')
+_OPENING = ord('"')
+_QUOTE = 1 << _OPENING
 
 
 def _bits(characters: str) -> int:
@@ -87,10 +90,18 @@ class Completions:
         self._matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
         self._patterns: list[Pattern] | None = None
         self._names: list[bytes] | None = None
+        self._shortest: bytes | None = None
 
     def start(self) -> Completion:
         """At the beginning of a text."""
         return Completion(self, self._matcher.deep_copy())
+
+    def shortest(self, until: float) -> bytes | None:
+        """The completion of the empty text, whose end may be that of others."""
+        if self._shortest is None:
+            matcher = self._matcher.deep_copy()
+            self._shortest = _Search(self, matcher, 0, b"").run(b"", until)
+        return self._shortest
 
     @property
     def names(self) -> list[bytes]:
@@ -120,18 +131,25 @@ class Completion:
         self._known: bytes | None = None
         self._since = 0
         """Bytes that were appended since then, if it does not begin with them."""
+        self._begun = False
+        """Whether the text has any bytes."""
+        self.steps = 0
+        """States that searches have visited."""
 
     def copy(self) -> Completion:
         """The same text and completion."""
         other = Completion(self._shared, self._matcher.deep_copy())
         other._quoted, other._string = self._quoted, self._string
         other._known, other._since = self._known, self._since
+        other._begun = self._begun
         return other
 
     def append(self, text: bytes) -> bool:
         """Appends to the text; whether the grammar allows it."""
-        if not self._matcher.consume_tokens(list(text)):
-            return False
+        for at in range(0, len(text), AT_ONCE):
+            if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
+                return False
+        self._begun = self._begun or bool(text)
         self._quoted = _quotes(self._quoted, text)
         self._string = _string(self._string, self._quoted, text)
         if self._known is not None and not self._since and self._known.startswith(text):
@@ -139,6 +157,22 @@ class Completion:
         else:
             self._since += len(text)
         return True
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text ends in a string of JSON, and not behind its backslash."""
+        return self._quoted == 1
+
+    def keep(self, known: bytes) -> bool:
+        """Takes these bytes for the completion, if they are one."""
+        if not _completes(self._matcher, known):
+            return False
+        self._known, self._since = known, 0
+        return True
+
+    def fits(self, text: bytes) -> bool:
+        """Whether the text is complete with these bytes behind it."""
+        return _completes(self._matcher, text)
 
     @property
     def free(self) -> bool:
@@ -150,8 +184,12 @@ class Completion:
         """Bytes that make the text complete. The last ones found are kept where they still do: in
         the middle of a string, for example. None if the search found none, or none before the
         process has used ``until`` seconds of CPU time."""
-        known, since = self._known or b"", self._since
-        if self._known is not None and not since:
+        if self._known is None and not self._begun:
+            self._known = self._shared.shortest(until)
+        known, since = self._known, self._since
+        if known is None:
+            known, since = self._shared.shortest(until) or b"", 0
+        elif not since:
             return known
         # Bytes of a free text are beside it; those of a date take the place of some of its own.
         for text in (known, known[since:]) if since else ():
@@ -160,6 +198,7 @@ class Completion:
                 return text
         search = _Search(self._shared, self._matcher, self._quoted, self._string)
         self._known, self._since = search.run(known, until), 0
+        self.steps += search.steps
         return self._known
 
 
@@ -194,15 +233,19 @@ class _Search:
         self._quoted = quoted
         self._string = string
         self._path = b""
-        self._steps = 0
+        self.steps = 0
         self._until = math.inf
+        self._tails: list[bytes] = []
+        """What may follow the quote that begins a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
         """A completion; ``known`` is one of an earlier text, whose end may be the end of this."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MOST_TAILS]]
-        while len(self._path) < MOST_BYTES and self._steps < MOST_STEPS:
+        strings = [at + 1 for at in starts if known[at] == _OPENING]
+        self._tails = [known[at:] for at in strings[:MOST_TAILS]]
+        while len(self._path) < MOST_BYTES and self.steps < MOST_STEPS:
             for tail in tails:
                 if _completes(self._matcher, tail):
                     return self._path + tail
@@ -252,7 +295,7 @@ class _Search:
 
     def _go_on(self) -> bool:
         """To the next place; False if no byte may follow."""
-        few, most = self._steps + FEW_NEAR, self._steps + MOST_NEAR
+        few, most = self.steps + FEW_NEAR, self.steps + MOST_NEAR
         near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None
         first = _Way(0, 0, 0, _STAY, b"", self._matcher.deep_copy(), self._quoted, 0)
@@ -260,7 +303,7 @@ class _Search:
         number = 0
         while ways:
             length, others, repeats, byte, path, matcher, quoted, before = heapq.heappop(ways)[2]
-            self._steps += 1
+            self.steps += 1
             if byte >= 0:
                 matcher = matcher.deep_copy()
                 matcher.consume_token(byte)
@@ -286,7 +329,7 @@ class _Search:
             closing = mask & _QUOTE if quoted == 1 else 0
             if not quoted:
                 closing = mask & _BRACKETS or mask & _COMMA
-            if whole or closing or self._steps >= most:
+            if whole or closing or self.steps >= most:
                 if not whole:
                     if not mask:
                         return False
@@ -302,8 +345,12 @@ class _Search:
             if quoted == 1 and string is None:
                 if self._name(matcher, path):
                     return True
+                for tail in self._tails if path.endswith(b'"') else ():
+                    if _completes(matcher, tail):
+                        matcher.consume_tokens(list(tail))
+                        return self._take(matcher, 0, path + tail)
                 string = matcher.deep_copy(), path
-            if self._steps >= few and not near:
+            if self.steps >= few and not near:
                 if string is not None and self._match(*string):
                     return True
                 near = True

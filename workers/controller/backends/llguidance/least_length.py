@@ -7,7 +7,8 @@ begins. The bound counts everything that any alternative requires.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from .plain import target, unrolled
 
@@ -28,8 +29,24 @@ FORMAT = 64
 ESCAPED = 2
 """Most bytes of a character of a shortest string: there is hardly one that needs more."""
 
+UNTOLD = 256
+"""Bytes that an item is taken to require where no bound could be told."""
+INSIDE = 32
+"""The same of an item inside of itself."""
+
 Schema = dict[str, Any]
+_NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))
+_STRINGS = frozenset(("pattern", "format", "patternProperties"))
 _OPTIONS = ("allOf", "anyOf", "oneOf")
+
+
+class Growth(NamedTuple):
+    """By how many bytes what a text still requires may grow, from the schema alone."""
+
+    item: int
+    """Where it begins one item of an array, or one property with its name."""
+    string: int
+    """In one string that has to match a pattern or a format; 0 where the schema has none."""
 
 
 class _UnknownError(Exception):
@@ -45,9 +62,61 @@ def least_bytes(root: Any) -> int | None:
         return None
 
 
+def growth(root: Any) -> Growth:
+    """The bounds of a schema. What is not told of an item is taken to be ``UNTOLD``; an item inside
+    of itself, ``INSIDE``."""
+    item = len("null")
+    string = 0
+    left = [root]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        if not isinstance(one, dict):
+            continue
+        left += [inner for key, inner in one.items() if key not in _NO_SCHEMAS]
+        if not _STRINGS.isdisjoint(one):
+            string = max(string, _of_item(root, {"type": "string", **_strings_of(one)}))
+        for name, inner in _items(one):
+            item = max(item, _written(name) + 4 + _of_item(root, inner))
+    return Growth(max(item, string), string)
+
+
+def _items(node: Schema) -> Iterator[tuple[str, Any]]:
+    """The schemas of the items and the properties of one value, with their names."""
+    for key in ("properties", "patternProperties"):
+        if isinstance(named := node.get(key), dict):
+            yield from named.items()
+    for key in ("items", "prefixItems", "additionalItems", "additionalProperties"):
+        inner = node.get(key)
+        for one in inner if isinstance(inner, list) else [inner]:
+            if isinstance(one, dict):
+                yield "", one
+
+
+def _strings_of(node: Schema) -> Schema:
+    names = node.get("patternProperties")
+    found: Schema = {}
+    for key in ("pattern", "format"):
+        if key in node:
+            found[key] = node[key]
+    if isinstance(names, dict) and names:
+        found["pattern"] = max((str(name) for name in names), key=len)
+    return found
+
+
+def _of_item(root: Any, schema: Any) -> int:
+    try:
+        return min(_Lengths(root, INSIDE).of([schema], 0), MOST_CHARACTERS)
+    except (_UnknownError, AttributeError, TypeError, ValueError):
+        return UNTOLD
+
+
 class _Lengths:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, inside: int | None = None) -> None:
+        """``inside``: what is taken for a value inside of itself, where that is no error."""
         self._root = root
+        self._inside = inside
         self._active: set[int] = set()
         self._left = MOST_VALUES
         options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
@@ -69,7 +138,9 @@ class _Lengths:
             return len("null")
         entered = {id(part) for part in parts}
         if entered & self._active:
-            raise _UnknownError
+            if self._inside is None:
+                raise _UnknownError
+            return self._inside
         self._active |= entered
         length = max(length, len("false"))
         if not kinds or kinds & {"number", "integer"}:

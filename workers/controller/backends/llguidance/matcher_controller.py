@@ -45,6 +45,8 @@ class MatcherController:
         """When and how the text is closed."""
         self._name = name
         self._text = list(text)
+        self._forced = False
+        """Whether what is appended next was forced."""
         self._mask: memoryview | None = None
         """The mask that ``_words`` and ``_address`` refer to."""
         self._words: np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -101,6 +103,7 @@ class MatcherController:
             forced = [] if self._text else self._matcher.compute_ff_tokens()
             if not forced:
                 self._fill(mask)
+                self.closing.restrict(self._words, self._text)
                 if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
                     return _MASKED
                 forced = self._matcher.compute_ff_tokens()
@@ -108,6 +111,10 @@ class MatcherController:
             if self._matcher.is_error():
                 raise self._failed()
         if forced:
+            closed = self.closing.closes_instead(forced, len(self._text))
+            if closed is not None:
+                return closed
+            self._forced = True
             # One token is left for the round in which a text that does not fit is closed.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
@@ -121,15 +128,20 @@ class MatcherController:
         the text is computed."""
         until = min(self.closing.check_at, self._host.max_tokens) - len(self._text) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
+        restricted = self.closing.ahead(draft)
+        draft = draft[: len(restricted)]
         if self.closing.end is not None or not draft:
             return 0
         matcher, most = self._grammar.copy(self._matcher), self._host.limits.mid_s
-        for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
+        along = zip(draft, masks, restricted, strict=False)
+        for number, (token, mask, few_starts) in enumerate(along):
             with self._grammar.lock:
                 began = time.thread_time()
                 if not matcher.consume_tokens([token]) or time.thread_time() - began > most:
                     return number
                 words = self._fill_from(matcher, mask)
+                if few_starts is not None:
+                    words &= few_starts
                 few = np.count_nonzero(words) <= self._grammar.tokens.end_words
                 if few or matcher.is_error():
                     return number
@@ -153,6 +165,8 @@ class MatcherController:
             if took > self._host.limits.mid_s:
                 raise self._too_slow(took)
         self._text += tokens
+        self.closing.append(tokens, self._forced)
+        self._forced = False
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:

@@ -23,8 +23,9 @@ from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
 from .completion import Completion, Completions
-from .least_length import least_bytes
+from .least_length import Growth, growth, least_bytes
 from .plain import MOST_TEXT, is_plain
+from .token_sets import TokenSets
 from .trial import parser_limits, plain_limits, reason, step_error
 
 Found = tuple[bytes | None, list[int] | None]
@@ -84,6 +85,19 @@ class Tokens:
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
         """Most nonzero words of ``only_end``, or of a mask with a single token."""
+        self._vocabulary = vocabulary
+        self._sets: TokenSets | None = None
+        self._sets_lock = threading.Lock()
+
+    @property
+    def sets(self) -> TokenSets:
+        """The vocabulary's tokens as parts of JSON; made with the first grammar of a schema."""
+        with self._sets_lock:
+            if self._sets is None:
+                vocabulary = self._vocabulary
+                tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
+                self._sets = TokenSets(tokens, -(-vocabulary.size // 32), vocabulary.tokenize)
+            return self._sets
 
 
 class Grammar:
@@ -101,12 +115,15 @@ class Grammar:
         matcher: LLMatcher,
         text: str,
         least: int | None,
+        schema: object | None,
         vocabulary: Vocabulary,
     ) -> None:
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
         """Most tokens of the shortest text; None if they are not known before it was searched."""
+        self._schema = schema
+        self._growth: Growth | None = None
         self._vocabulary = vocabulary
         self._shortest: Found | None = None
         """Once it was searched for."""
@@ -115,6 +132,23 @@ class Grammar:
         self._matcher = matcher
         self._text = text
         self._completions: Completions | None = None
+
+    @property
+    def is_schema(self) -> bool:
+        """Whether it is one of a JSON schema alone, of moderate length."""
+        return self._schema is not None
+
+    @property
+    def most_growth(self) -> int:
+        """What is hardly less than ``growth``, which takes longer to compute."""
+        return len(self._text)
+
+    @property
+    def growth(self) -> Growth | None:
+        """By how much what a text requires may grow; None for grammars that are no schema."""
+        if self._growth is None and self._schema is not None:
+            self._growth = growth(self._schema)
+        return self._growth
 
     @property
     def shortest_tokens(self) -> list[int] | None:
@@ -211,7 +245,9 @@ class Matchers:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
-        made = Grammar(self, key, tokens, matcher, grammar, least, vocabulary)
+        if schema is not None:
+            _ = tokens.sets  # Made before a text has begun.
+        made = Grammar(self, key, tokens, matcher, grammar, least, schema, vocabulary)
         with self._lock:
             self._grammars[key] = made
             if len(self._grammars) > KEPT_GRAMMARS:
