@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from tokenbus.protocol.errors import RequestError
 from tokenbus.workers.controller.backends.compiling.bounds import RefusedGrammar
 from tokenbus.workers.controller.backends.llguidance.completion import Completions
-from tokenbus.workers.controller.backends.llguidance.least_length import least_bytes
+from tokenbus.workers.controller.backends.llguidance.least_length import growth, least_bytes
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.plain import (
     MOST_NODES,
@@ -88,6 +88,23 @@ def test_what_has_no_bound_that_could_be_told_has_none() -> None:
         {**TEXT, "pattern": "^(a{99}b){99}$"},
     ):
         assert least_bytes(schema) is None
+
+
+def test_what_an_item_requires_bounds_how_a_text_grows() -> None:
+    inner = {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["a"]}
+    node = {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+    for schema, item, string in (
+        (True, 4, 0),
+        ({"type": "array", "items": TEXT}, 9, 0),
+        ({"type": "object", "properties": {"x": inner}}, 21, 0),
+        ({"type": "array", "items": {**TEXT, "pattern": "^[a-z]{30}$"}}, 72, 66),
+        (node, 80, 0),
+        ({"type": "array", "items": {"type": "array", "minItems": float("inf")}}, 300, 0),
+        ({"x-guidance": {"item_separator": " *, *"}}, 300, 300),
+    ):
+        found = growth(schema)
+        assert item // 2 <= found.item <= 2 * item, schema
+        assert string // 2 <= found.string <= string, schema
 
 
 @pytest.mark.parametrize(

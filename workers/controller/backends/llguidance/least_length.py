@@ -16,6 +16,8 @@ MOST_PARTS = 200
 """Schemas that one value may have to match."""
 MOST_VALUES = 500
 """Values and parts that are looked at."""
+MOST_IN_ALL = 20_000
+"""The same for all items of a schema: about 20 ms."""
 MOST_ENUM = 2_000
 """Values of an ``enum``."""
 MOST_DEPTH = 40
@@ -58,7 +60,7 @@ def least_bytes(root: Any) -> int | None:
     valid schema."""
     try:
         return _Lengths(root).of([root], 0)
-    except (_UnknownError, AttributeError, TypeError, ValueError):
+    except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
         return None
 
 
@@ -68,6 +70,11 @@ def growth(root: Any) -> Growth:
     item = len("null")
     string = 0
     left = [root]
+    try:
+        lengths = _Lengths(root, INSIDE)
+    except (_UnknownError, AttributeError):
+        return Growth(UNTOLD, UNTOLD)
+    lengths.total = MOST_IN_ALL
     while left:
         one = left.pop()
         if isinstance(one, list):
@@ -76,9 +83,9 @@ def growth(root: Any) -> Growth:
             continue
         left += [inner for key, inner in one.items() if key not in _NO_SCHEMAS]
         if not _STRINGS.isdisjoint(one):
-            string = max(string, _of_item(root, {"type": "string", **_strings_of(one)}))
+            string = max(string, _of_item(lengths, {"type": "string", **_strings_of(one)}))
         for name, inner in _items(one):
-            item = max(item, _written(name) + 4 + _of_item(root, inner))
+            item = max(item, _written(name) + 4 + _of_item(lengths, inner))
     return Growth(max(item, string), string)
 
 
@@ -105,10 +112,10 @@ def _strings_of(node: Schema) -> Schema:
     return found
 
 
-def _of_item(root: Any, schema: Any) -> int:
+def _of_item(lengths: _Lengths, schema: Any) -> int:
     try:
-        return min(_Lengths(root, INSIDE).of([schema], 0), MOST_CHARACTERS)
-    except (_UnknownError, AttributeError, TypeError, ValueError):
+        return min(lengths.anew(schema), MOST_CHARACTERS)
+    except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
         return UNTOLD
 
 
@@ -119,10 +126,21 @@ class _Lengths:
         self._inside = inside
         self._active: set[int] = set()
         self._left = MOST_VALUES
+        self.total = MOST_VALUES
+        """Of all values that ``anew`` is called for: no more are looked at."""
         options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
         for name in ("item_separator", "key_separator"):
             if options.get(name, ",") not in (",", ", ", ":", ": "):
                 raise _UnknownError
+
+    def anew(self, schema: Any) -> int:
+        """For one value after another."""
+        self._active.clear()
+        self._left = most = min(MOST_VALUES, self.total)
+        try:
+            return self.of([schema], 0)
+        finally:
+            self.total -= 1 + most - max(0, self._left)
 
     def of(self, schemas: list[Any], depth: int) -> int:
         """For a value that has to match all of some schemas."""

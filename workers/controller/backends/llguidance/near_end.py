@@ -27,6 +27,8 @@ AT_ONCE = 2
 NAMED = 3
 """Tokens by which a name of one's choice may grow, where it could be mistaken for one of the
 schema's."""
+PATTERN = 8
+"""Tokens by which a string may grow that has any text, where it could have a pattern."""
 MANY = 256
 """Where a mask has more tokens in a string, they are not names or values that are listed."""
 
@@ -78,13 +80,13 @@ class NearEnd:
         kept += [token for token in first if has(words, token)]
         if completion.in_string:
             name = found.startswith(b'":')
-            # A pattern that any text may follow is hardly one that needs more behind it.
             free = sets.is_free(words) and (not self._string or found.startswith(b'"'))
-            if (
-                spare > NAMED or not name
-                if free
-                else spare > self._string > 0 and np.bitwise_count(words).sum() > MANY
-            ):
+            if free:
+                # A pattern that any text may follow hardly needs much more behind it.
+                whole = spare > (NAMED if name else min(self._string, PATTERN))
+            else:
+                whole = spare > self._string > 0 and np.bitwise_count(words).sum() > MANY
+            if whole:
                 self._set = sets.ending if ending else sets.whole
                 self._kept = kept
                 words &= self._set
