@@ -249,7 +249,9 @@ def test_the_receipt_says_if_the_end_was_appended_or_is_missing(api: openai.Open
     how, reason, text = ended(
         {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 9}}, 36
     )
-    assert (how, reason) == ("closed", "stop")
+    # Near the end the masks themselves lead to it.
+    assert how in ("closed", "complete")
+    assert reason == "stop"
     assert len(json.loads(text)) >= 9
     assert ended({"regex": "[a-z]{40};"}, 4)[:2] == ("cut", "length")
     with pytest.raises(openai.BadRequestError, match="max_tokens is 4, but the shortest text"):
