@@ -179,7 +179,9 @@ class Journal:
     def _drop(self, place: _Place) -> None:
         """Drops the chunks that only the request needed that began at a place."""
         if not self._reached:
-            del self._recent.journals[self._session]
+            if self._recent.journals.get(self._session) is self:
+                # Not so where the session was made again while streams of before were being ended.
+                del self._recent.journals[self._session]
             self._grow(-sum(chunk.size for chunk in self._chunks))
             self._chunks.clear()
             return

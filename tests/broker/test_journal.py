@@ -105,6 +105,21 @@ class World:
         assert (recent.size, recent.total, recent.journals) == (0, 0, {})
 
 
+def test_a_session_that_is_made_again_keeps_its_journal_when_streams_of_before_end() -> None:
+    recent = Recent(1 << 27, 1 << 30)
+    before, again = Journal(recent, 7), Journal(recent, 7)
+    before.begin(1, 0, 10)
+    recent.distribute()
+    again.begin(2, 1, 10)
+    recent.distribute()
+    before.end(1)
+    entry = plain_entry(1, 5, -1.0, 0, 0)
+    recent.keep([7], [encode_body([entry], "msgpack")])
+    assert again.entries([2]) == {2: [entry]}
+    again.end(2)
+    assert recent.journals == {}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_journal_has_of_each_live_request_what_was_routed_for_it(seed: int) -> None:
     world = World(seed)
