@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import platform
 import secrets
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ from ..pool import waiting
 from .abis import Examined, examine
 from .module_compiler import compile_module
 from .wasm_binary import with_exported_globals
-from .whole_files import clear_left, write_whole
+from .whole_files import clear_left, write_first, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -204,14 +202,7 @@ class CompiledModules:
 def _key(file: Path) -> bytes:
     """The key of this folder, made by the first process that needs it."""
     if not file.exists():
-        number, name = tempfile.mkstemp(prefix=".new-", dir=file.parent)  # Mode 0600.
-        try:
-            with os.fdopen(number, "wb") as new:
-                new.write(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):
-                os.link(name, file)
-        finally:
-            os.unlink(name)
+        write_first(file, secrets.token_bytes(_KEY_BYTES))
     key = file.read_bytes()
     if len(key) != _KEY_BYTES:
         raise ValueError(f"{file} is no key of {_KEY_BYTES} bytes; remove it")

@@ -14,11 +14,9 @@ _NEW = ".new-"
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
     """Writes a file under another name, and renames it; where it is ``synced``, it is on the disk
     afterwards. Raises OSError; nothing is left then."""
-    number, name = tempfile.mkstemp(prefix=_NEW, dir=file.parent)
+    number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:
-            # As long as it is locked, it was not left by a process that died.
-            fcntl.flock(new, fcntl.LOCK_EX)
             new.write(content)
             new.flush()
             if synced:
@@ -28,6 +26,33 @@ def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
         with suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def write_first(file: Path, content: bytes) -> None:
+    """Writes a file unless there is one: of several processes at a time, one does. Raises
+    OSError."""
+    number, name = _begun(file.parent)
+    try:
+        with os.fdopen(number, "wb") as new:
+            new.write(content)
+            new.flush()
+            with suppress(FileExistsError):
+                os.link(name, file)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _begun(folder: Path) -> tuple[int, str]:
+    """A new file of mode 0600, open and locked, and its name."""
+    while True:
+        number, name = tempfile.mkstemp(prefix=_NEW, dir=folder)
+        # As long as it is locked, it was not left by a process that died.
+        fcntl.flock(number, fcntl.LOCK_EX)
+        if os.fstat(number).st_nlink:
+            return number, name
+        # Another process has removed it in between.
+        os.close(number)
 
 
 def clear_left(folder: Path) -> None:
