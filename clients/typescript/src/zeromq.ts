@@ -81,13 +81,13 @@ class Socket implements Link {
 
   /**
    * ZeroMQ connects again by itself, but the broker then has a connection without a session: a new
-   * socket begins with HELLO at once.
+   * socket begins with HELLO at once. The events are read to their end, which comes when the socket
+   * is closed: ZeroMQ's thread waits for ever for a reader that leaves before, with all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
       if (event.type === "disconnect") this.#fail("the broker closed the connection");
       if (event.type === "connect:retry" && this.several) this.#fail("no broker is there");
-      if (this.#closed) return;
     }
   }
 
