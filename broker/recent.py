@@ -36,8 +36,8 @@ MESSAGES = 4096
 """Most messages of a segment, as a move waits until all that is here is distributed."""
 NOTE_BYTES = 100
 """What a note counts for, beside the bytes that it holds."""
-BODIES_AT_ONCE = 3_000
-"""Bodies that are distributed in a millisecond, about: those of a tick."""
+BODIES_AT_ONCE = 1_000
+"""Bodies that are distributed at a tick: one takes 1 to 2 µs where they are of many sessions."""
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, of which Python has no name."""
