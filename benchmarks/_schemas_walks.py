@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from decimal import Decimal, localcontext
 from typing import Any
 
 import jsonschema
@@ -20,6 +22,11 @@ from tokenbus.workers.controller.interface import Action
 
 MOST_TOKENS = 400
 """The largest ``max_tokens`` of a walk; the smallest is what the shortest value takes."""
+
+HUGE = 10**400
+"""In place of a number that is too large for a float."""
+DIGITS = 1000
+"""With so many, numbers are divided exactly."""
 
 
 @dataclass
@@ -96,7 +103,8 @@ class Walks:
         if least > MOST_TOKENS:
             self.figures.longer += 1
             return
-        validator = jsonschema.validators.validator_for(case.schema)(case.schema)
+        schema = _exact(arg)
+        validator = jsonschema.validators.validator_for(schema)(schema)
         for number in range(count):
             rng = random.Random(number)
             most = least if not number else rng.randint(least, MOST_TOKENS)
@@ -135,7 +143,8 @@ class Walks:
         if len(tokens) > most:
             return f"it has {len(tokens)} tokens"
         try:
-            validator.validate(json.loads(text))
+            with localcontext(prec=DIGITS):
+                validator.validate(_exact(text))
         except ValueError as error:
             return f"{error}: …{text[-60:]!r}"
         except jsonschema.ValidationError as error:
@@ -179,6 +188,18 @@ class Walks:
 
         for name in ("look", "append", "restrict", "closes_instead"):
             setattr(closing, name, measured(getattr(closing, name)))
+
+
+def _exact(text: str | bytes) -> Any:
+    """A text of JSON with numbers as they are written: in floats, 0.07 is no multiple of 0.01."""
+    return json.loads(text, parse_float=_number)
+
+
+def _number(text: str) -> int | Decimal:
+    number = float(text)
+    if math.isinf(number):
+        return int(math.copysign(1, number)) * HUGE
+    return int(number) if number.is_integer() else Decimal(text)
 
 
 def _drawn(words: np.ndarray[tuple[int], np.dtype[np.uint32]], rng: random.Random) -> int:

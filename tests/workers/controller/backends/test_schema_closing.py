@@ -66,6 +66,20 @@ OPTIONAL["properties"]["place"]["properties"] = {  # type: ignore[index]
     "far": {"type": "integer", "minimum": 1000},
     "away": {"type": "string", "minLength": 12},
 }
+COUNTED = {
+    "type": "object",
+    "minProperties": 3,
+    "patternProperties": {"^[a-z-]+$": {"$ref": "#/$defs/place"}},
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"far": {"type": "integer"}},
+            "required": ["far"],
+            "additionalProperties": False,
+        }
+    },
+}
 SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "any": ({}, r"\d|\"\"|\[\]|\{\}"),
     "object": ({"type": "object"}, r"\{\}"),
@@ -74,6 +88,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "string": ({"type": "string", "minLength": 30}, '"[^"]{30}"'),
     "number": ({"type": "number", "exclusiveMinimum": 2.5, "maximum": 2.75}, r"2\.[67]"),
     "integers": ({"type": "array", "items": {"type": "integer"}, "minItems": 3}, r"\[\d, \d, \d\]"),
+    "counted": (COUNTED, r'\{("[a-z]{1,3}": \{"far": \d\}(, )?){3}\}'),
     "anywhere": ({"type": "string", "pattern": "long|[0-9]+:[0-9]{2}"}, '"([0-9]:[0-9]{2}|long)"'),
 }
 
@@ -117,6 +132,28 @@ def test_a_text_is_completed_from_where_it_is(text: str, completion: str) -> Non
     assert found is not None
     jsonschema.validate(json.loads(text.encode() + found), OPTIONAL)
     assert len(found) <= len(completion)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"', '{"far', '{"far": {"far": 1}, "fa', '{"b": {"far": 7}, "a": {"far"', '{"a":']
+)
+def test_a_completion_has_no_name_twice_where_names_count(text: str) -> None:
+    one = Completions(schema_grammar(COUNTED)).start()
+    assert one.append(text.encode())
+    found = one.find()
+    assert found is not None
+    jsonschema.validate(json.loads(text.encode() + found), COUNTED)
+    assert one.keep(found)
+
+
+def test_a_completion_with_a_name_twice_is_none_where_names_count() -> None:
+    one = Completions(schema_grammar(COUNTED)).start()
+    assert one.append(b'{"a": {"far": 1}, ')
+    twice, distinct = (b'"%s": {"far": 1}, "c": {"far": 1}}' % name for name in (b"a", b"b"))
+    assert not one.fits(twice)
+    assert not one.keep(twice)
+    assert one.keep(distinct)
+    assert one.find() == distinct
 
 
 def test_a_completion_stays_where_the_text_goes_its_way_and_beside_it() -> None:

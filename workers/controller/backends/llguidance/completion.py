@@ -14,10 +14,12 @@ import heapq
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from llguidance import LLMatcher
 
+from .distinct_names import counts_names, repeated, with_distinct_names
 from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
@@ -91,6 +93,8 @@ class Completions:
         self._patterns: list[Pattern] | None = None
         self._names: list[bytes] | None = None
         self._shortest: bytes | None = None
+        self.counts_names = counts_names(grammar)
+        """Whether completions must not have a name twice."""
 
     def start(self) -> Completion:
         """At the beginning of a text."""
@@ -100,8 +104,15 @@ class Completions:
         """The completion of the empty text, whose end may be that of others."""
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
-            self._shortest = _Search(self, matcher, 0, b"").run(b"", until)
+            found = _Search(self, matcher, 0, b"").run(b"", until)
+            self._shortest = self.distinct(b"", found, matcher)
         return self._shortest
+
+    def distinct(self, text: bytes, found: bytes | None, matcher: LLMatcher) -> bytes | None:
+        """A completion of a text without names that are repeated, where they count."""
+        if found is None or not self.counts_names:
+            return found
+        return with_distinct_names(text, found, partial(_completes, matcher))
 
     @property
     def names(self) -> list[bytes]:
@@ -133,6 +144,8 @@ class Completion:
         """Bytes that were appended since then, if it does not begin with them."""
         self._begun = False
         """Whether the text has any bytes."""
+        self._text = b""
+        """The text, where its names count."""
         self.steps = 0
         """States that searches have visited."""
 
@@ -141,7 +154,7 @@ class Completion:
         other = Completion(self._shared, self._matcher.deep_copy())
         other._quoted, other._string = self._quoted, self._string
         other._known, other._since = self._known, self._since
-        other._begun = self._begun
+        other._begun, other._text = self._begun, self._text
         return other
 
     def append(self, text: bytes) -> bool:
@@ -150,6 +163,8 @@ class Completion:
             if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
                 return False
         self._begun = self._begun or bool(text)
+        if self._shared.counts_names:
+            self._text += text
         self._quoted = _quotes(self._quoted, text)
         self._string = _string(self._string, self._quoted, text)
         if self._known is not None and not self._since and self._known.startswith(text):
@@ -165,14 +180,17 @@ class Completion:
 
     def keep(self, known: bytes) -> bool:
         """Takes these bytes for the completion, if they are one."""
-        if not _completes(self._matcher, known):
+        if not self.fits(known):
             return False
         self._known, self._since = known, 0
         return True
 
     def fits(self, text: bytes) -> bool:
-        """Whether the text is complete with these bytes behind it."""
-        return _completes(self._matcher, text)
+        """Whether the text is complete with these bytes behind it, without a repeated name where
+        names count."""
+        return _completes(self._matcher, text) and not (
+            self._shared.counts_names and repeated(self._text + text, len(self._text))
+        )
 
     @property
     def free(self) -> bool:
@@ -193,11 +211,12 @@ class Completion:
             return known
         # Bytes of a free text are beside it; those of a date take the place of some of its own.
         for text in (known, known[since:]) if since else ():
-            if _completes(self._matcher, text):
+            if self.fits(text):
                 self._known, self._since = text, 0
                 return text
         search = _Search(self._shared, self._matcher, self._quoted, self._string)
-        self._known, self._since = search.run(known, until), 0
+        found = search.run(known, until)
+        self._known, self._since = self._shared.distinct(self._text, found, self._matcher), 0
         self.steps += search.steps
         return self._known
 

@@ -1,0 +1,86 @@
+"""Names that occur twice in one object of JSON.
+
+A grammar counts each occurrence, and whoever reads the text counts a name once: under a schema with
+``minProperties``, a completion must not get its properties by one name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from string import ascii_letters, digits
+from typing import NamedTuple
+
+MOST_NAMES = 64
+"""Names of one completion that are replaced."""
+
+_PARTS = re.compile(rb'[{}\[\]]|"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
+_COUNTED = re.compile(r'"minProperties"\s*:\s*(?:[2-9]|1\d)')
+_CHARACTERS = [character.encode() for character in digits + ascii_letters]
+
+
+class Name(NamedTuple):
+    """A name that its object has had before, as it is written."""
+
+    begin: int
+    end: int
+    before: frozenset[bytes]
+    """All names of the object before it."""
+
+
+def counts_names(grammar: str) -> bool:
+    """Whether a schema of the grammar asks for two properties or more, whatever their names."""
+    return _COUNTED.search(grammar) is not None
+
+
+def repeated(text: bytes, behind: int) -> Name | None:
+    """The first such name of a text that ends beyond its first ``behind`` bytes."""
+    return next(_repeated(text, behind), None)
+
+
+def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]) -> bytes:
+    """``found``, which completes a text, with other names in place of those that are repeated,
+    where the grammar allows others. ``fits``: whether other bytes complete the text."""
+    for _ in range(MOST_NAMES):
+        name = repeated(text + found, len(text))
+        if name is None:
+            break
+        # What the text has of a name stays.
+        begin, end = max(name.begin - len(text), 0), name.end - len(text)
+        begun = text[name.begin :] if begin == 0 else b""
+        for other in _others(found[begin:end]):
+            changed = found[:begin] + other + found[end:]
+            if begun + other not in name.before and fits(changed):
+                found = changed
+                break
+        else:
+            break
+    return found
+
+
+def _repeated(text: bytes, behind: int) -> Iterator[Name]:
+    objects: list[set[bytes]] = []
+    for part in _PARTS.finditer(text):
+        first = part[0][:1]
+        if first in b"{[":
+            objects.append(set())
+        elif first in b"]}":
+            if objects:
+                objects.pop()
+        elif part[2] is not None and objects:
+            names = objects[-1]
+            if part[1] in names and part.end(1) >= behind:
+                yield Name(*part.span(1), frozenset(names))
+            names.add(part[1])
+
+
+def _others(name: bytes) -> Iterator[bytes]:
+    """Other names: the shortest first, then those with another end, or a longer one."""
+    yield from _CHARACTERS
+    for one in _CHARACTERS:
+        yield name[:-1] + one
+    for one in _CHARACTERS:
+        yield name + one
+    for one in _CHARACTERS:
+        for two in _CHARACTERS:
+            yield name[:-1] + one + two
