@@ -3,7 +3,8 @@
 A step of few tokens has many short parallel regions. On an idle machine two threads halve the time
 of each; where the bus, a client or another worker uses one of the cores, each region waits for a
 thread that does not run, and one thread alone is several times as fast. So for each size of a step
-another number of threads is tried now and then, and at once when steps get slower.
+another number of threads is tried now and then, and at once when steps get slower. A size of which
+nothing is known yet begins with what was found for the one next to it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class _Size:
     trial: int = 0
     """Threads of the trial under way; 0: there is none."""
     tried: list[float] = field(default_factory=list)
+    decided: bool = False
+    """Whether there was a trial."""
 
 
 class ThreadChooser:
@@ -79,7 +82,15 @@ class ThreadChooser:
             size.usual = min(size.usual, now)
 
     def _size(self, num_tokens: int) -> _Size:
-        return self._sizes.setdefault(num_tokens.bit_length(), _Size(self.most))
+        number = num_tokens.bit_length()
+        size = self._sizes.get(number)
+        if size is None:
+            nearest = min(self._sizes, key=lambda other: abs(other - number), default=None)
+            size = _Size(self.most)
+            if nearest is not None and self._sizes[nearest].threads != self.most:
+                size.threads, size.until_trial = self._sizes[nearest].threads, WINDOW
+            self._sizes[number] = size
+        return size
 
     def _other(self, size: _Size) -> int:
         """The number of threads to try: half or twice as many, in turns."""
@@ -94,8 +105,23 @@ class ThreadChooser:
             size.times.extend(size.tried)
             size.times.extend(size.tried)
             size.wait = FIRST_TRIAL
+            self._suggest(size)
         else:
             size.wait = min(LAST_TRIAL, 2 * size.wait)
         size.usual = median(size.times)
         size.until_trial = size.wait
         size.trial = 0
+        size.decided = True
+
+    def _suggest(self, found: _Size) -> None:
+        """Another number of threads was found for one size: the others try it soon, or take it
+        where they have tried nothing yet."""
+        for size in self._sizes.values():
+            if size.threads == found.threads:
+                continue
+            if size.decided:
+                size.until_trial = 0
+                size.down = found.threads < size.threads
+            else:
+                size.threads, size.trial, size.until_trial = found.threads, 0, WINDOW
+                size.times.clear()

@@ -62,7 +62,24 @@ def test_steps_of_many_tokens_use_all_threads() -> None:
 def test_sizes_are_measured_apart() -> None:
     chooser = ThreadChooser(2)
     run(chooser, 500, shared, num_tokens=1)
-    assert chooser.choose(32) == 2
+    assert run(chooser, 100, idle, num_tokens=32)[-1] == 2
+    assert run(chooser, 20, shared, num_tokens=1).count(1) > 15
+
+
+def test_a_size_begins_with_what_was_found_for_the_next_one() -> None:
+    chooser = ThreadChooser(2)
+    run(chooser, 3, shared, num_tokens=32)
+    run(chooser, 500, shared, num_tokens=1)
+    assert run(chooser, 8, shared, num_tokens=32) == [1] * 8
+    assert run(chooser, 8, shared, num_tokens=4) == [1] * 8
+
+
+def test_a_size_tries_soon_what_has_become_faster_for_another() -> None:
+    chooser = ThreadChooser(2)
+    for num_tokens in (1, 4):
+        run(chooser, 2 * LAST_TRIAL, idle, num_tokens)
+    assert run(chooser, 30, shared, num_tokens=1)[-1] == 1
+    assert chooser.choose(4) == 1
 
 
 def test_one_core_has_nothing_to_choose() -> None:
