@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import islice, repeat
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,6 +134,36 @@ def test_a_text_that_departs_from_what_it_repeats_is_found_again_by_one_token() 
     assert lookup.match() == Match(tokens, 13, SIZE)
 
 
+def test_a_token_that_differs_from_place_to_place_is_not_expected_again() -> None:
+    tokens = [token for n in range(4) for token in (1, 2, 3, 100 + n, 4, 5, 6, 7)]
+    tokens += [1, 2, 3]
+    lookup = PromptLookup(tokens)
+    tokens.pop()
+    tokens.pop()
+    found = lookup.match()
+    assert found is not None
+    assert lookup.draft(found, 4) == [2, 3, 103, 4]
+    same, other, value, behind = islice(lookup.chances(found, 0.5), 4)
+    assert same > 0.7
+    assert other > 0.7
+    assert value < 0.3
+    assert behind == 0.5
+    # The draft ends there.
+    assert lengths([lookup.chances(found, 0.5)], 1, CPU)[0] <= 3
+    assert lengths([repeat(same)], 1, CPU)[0] > 3
+
+
+def test_what_followed_in_earlier_requests_counts_too() -> None:
+    kept = EarlierTexts()
+    for value in (100, 101, 102):
+        kept.add([9, 9, 1, 2, 3, value])
+    tokens = [8, 1, 2, 3]
+    lookup = PromptLookup(tokens, kept)
+    matches = [lookup.match() for _ in range(4)]
+    assert matches[-1] is not None
+    assert next(lookup.chances(matches[-1], 0.9)) < 0.5
+
+
 def test_a_periodic_text_is_continued_beyond_its_end() -> None:
     tokens = [7, *[1, 2, 3, 4] * 3]
     lookup = PromptLookup(tokens)
@@ -159,23 +191,27 @@ def test_what_is_expected_is_a_probability(observed: list[tuple[int, float]]) ->
         assert acceptance.expected(0) == FIRST_GUESSES[0]
 
 
-probabilities = st.lists(st.floats(0, 1), max_size=40)
+probabilities = st.lists(st.lists(st.floats(0, 1), max_size=40), max_size=40)
 
 
-def over_cost(counts: list[int], chances: list[float], rows: int, costs: Costs) -> float:
+def over_cost(counts: list[int], chances: list[list[float]], rows: int, costs: Costs) -> float:
     """The expected tokens of a step over its cost."""
-    tokens = rows + sum(p**k for p, n in zip(chances, counts, strict=True) for k in range(1, n + 1))
+    tokens = rows + sum(
+        math.prod(each[:k])
+        for each, n in zip(chances, counts, strict=True)
+        for k in range(1, n + 1)
+    )
     drafted = sum(counts)
     return tokens / (costs.of(rows + drafted) + (drafted > 0) * costs.draft_cost * rows)
 
 
 @given(probabilities, st.integers(0, 60), st.sampled_from([CPU, CUDA]), st.randoms())
 def test_no_other_lengths_give_more(
-    chances: list[float], others: int, costs: Costs, rng: random.Random
+    chances: list[list[float]], others: int, costs: Costs, rng: random.Random
 ) -> None:
     rows = len(chances) + others or 1
     counts = lengths(chances, rows, costs)
-    assert all(0 <= n <= MOST for n in counts)
+    assert all(0 <= n <= min(MOST, len(c)) for n, c in zip(counts, chances, strict=True))
     best = over_cost(counts, chances, rows, costs)
     assert best >= over_cost([0] * len(chances), chances, rows, costs)
     for _ in range(5):
@@ -189,11 +225,12 @@ def test_rows_cost_little_until_arithmetic_decides() -> None:
 
 
 def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
-    assert lengths([0.95], 1, CPU)[0] >= 8
-    assert lengths([1.0], 1, CPU)[0] == MOST
-    assert lengths([0.05], 1, CPU) == [0]
-    assert lengths([0.6] * 8, 8, CPU) == [0] * 8
-    alone, among = lengths([0.8], 1, CPU)[0], lengths([0.8] * 2, 2, CPU)[0]
+    assert lengths([repeat(0.95)], 1, CPU)[0] >= 8
+    assert lengths([repeat(1.0)], 1, CPU)[0] == MOST
+    assert lengths([repeat(0.05)], 1, CPU) == [0]
+    assert lengths([repeat(0.6) for _ in range(8)], 8, CPU) == [0] * 8
+    alone = lengths([repeat(0.8)], 1, CPU)[0]
+    among = lengths([repeat(0.8), repeat(0.8)], 2, CPU)[0]
     assert among < alone
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,10 +56,9 @@ class Drafting:
             self.guess = Guess(len(tokens), match.text[match.end], self.kind)
         return match
 
-    @property
-    def expected(self) -> float:
-        """The probability that a token that followed the last match follows again."""
-        return self.acceptance.expected(self.kind)
+    def chances(self, match: Match) -> Iterator[float]:
+        """How likely each token of a draft from the last match is to be accepted."""
+        return self.lookup.chances(match, self.acceptance.expected(self.kind))
 
     def fork(self, tokens: list[int]) -> Drafting:
         """The same for a fork with these tokens."""
@@ -167,7 +166,7 @@ class Speculation:
                 found.append((sequence, drafting, match))
         if not found:
             return []
-        counts = lengths([drafting.expected for _, drafting, _ in found], rows, self._costs)
+        counts = lengths([one.chances(match) for _, one, match in found], rows, self._costs)
         return [(*one, count) for one, count in zip(found, counts, strict=True) if count]
 
     # --- the draft model ------------------------------------------------------------------------

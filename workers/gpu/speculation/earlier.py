@@ -57,6 +57,10 @@ class EarlierTexts:
         """Where a run occurs, as far as the texts are in the index, the latest last."""
         if self._waiting:
             self._advance()
+        return self.known_places(run)
+
+    def known_places(self, run: tuple[int, ...]) -> Places:
+        """The same, without adding to the index."""
         return [*self._older.get(run, ()), *self._newer.get(run, ())]
 
     def _advance(self) -> None:

@@ -3,15 +3,18 @@
 While a forward waits for memory to give the weights, a row more costs little; then it is bound by
 arithmetic, and each row costs as much as the one before (``Costs.of``). Where any sequence of a
 step has a draft, the step costs ``draft_cost`` more for each of its sequences. Of a draft whose
-tokens are accepted with probability p each, k tokens give p + p^2 + ... + p^k more tokens. Drafts
-are made so long that the tokens of a step over its cost are the most. So a lone sequence gets long
-drafts, and the more sequences share a step the more certain a draft must be.
+tokens are accepted with probabilities p, q, r, ... each, where those before it were, the tokens
+give p + pq + pqr + ... more tokens. Drafts are made so long that the tokens of a step over its cost
+are the most. So a lone sequence gets long drafts, and the more sequences share a step the more
+certain a draft must be.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 MOST = 31
@@ -83,8 +86,9 @@ class Acceptance:
         return Acceptance(list(self.accepted), list(self.verified))
 
 
-def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
-    """How many tokens to draft for each of some sequences, by the probability of each one's tokens.
+def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> list[int]:
+    """How many tokens to draft for each of some sequences, by the probability of each one's tokens,
+    one after another, of which no more than ``MOST`` are asked for, and none that cannot count.
 
     ``rows``: those of the step without drafts, one for each sequence, at least one.
     """
@@ -92,13 +96,13 @@ def lengths(probabilities: Items[float], rows: int, costs: Costs) -> list[int]:
     best = tokens / costs.of(rows)
     least = costs.of(rows + 1) - costs.of(rows)
     gains: list[tuple[float, int]] = []
-    for i, p in enumerate(probabilities):
-        gain = p
-        for _ in range(MOST):
+    for i, each in enumerate(probabilities):
+        gain = 1.0
+        for p in islice(each, MOST):
+            gain *= p
             if gain <= best * least:
                 break
             gains.append((gain, i))
-            gain *= p
     # The more probable tokens first: within a draft this is their order.
     gains.sort(key=lambda gain: -gain[0])
     chosen = 0

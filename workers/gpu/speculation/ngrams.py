@@ -8,13 +8,18 @@ texts of the session's earlier requests are looked at too (``earlier.py``). The 
 (prompt lookup decoding, 2023).
 
 Where a text departs from what it repeats (a name that was replaced, a value of a record), it often
-comes back soon. So behind the last match one or two tokens are enough.
+comes back soon. So behind the last match one or two tokens are enough. What departed once, departs
+again: how likely a token of a draft is, is seen from what followed the other places of the run
+before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .earlier import ADVANCE, EarlierTexts
-from .places import LONGEST, SIZE, Index, Match, add_runs, longest
+from .lengths import MOST, PRIOR
+from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
 """So many tokens behind the last match, and so many tokens long, the text is expected back."""
@@ -82,6 +87,22 @@ class PromptLookup:
             while len(found) < count:
                 found.append(found[-period])
         return found
+
+    def chances(self, match: Match, guess: float) -> Iterator[float]:
+        """How likely each token of a draft from a match is to be accepted, where those before it
+        were. ``guess``: the same of any token of a match of its kind, which counts as much as
+        ``PRIOR`` observations."""
+        run = self._tokens[-SIZE:]
+        for token in self.draft(match, MOST):
+            alike, observed = self._followed_alike(tuple(run))
+            yield (alike + PRIOR * guess) / (observed + PRIOR)
+            run = [*run[1:], token]
+
+    def _followed_alike(self, run: tuple[int, ...]) -> tuple[int, int]:
+        places = self._index.get(run, [])
+        if self._earlier is not None and len(places) < PLACES:
+            places = [*self._earlier.known_places(run), *places]
+        return followed_alike(places)
 
     def _near(self) -> Match | None:
         """Where behind the last match the last two tokens occur, or the last one."""

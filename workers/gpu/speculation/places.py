@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import eq
 from typing import NamedTuple
 
 SIZE = 3
 """Tokens of a run: shorter ones occur everywhere and predict little."""
-PLACES = 4
+PLACES = 6
 """Places that are remembered of each run, the last ones."""
 LONGEST = 32
 """Matches are compared up to this length; a longer one predicts no better."""
@@ -53,6 +54,13 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
                 if length == LONGEST:
                     break
     return best
+
+
+def followed_alike(places: Places) -> tuple[int, int]:
+    """How many places of a run are followed by the same token as the one before them, of how many
+    of which that is known."""
+    following = [text[end] for text, end in places if end < len(text)]
+    return sum(map(eq, following, following[1:])), max(0, len(following) - 1)
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:
