@@ -146,6 +146,8 @@ def test_a_draining_or_hung_worker_gets_nothing_new(bench: Bench) -> None:
     bench.send("a", "DRAIN", {"reason": "restart"})
     [(kind, notice)] = bench.client("c", "GENERATE", generate(1))
     assert (kind, notice["event"]) == ("SYSTEM", "queued")
+    *_, (_, answer) = bench.client("c", "STATUS", {"stream_id": 99})
+    assert [worker["state"] for worker in answer["status"]["workers"]] == ["draining"]
     bench.worker("b")
     assert [w for w, _ in bench.to_worker("b")] == ["GENERATE"]
     bench.send("b", "HEARTBEAT", Heartbeat(step_age_s=100.0))

@@ -571,7 +571,7 @@ def test_quick_jobs_go_one_after_another_and_slow_ones_do_not_hold_them_up() -> 
     def job(number: int) -> Callable[[], None]:
         def run() -> None:
             if number == 0:
-                gate.wait(10)
+                gate.wait(300)
             done.append(number)
             over.release()
 
