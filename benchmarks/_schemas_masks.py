@@ -105,11 +105,11 @@ class Masks:
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
-        for judged, accepts, took in (
-            (self.figures.ours, self._accepts, first[True]),
-            (self.figures.theirs, self._accepts_alone, first[False]),
+        # A schema whose shortest value is longer than ``MAX_TOKENS`` is compiled at a higher one.
+        for judged, accepts, compiled in (
+            (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
+            (self.figures.theirs, self._accepts_alone, first[False] is not None),
         ):
-            compiled = took is not None
             judged.append(
                 _judged(compiled, [(accepts(schema, t), v) for t, v in texts if compiled])
             )
@@ -138,6 +138,13 @@ class Masks:
         controller = self._program.start(self._world.host(schema))
         controller.init_prompt([1])
         return controller
+
+    def _compiles(self, schema: str) -> bool:
+        try:
+            self._start(schema)
+        except TokenbusError:
+            return False
+        return True
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
         """The time to the first mask, ours and llguidance's: the least for a few schemas that

@@ -36,7 +36,7 @@ MESSAGES = 4096
 """Most messages of a segment, as a move waits until all that is here is distributed."""
 NOTE_BYTES = 100
 """What a note counts for, beside the bytes that it holds."""
-BODIES_AT_ONCE = 1_000
+BODIES_AT_ONCE = 500
 """Bodies that are distributed at a tick: one takes 1 to 2 µs where they are of many sessions."""
 
 _POPULATE_WRITE = 23

@@ -64,7 +64,11 @@ class Closing:
         self._sets: TokenSets
         """Those of the vocabulary, once ``_item`` is known."""
         self._restricts = False
-        """Whether masks are restricted."""
+        """Whether masks are restricted, whatever the credit."""
+        self._low = 0
+        """The credit up to which they are."""
+        self.narrows = False
+        """Whether ``restrict`` would restrict the next one."""
         self._free = False
         """Whether the last of them was one of a string of any text."""
         self.check_at = NEVER
@@ -97,6 +101,7 @@ class Closing:
         other._read, other._tokenized, other._last = self._read, self._tokenized, self._last
         other._item, other._credit, other._near = self._item, self._credit, copy(self._near)
         other._restricts, other._free = self._restricts, self._free
+        other._low, other.narrows = self._low, self.narrows
         if self._item:
             other._sets = self._sets
         other.check_at, other.end = self.check_at, self.end
@@ -111,8 +116,10 @@ class Closing:
                 self.check_at = 0
         elif not forced or self._item:
             self._credit -= self._cost(tokens, forced)
-            if self._credit <= 0:
-                self.check_at = 0
+            if self._credit <= self._low:
+                self.narrows = self._item > 0
+                if self._credit <= 0:
+                    self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
         """What the masks behind the tokens of a draft are restricted to, up to where the text is to
@@ -132,7 +139,7 @@ class Closing:
     def _room_for(self, credit: int) -> Words | None:
         """The tokens that begin so few items that there is room for what these require."""
         assert self._item is not None
-        if credit > MOST_STARTS * self._item:
+        if credit > self._low:
             return None
         return self._sets.some if credit > SOME_STARTS * self._item else self._sets.few
 
@@ -199,7 +206,7 @@ class Closing:
         if takes is None and room > 0:
             # The search may find one soon, for example behind a string that it cannot end.
             self._restricts = False
-            self._credit = min(room, 4 * LOOK_EVERY)
+            self._set_credit(min(room, 4 * LOOK_EVERY))
             self._look_after(length, self._credit)
             return None
         assert self._last is not None
@@ -212,6 +219,7 @@ class Closing:
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
+        self._low = MOST_STARTS * self._item
         self._sets = sets
         string = math.ceil(growth.string * sets.per_byte)
         self._near = NearEnd(sets, string, self._host.vocabulary.eos_ids)
@@ -219,7 +227,7 @@ class Closing:
         if least is None:
             return False
         # The first token that was sampled may have begun an item.
-        self._credit = self._most - least - length - self._spare - 2 * self._item
+        self._set_credit(self._most - least - length - self._spare - 2 * self._item)
         if self._credit <= 0:
             return False
         self.check_at = NEVER
@@ -227,12 +235,17 @@ class Closing:
 
     def _goes_on(self, spare: int, found: bytes) -> None:
         assert self._item is not None
-        self._credit = spare - self._spare - self._item
-        self._restricts = self._credit <= 0
+        credit = spare - self._spare - self._item
+        self._restricts = credit <= 0
+        self._set_credit(credit)
         self._free = False
         self.check_at = NEVER
         if self._restricts:
             self._written(found)
+
+    def _set_credit(self, credit: int) -> None:
+        self._credit = credit
+        self.narrows = self._restricts or credit <= self._low
 
     def _cost(self, tokens: Sequence[int], forced: bool) -> int:
         if forced or not self._item:

@@ -7,6 +7,7 @@ begins. The bound counts everything that any alternative requires.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -40,6 +41,14 @@ Schema = dict[str, Any]
 _NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))
 _STRINGS = frozenset(("pattern", "format", "patternProperties"))
 _OPTIONS = ("allOf", "anyOf", "oneOf")
+_ONLY_A_TYPE = frozenset(("type", "title", "description", "default", "examples"))
+_NUMBERS = frozenset(("number", "integer"))
+_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties")
+_NAMED = ("properties", "patternProperties")
+_OF_ITEMS = frozenset((*_ITEMS, *_NAMED))
+_PLAIN = re.compile(r"[ !#-\[\]-~]*")
+"""Characters that are written as they are, in one byte."""
+_LEADING_ON = frozenset((*_OPTIONS, "$ref"))
 
 
 class Growth(NamedTuple):
@@ -84,17 +93,17 @@ def growth(root: Any) -> Growth:
         left += [inner for key, inner in one.items() if key not in _NO_SCHEMAS]
         if not _STRINGS.isdisjoint(one):
             string = max(string, _of_item(lengths, {"type": "string", **_strings_of(one)}))
-        for name, inner in _items(one):
+        for name, inner in () if _OF_ITEMS.isdisjoint(one) else _items(one):
             item = max(item, _written(name) + 4 + _of_item(lengths, inner))
     return Growth(max(item, string), string)
 
 
 def _items(node: Schema) -> Iterator[tuple[str, Any]]:
     """The schemas of the items and the properties of one value, with their names."""
-    for key in ("properties", "patternProperties"):
+    for key in _NAMED:
         if isinstance(named := node.get(key), dict):
             yield from named.items()
-    for key in ("items", "prefixItems", "additionalItems", "additionalProperties"):
+    for key in _ITEMS:
         inner = node.get(key)
         for one in inner if isinstance(inner, list) else [inner]:
             if isinstance(one, dict):
@@ -125,6 +134,11 @@ class _Lengths:
         self._root = root
         self._inside = inside
         self._active: set[int] = set()
+        self._known: dict[int, tuple[Schema, int]] = {}
+        """By the id of a schema: itself, so that the id stays its own, and its length, where that
+        is no matter of what it is inside of."""
+        self._cycles = 0
+        """How often a value inside of itself was met."""
         self._left = MOST_VALUES
         self.total = MOST_VALUES
         """Of all values that ``anew`` is called for: no more are looked at."""
@@ -144,6 +158,19 @@ class _Lengths:
 
     def of(self, schemas: list[Any], depth: int) -> int:
         """For a value that has to match all of some schemas."""
+        if len(schemas) != 1:
+            return self._of(schemas, depth)
+        [schema] = schemas
+        known = self._known.get(id(schema))
+        if known is not None:
+            return known[1]
+        cycles = self._cycles
+        length = self._of(schemas, depth)
+        if cycles == self._cycles:
+            self._known[id(schema)] = schema, length
+        return length
+
+    def _of(self, schemas: list[Any], depth: int) -> int:
         parts = self._parts(schemas)
         self._left -= len(parts)
         if self._left < 0 or depth > MOST_DEPTH:
@@ -154,14 +181,17 @@ class _Lengths:
         kinds = {kind for part in parts for kind in _kinds(part)}
         if not kinds and len(parts) < 2:
             return len("null")
+        if len(parts) == 1 and _ONLY_A_TYPE.issuperset(parts[0]):
+            return NUMBER if kinds & _NUMBERS else len("false")
         entered = {id(part) for part in parts}
         if entered & self._active:
+            self._cycles += 1
             if self._inside is None:
                 raise _UnknownError
             return self._inside
         self._active |= entered
         length = max(length, len("false"))
-        if not kinds or kinds & {"number", "integer"}:
+        if not kinds or kinds & _NUMBERS:
             length = max(length, _number(parts))
         if not kinds or "string" in kinds:
             length = max(length, _string(parts))
@@ -174,6 +204,8 @@ class _Lengths:
 
     def _parts(self, schemas: list[Any]) -> list[Schema]:
         """The schemas, what they refer to, and all that their alternatives are."""
+        if len(schemas) == 1 and type(schemas[0]) is dict and _LEADING_ON.isdisjoint(schemas[0]):
+            return schemas
         parts: list[Schema] = []
         seen: set[int] = set()
         left = list(schemas)
@@ -277,4 +309,6 @@ def _number(parts: list[Schema]) -> int:
 
 
 def _written(value: Any) -> int:
+    if type(value) is str and _PLAIN.fullmatch(value):
+        return len(value) + 2
     return len(json.dumps(value, ensure_ascii=False).encode())

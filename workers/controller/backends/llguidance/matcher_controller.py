@@ -103,7 +103,8 @@ class MatcherController:
             forced = [] if self._text else self._matcher.compute_ff_tokens()
             if not forced:
                 self._fill(mask)
-                self.closing.restrict(self._words, self._text)
+                if self.closing.narrows:
+                    self.closing.restrict(self._words, self._text)
                 if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
                     return _MASKED
                 forced = self._matcher.compute_ff_tokens()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -140,8 +141,9 @@ class Grammar:
 
     @property
     def most_growth(self) -> int:
-        """What is hardly less than ``growth``, which takes longer to compute."""
-        return len(self._text)
+        """Tokens by which a text of a schema may grow with one item at most, from the length of the
+        schema: ``growth`` is hardly more, and takes longer to compute."""
+        return math.ceil(len(self._text) * self.tokens.sets.per_byte)
 
     @property
     def growth(self) -> Growth | None:
