@@ -85,6 +85,7 @@ def test_a_grammar_whose_compiler_gets_no_cpu_time_is_to_be_sent_again(
     processes.check(_lark("a"))
     [process] = processes._idle
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with monkeypatch.context() as patched:
         patched.setattr(bounds, "WALL_S", 0.1)
         with pytest.raises(UnavailableError, match="this machine is busy; try again") as failed:
