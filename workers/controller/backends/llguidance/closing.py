@@ -164,11 +164,12 @@ class Closing:
                 found, tokens = self._tokenized
         spare = self._most - len(text) - len(tokens)
         ending = spare <= self._spare
-        self._free = self._near.restrict(
+        more = self._near.restrict(
             words, self._completion, found, tokens, spare, ending, self._tokens_of
         )
-        if self._free:
-            self.check_at = len(text) + spare - (0 if ending else self._spare)
+        self._free = more is not None
+        if more is not None:
+            self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
         """What closes the text, where tokens that are forced would leave no room for it."""

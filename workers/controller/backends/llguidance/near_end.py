@@ -62,12 +62,12 @@ class NearEnd:
         spare: int,
         ending: bool,
         tokenize: Tokenize,
-    ) -> bool:
+    ) -> int | None:
         """Restricts a mask before which ``found`` completes the text, in ``tokens``, with ``spare``
         more than these left. ``ending``: what may end is to end soon.
 
-        Whether the text is in a string of any text: then the completion stays the same with any
-        token of ``TokenSets.whole``.
+        None unless the text is in a string of any text, behind which ``found`` is: then how many
+        tokens more may complete the text behind any tokens of ``TokenSets.whole``.
         """
         sets = self._sets
         self.rests = {}
@@ -80,18 +80,20 @@ class NearEnd:
         kept += [token for token in first if has(words, token)]
         if completion.in_string:
             name = found.startswith(b'":')
-            free = sets.is_free(words) and (not self._string or found.startswith(b'"'))
-            if free:
+            more: int | None
+            if sets.is_free(words) and (not self._string or found.startswith(b'"')):
                 # A pattern that any text may follow hardly needs much more behind it.
-                whole = spare > (NAMED if name else min(self._string, PATTERN))
+                more = NAMED if name else min(self._string, PATTERN)
+                whole = spare > more
             else:
+                more = None
                 whole = spare > self._string > 0 and np.bitwise_count(words).sum() > MANY
             if whole:
                 self._set = sets.ending if ending else sets.whole
                 self._kept = kept
                 words &= self._set
                 put(words, kept)
-                return free and not name and not self._string
+                return more
         others: list[int] = []
         if spare > REWRITTEN and not ending:
             few = np.bitwise_count(words).sum() <= FEW
@@ -101,11 +103,11 @@ class NearEnd:
             words[:] = 0
             put(words, kept)
             put(words, others)
-        return False
+        return None
 
     def restrict_again(self, words: Words, found: bytes) -> bool:
-        """Restricts a mask as the last one, in the same string of any text, of which ``restrict``
-        returned True; whether it still is one."""
+        """Restricts a mask as the last one, in the same string of any text, for which ``restrict``
+        returned a number; whether it still is one."""
         if not self.is_free(words, found):
             return False
         words &= self._set
