@@ -32,7 +32,7 @@ MOST_STEPS = 4_000
 MOST_NEAR = 200
 """Most states that are visited on the way to one place; then the way that is best so far is gone
 on with."""
-FEW_NEAR = 30
+FEW_NEAR = 16
 """After so many of them in a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
 """Where no more may follow, each of them is tried."""
@@ -329,6 +329,8 @@ class _Search:
             if byte != _ADVANCED and (forced := matcher.compute_ff_bytes()):
                 matcher.consume_tokens(list(forced))
                 path += forced
+                if byte == _STAY:
+                    return self._take(matcher, _quotes(quoted, forced), path)
                 length += len(forced)
                 number += 1
                 way = _Way(
@@ -364,7 +366,7 @@ class _Search:
             if quoted == 1 and string is None:
                 if self._name(matcher, path):
                     return True
-                for tail in self._tails if path.endswith(b'"') else ():
+                for tail in self._tails if (path or self._path).endswith(b'"') else ():
                     if _completes(matcher, tail):
                         matcher.consume_tokens(list(tail))
                         return self._take(matcher, 0, path + tail)
@@ -397,6 +399,8 @@ class _Search:
                 )
                 followed.add(after)
                 heapq.heappush(ways, (way.cost(near), number, way))
+                if quoted == 1 and after[0] & _QUOTE and way.cost(near) == length + 1:
+                    break  # The others are no shorter.
             if followed == {(mask, False)} and not ran:
                 ran = True
                 matcher = matcher.deep_copy()
