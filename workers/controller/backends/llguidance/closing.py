@@ -25,6 +25,9 @@ beyond those that closing it takes, else after a quarter of these: and so where 
 NEAR = 512
 BYTES_OF_TOKEN = 2
 """A completion that surely fits is taken to have tokens of so many bytes."""
+AMPLE = 256
+"""With more tokens left than that beyond the shortest text, how much a schema's text may grow is
+computed behind the first token that is sampled, not before it."""
 NEVER = 1 << 62
 
 
@@ -89,7 +92,7 @@ class Closing:
             self.check_at = 0
             if spare > self._spare:
                 self._look_after(0, spare)
-        elif spare <= grammar.most_growth:
+        elif spare <= min(grammar.most_growth, AMPLE):
             self.check_at = 0
 
     def copy(self, host: Host) -> Closing:
@@ -109,7 +112,7 @@ class Closing:
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
         """Tokens were appended to the text. ``forced``: no other ones could follow."""
-        if self._item is None:
+        if self._item is None or not tokens:
             return
         if self._restricts:
             if not self._free or not all(map(self._grammar.tokens.sets.is_whole, tokens)):
