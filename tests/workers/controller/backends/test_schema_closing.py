@@ -80,6 +80,16 @@ COUNTED = {
         }
     },
 }
+NAMED = {
+    "type": "object",
+    "properties": {
+        "ab": {"type": "array", "items": {"type": "integer"}, "minItems": 4},
+        "aba": {"type": "string", "minLength": 12},
+        "b+": {"type": "string", "pattern": "^.{6}(:.*)?$"},
+    },
+    "additionalProperties": {"type": "string"},
+}
+"""Names of one's choice beside some that require more."""
 SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "any": ({}, r"\d|\"\"|\[\]|\{\}"),
     "object": ({"type": "object"}, r"\{\}"),
@@ -88,6 +98,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "string": ({"type": "string", "minLength": 30}, '"[^"]{30}"'),
     "number": ({"type": "number", "exclusiveMinimum": 2.5, "maximum": 2.75}, r"2\.[67]"),
     "integers": ({"type": "array", "items": {"type": "integer"}, "minItems": 3}, r"\[\d, \d, \d\]"),
+    "named": (NAMED, r"\{\}"),
     "counted": (COUNTED, r'\{("[a-z]{1,3}": \{"far": \d\}(, )?){3}\}'),
     "anywhere": ({"type": "string", "pattern": "long|[0-9]+:[0-9]{2}"}, '"([0-9]:[0-9]{2}|long)"'),
 }
@@ -325,3 +336,30 @@ def test_completions_are_not_searched_for_while_there_is_much_room(
     for _ in range(640):
         push(stream, stream.mid().tokens or [1 + ord("a")])
     assert len(looks) <= 20
+
+
+@pytest.mark.parametrize(
+    ("value", "begin"),
+    [
+        ({"type": "integer"}, b'{"'),
+        ({"type": "string", "pattern": "^.*$"}, b'{"a": "'),
+        ({"type": "string", "pattern": "^.{3}"}, b'{"a": "'),
+    ],
+)
+def test_nor_at_each_token_of_a_name_or_a_string_of_any_text_near_the_end(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch, value: object, begin: bytes
+) -> None:
+    looks: list[int] = []
+    look = Closing.look
+
+    def counted(self: Closing, text: Sequence[int]) -> Any:
+        looks.append(len(text))
+        return look(self, text)
+
+    monkeypatch.setattr(Closing, "look", counted)
+    schema = {"type": "object", "additionalProperties": value}
+    stream = written(Stream(JsonSchemaProgram(matchers), schema, LETTERS, 90), begin + b"abc")
+    before = len(looks)
+    written(stream, b"x" * 62)
+    assert len(looks) - before <= 2
+    jsonschema.validate(json.loads(walked(stream, random.Random(1))), schema)
