@@ -159,5 +159,5 @@ def test_a_text_that_may_not_fit_is_searched_for_at_the_start() -> None:
     program = JsonSchemaProgram(matchers)
     with pytest.raises(RequestError, match="is 9, but the shortest text takes 10 tokens; it must"):
         Stream(program, {**TEXT, "minLength": 8}, LETTERS, 9)
-    assert matchers.processes._idle
+    assert not matchers.processes._idle
     matchers.close()

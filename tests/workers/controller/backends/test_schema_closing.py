@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 from tokenbus.protocol.errors import RequestError
+from tokenbus.workers.controller.backends.llguidance import matchers as of_matchers
 from tokenbus.workers.controller.backends.llguidance.closing import Closing
 from tokenbus.workers.controller.backends.llguidance.completion import Completions
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
@@ -363,3 +364,16 @@ def test_nor_at_each_token_of_a_name_or_a_string_of_any_text_near_the_end(
     written(stream, b"x" * 62)
     assert len(looks) - before <= 2
     jsonschema.validate(json.loads(walked(stream, random.Random(1))), schema)
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_a_shortest_value_is_searched_for_in_a_process_only_where_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, at_hand: bool
+) -> None:
+    monkeypatch.setattr(of_matchers, "SEARCH_S", 3600.0 if at_hand else 0.0)
+    matchers = Matchers()
+    value = {"type": "string", "minLength": 200}
+    grammar = Stream(JsonSchemaProgram(matchers), value, SHORT, 210).controller._grammar  # type: ignore[attr-defined]
+    assert re.fullmatch(rb'"[^"]{200}"', grammar.shortest_text)
+    assert len(matchers.processes._idle) == (not at_hand)
+    matchers.close()

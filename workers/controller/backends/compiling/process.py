@@ -33,7 +33,7 @@ def _done(task: Task) -> Done:
         case "shortest":
             from ..llguidance.completion import shortest_text
 
-            until = time.process_time() + SHARE * task.cpu_s
+            until = time.thread_time() + SHARE * task.cpu_s
             return Done(shortest=shortest_text(task.grammar.decode(), until))
         case "blame":
             from ..llguidance.blame import blamed

@@ -78,7 +78,7 @@ _Mask = int
 
 
 def shortest_text(grammar: str, until: float) -> bytes | None:
-    """The shortest text of a grammar that a search finds; None if it finds none before this process
+    """The shortest text of a grammar that a search finds; None if it finds none before this thread
     has used ``until`` seconds of CPU time."""
     return Completions(grammar).start().find(until)
 
@@ -201,7 +201,7 @@ class Completion:
     def find(self, until: float = math.inf) -> bytes | None:
         """Bytes that make the text complete. The last ones found are kept where they still do: in
         the middle of a string, for example. None if the search found none, or none before the
-        process has used ``until`` seconds of CPU time."""
+        thread has used ``until`` seconds of CPU time."""
         if self._known is None and not self._begun:
             self._known = self._shared.shortest(until)
         known, since = self._known, self._since
@@ -294,6 +294,10 @@ class _Search:
     def _name(self, matcher: LLMatcher, path: bytes) -> bool:
         """Ends the string in which a way is as a name that is required, if one can."""
         begun = _string(self._string, 1, path)
+        quote = 1 + len(begun)
+        before = (self._path[-quote - 2 :] + path)[:-quote]
+        if before.rstrip().endswith(b":"):
+            return False  # It is a value.
         for name in self._shared.names:
             end = name[len(begun) :] + b'":'
             if name.startswith(begun) and matcher.validate_tokens(list(end)) == len(end):
@@ -323,6 +327,8 @@ class _Search:
         while ways:
             length, others, repeats, byte, path, matcher, quoted, before = heapq.heappop(ways)[2]
             self.steps += 1
+            if self._until < math.inf and time.thread_time() > self._until:
+                return False
             if byte >= 0:
                 matcher = matcher.deep_copy()
                 matcher.consume_token(byte)
@@ -380,8 +386,6 @@ class _Search:
             followed: set[tuple[_Mask, bool]] = set()
             repeated = mask.bit_count() > FEW_BRANCHES
             for byte in _tried(mask, before, quoted):
-                if self._until < math.inf and time.process_time() > self._until:
-                    return False
                 matcher.consume_token(byte)
                 after = _mask(matcher), matcher.is_accepting()
                 matcher.rollback(1)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -31,6 +32,8 @@ from .trial import parser_limits, plain_limits, reason, step_error
 
 Found = tuple[bytes | None, list[int] | None]
 """The shortest text of a grammar and its tokens; None if there is none."""
+SEARCH_S = 0.05
+"""CPU time in which a shortest text is searched for at hand; beyond it, in a process."""
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
 SHORT = 100
@@ -117,21 +120,24 @@ class Grammar:
         text: str,
         least: int | None,
         schema: object | None,
+        plain: bool,
         vocabulary: Vocabulary,
     ) -> None:
+        """``plain``: it was compiled without a process."""
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
         """Most tokens of the shortest text; None if they are not known before it was searched."""
         self._schema = schema
+        self._plain = plain
         self._growth: Growth | None = None
         self._vocabulary = vocabulary
         self._shortest: Found | None = None
         """Once it was searched for."""
         self._matchers = matchers
-        self._key = key
+        self.key = key
         self._matcher = matcher
-        self._text = text
+        self.text = text
         self._completions: Completions | None = None
 
     @property
@@ -143,7 +149,7 @@ class Grammar:
     def most_growth(self) -> int:
         """Tokens by which a text of a schema may grow with one item at most, from the length of the
         schema: ``growth`` is hardly more, and takes longer to compute."""
-        return math.ceil(len(self._text) * self.tokens.sets.per_byte)
+        return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
     def growth(self) -> Growth | None:
@@ -159,14 +165,21 @@ class Grammar:
 
     @property
     def shortest_text(self) -> bytes | None:
-        """The shortest text that a search finds, in a process; None if it finds none, or none that
-        the vocabulary can write."""
+        """The shortest text that a search finds; None if it finds none, or none that the vocabulary
+        can write."""
         return self._found()[0]
 
     def _found(self) -> Found:
         if self._shortest is None:
-            self._shortest = self._matchers.shortest(self._key, self._vocabulary, self._text)
+            self._shortest = self._matchers.shortest(self, self._vocabulary)
         return self._shortest
+
+    def searched(self) -> bytes | None:
+        """The shortest text, where a search finds it without a process in ``SEARCH_S``."""
+        if not self._plain:
+            return None
+        with self.lock:
+            return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
     def start(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
@@ -180,14 +193,17 @@ class Grammar:
     def completion(self) -> Completion:
         """The completion of a text that begins. Its calls need ``lock``, as those of matchers."""
         with self.lock:
-            if self._completions is None:
-                self._completions = Completions(self._text)
-            return self._completions.start()
+            return self._all_completions().start()
+
+    def _all_completions(self) -> Completions:
+        if self._completions is None:
+            self._completions = Completions(self.text)
+        return self._completions
 
     def give_up(self) -> None:
         """Removes it from the cache after a matcher failed, as the shared lexer may be full: the
         next request compiles the grammar again."""
-        self._matchers.drop(self._key, self)
+        self._matchers.drop(self.key, self)
 
 
 class Matchers:
@@ -237,34 +253,35 @@ class Matchers:
         tokens = self._tokens_of(name, vocabulary)
         schema = _schema_of(grammar)
         least = None if schema is None else least_bytes(schema)
-        matcher = None
-        if schema is not None and is_plain(grammar, schema):
+        plain = schema is not None and is_plain(grammar, schema)
+        if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
-            if step_error(matcher):
-                matcher = None  # The error from the process names the part at fault.
-        if matcher is None:
+            plain = not step_error(matcher)  # The error from the process names the part at fault.
+        if not plain:
             self.processes.check(grammar)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
         if schema is not None:
             _ = tokens.sets  # Made before a text has begun.
-        made = Grammar(self, key, tokens, matcher, grammar, least, schema, vocabulary)
+        made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
         with self._lock:
             self._grammars[key] = made
             if len(self._grammars) > KEPT_GRAMMARS:
                 self._grammars.popitem(last=False)
         return made
 
-    def shortest(self, key: bytes, vocabulary: Vocabulary, grammar: str) -> Found:
+    def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
         """The shortest text of a grammar that was compiled, and its tokens; nothing if a search
         finds none, or none that the vocabulary can write. Searched for once, where several ask for
         it at the same time: the others give their slots back meanwhile."""
-        return self._searched.get(key, lambda: self._search(vocabulary, grammar))
+        return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 
-    def _search(self, vocabulary: Vocabulary, grammar: str) -> Found:
+    def _search(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
         try:
-            found = self.processes.shortest(grammar)
+            found = grammar.searched()
+            if found is None:
+                found = self.processes.shortest(grammar.text)
             return found, None if found is None else vocabulary.tokenize(found)
         except (RefusedGrammar, ControllerError):
             return None, None
