@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from ..processes import Bus, clean_environment
+from ..processes import Bus, clean_environment, until
 
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 PROMPT = "def add(a, b):"
@@ -27,15 +29,15 @@ def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.Comple
 
 
 def start_long_run(bus: Bus, file: Path) -> subprocess.Popen[str]:
-    """A run that has begun and has not ended."""
-    process = subprocess.Popen(
-        [TOKENBUS, "controller", "run", str(file), "--max-tokens", "1000", "--set",
-         "ignore_eos=true", "--prompt", PROMPT],
-        env=clean_environment(front=bus.front),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.read(1)
+    """A run of a module that has begun and does not end by itself."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [TOKENBUS, "controller", "run", str(file), "--max-tokens", "1000", "--set",
+             "ignore_eos=true", "--prompt", PROMPT],
+            env=clean_environment(front=bus.front),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        until(lambda: os.fstat(output.fileno()).st_size > 0, 300, "the first of its text")
     return process

@@ -13,7 +13,7 @@ from tokenbus.clients import Client
 
 from ..processes import Bus, clean_environment
 from .controller_command import PROMPT, TOKENBUS, start_long_run, tokenbus
-from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, guest
+from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, endless, guest
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_takes_its_module_along(
     steered: Bus, client: Client, tmp_path: Path, wish: signal.Signals
 ) -> None:
     file = tmp_path / "told.wasm"
-    file.write_bytes(guest() + b"\0\2\1t")
+    file.write_bytes(endless(20) + b"\0\2\1t")
     before = client.controllers()
     process = start_long_run(steered, file)
     assert len(client.controllers()) == len(before) + 1
@@ -101,7 +101,7 @@ def test_of_several_runs_of_a_file_the_last_one_drops_its_module(
     steered: Bus, client: Client, tmp_path: Path
 ) -> None:
     file = tmp_path / "twice.wasm"
-    file.write_bytes(guest() + b"\0\2\1u")
+    file.write_bytes(endless(20) + b"\0\2\1u")
     before = client.controllers()
     first, second = (start_long_run(steered, file) for _ in range(2))
     [module] = [m for m in client.controllers() if m not in before]

@@ -55,3 +55,14 @@ SPLICES = guest(
       (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
       (i32.store (i32.const 1064) (i32.const 3)) (return (i32.const 4))))"""
 )
+
+
+def endless(after: int) -> bytes:
+    """A controller that takes back two tokens and appends one in each other round from one on: the
+    stream has hardly more than so many tokens, and does not end however slow its client is."""
+    return guest(
+        mid=f"""(if (i32.and (i32.ge_u (global.get $round) (i32.const {after}))
+            (i32.and (global.get $round) (i32.const 1))) (then
+          (i32.store (i32.const 1056) (i32.const 1)) (i32.store (i32.const 1060) (i32.const 600))
+          (i32.store (i32.const 1064) (i32.const 2)) (return (i32.const 4))))"""
+    )

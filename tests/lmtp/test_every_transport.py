@@ -9,7 +9,7 @@ import pytest
 from tokenbus.clients import Client
 from tokenbus.protocol.messages import WorkerStatus
 
-from ..clients.wasm_guests import LOGS
+from ..clients.wasm_guests import LOGS, endless
 from ..processes import until
 from .transports import WAIT_S, Lmtp, Transport
 
@@ -231,7 +231,8 @@ def test_a_stream_goes_on_over_another_connection(transport: Transport, client: 
     welcome = first.hello()
     second.send("PING")
     assert second.receive()[0] == "PONG"
-    stream_id = first.begin("GENERATE", **LONG)
+    client.upload_controller(endless(100), "lmtp-endless")
+    stream_id = first.begin("GENERATE", **LONG, controller="lmtp-endless")
     received: list[Any] = []
     while len(received) < 5:
         received += first.receive()[1]
@@ -246,5 +247,5 @@ def test_a_stream_goes_on_over_another_connection(transport: Transport, client: 
         received += second.receive()[1]
     second.send("CANCEL", stream_id=stream_id)
     second.rest_of(stream_id)
-    expected = client.generate(IDS, max_tokens=len(received), ignore_eos=True).tokens
-    assert tokens(received) == expected
+    expected = client.generate(IDS, max_tokens=30, ignore_eos=True).tokens
+    assert tokens(received)[:30] == expected
