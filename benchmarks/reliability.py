@@ -88,7 +88,7 @@ def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 def journal_bytes(tokens: int) -> dict[str, float]:
-    """The journal of a stream that gets a token in each step, as the broker's core keeps it."""
+    """The journal of a stream that gets 100 tokens/s, as the broker's core keeps it."""
     broker = Broker(BrokerSettings(), boot=1, now=0.0)
     register = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
@@ -102,7 +102,12 @@ def journal_bytes(tokens: int) -> dict[str, float]:
     [session] = broker.session_table
     head = encode_token_header([session.id])
     draw = random.Random(1)
+    ticks = 0
     for pos in range(tokens):
+        now = pos / 100
+        if now >= ticks * broker.settings.tick_s:
+            ticks += 1
+            broker.tick(now)
         entry = Token(
             token=(token := draw.randrange(128_000)),
             stream_id=1,
@@ -112,8 +117,7 @@ def journal_bytes(tokens: int) -> dict[str, float]:
             pos=pos,
         )
         columns = encode_body(pack_columns([entry]), "msgpack")
-        broker.on_worker(b"\0w", [b"TOKEN", head, columns], 0.0)
-    broker.tick(1.0)
+        broker.on_worker(b"\0w", [b"TOKEN", head, columns], now)
     recent = broker.session_table.recent
     return {"journal_bytes_per_token": (session.journal.size + recent.size) / tokens}
 

@@ -46,7 +46,7 @@ _FRONT, _BACK = Side.FRONT, Side.BACK
 _BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
 LEASES_AT_ONCE = 1_000
 """Workers whose leases a tick checks."""
-BEATS_AT_ONCE = 1_500
+BEATS_AT_ONCE = 1_000
 """Workers to which it sends a heartbeat."""
 RELAYED = frozenset(
     (

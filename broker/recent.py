@@ -37,7 +37,8 @@ MESSAGES = 4096
 NOTE_BYTES = 100
 """What a note counts for, beside the bytes that it holds."""
 BODIES_AT_ONCE = 500
-"""Bodies that are distributed at a tick: one takes 1 to 2 µs where they are of many sessions."""
+"""Bodies that are distributed at a tick, about: one takes 1 to 2 µs where they are of many
+sessions, and as much again where no message is like the one before it."""
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, of which Python has no name."""
@@ -259,7 +260,8 @@ class Recent:
         self._set_room()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes the first ``most`` bodies of a segment, about; how many these were."""
+        """Distributes the first ``most`` bodies of a segment, about. Returns how many these were;
+        to find out where the bodies of like messages are counts for one message more."""
         memory, ends, notes = self._memory, segment.ends, segment.notes
         done = 0
         while done < most:
@@ -289,7 +291,7 @@ class Recent:
                 if session in self.journals:
                     bodies = [memory[i + first : i + end] for i in range(start, at, size)]
                     self.deliver(session, bodies)
-            done += (read - segment.read) * len(layout)
+            done += (read - segment.read + 1) * len(layout)
             segment.start, segment.read = at, read
         return done
 
