@@ -10,6 +10,7 @@ from typing import Self
 from ..protocol.errors import Code, ConnectionLostError, RequestError
 from ..protocol.lines import error_line, frames_line, line_frames
 from ..transport.memory import Link
+from ..transport.waiting import get_within
 
 
 class Connection:
@@ -52,7 +53,7 @@ class Connection:
             if self._link.broken:
                 return None
             try:
-                self._arrivals.get(timeout=timeout_s)
+                get_within(self._arrivals, timeout_s)
             except Empty:
                 raise TimeoutError(f"no message arrived within {timeout_s} s") from None
 

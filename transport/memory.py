@@ -20,6 +20,7 @@ from typing import Protocol
 
 from ..protocol.frames import Frames
 from .dealer import JOIN_S, PAUSES_S, AddressError, Peer
+from .waiting import get_within
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +205,6 @@ class MemoryCarrier:
     def _wait(self, seconds: float) -> None:
         """Until a wake-up, or for so long; all wake-ups so far count as one."""
         with contextlib.suppress(Empty):
-            self._woken.get(timeout=max(seconds, 0.001))
+            get_within(self._woken, max(seconds, 0.001))
             while True:
                 self._woken.get_nowait()

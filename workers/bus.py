@@ -24,6 +24,7 @@ from ..protocol.health_file import HealthFile
 from ..protocol.keys import OwnKey
 from ..protocol.metrics import Series
 from ..protocol.worker_messages import Heartbeat, Refused, Register, Registered
+from ..transport.waiting import get_within
 from .link import FromBus as FromBus
 from .link import Link
 
@@ -105,7 +106,8 @@ class Bus:
         inbox = self._inbox
         with contextlib.suppress(Empty):
             if wait_s > 0 and self._ended is None:
-                taken += inbox.get(timeout=wait_s)
+                first = get_within(inbox, wait_s)
+                taken += first
             while not inbox.empty():
                 taken += inbox.get_nowait()
         if self._ended and not taken:

@@ -19,6 +19,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.keys import KeyFolder
 from ...protocol.messages import Status
 from ...protocol.settings import SettingError, Settings, load
+from ...transport.waiting import get_within
 from .. import Client
 from .connection import connect, system_name, variables_of_workers
 from .members import Members, WorkerSetup
@@ -62,7 +63,7 @@ class Cluster:
         while number not in (signal.SIGTERM, signal.SIGINT):
             self._look(time.monotonic(), self._status())
             try:
-                number = signals.get(timeout=LOOK_EVERY_S)
+                number = get_within(signals, LOOK_EVERY_S)
             except queue.Empty:
                 continue
             for_good = for_good or number != signal.SIGTERM

@@ -28,6 +28,7 @@ from ...protocol.worker_messages import (
     ModuleTable,
     ModuleTableAnswer,
 )
+from ...transport.waiting import get_within
 from ..bus import FromBus
 from .pool import waiting
 
@@ -95,7 +96,7 @@ class ModuleCalls:
                         # The answer to a second one could overtake that it was written.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
-                        answer = answers.get(timeout=self._again_s)
+                        answer = get_within(answers, self._again_s)
                         break
                 else:
                     raise UnavailableError(
@@ -160,7 +161,7 @@ class ModuleCalls:
                 self._post([b"FETCH_MODULE", encode_header(), asks])
                 next_at = now + self._again_s
             try:
-                sent = answers.get(timeout=min(ends_at, next_at) - now)
+                sent = get_within(answers, min(ends_at, next_at) - now)
             except Empty:
                 continue
             if sent.wasm is None:
