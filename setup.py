@@ -15,7 +15,7 @@ GUEST_FLAGS = ["-target", "wasm32-freestanding", "-O3", "-g0", "-nostdlib", "-Wl
 GUEST_FLAGS += ["-Wl,-z,stack-size=65536", "-mcpu=generic+simd128+bulk_memory"]
 
 NATIVE = Path("workers", "gpu", "native")
-NATIVE_SOURCES = [str(NATIVE / "decode.c"), str(NATIVE / "threads.c")]
+NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "rows.c", "threads.c")]
 NATIVE_FLAGS = ["-O3", "-g0", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"]
 NATIVE_FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
 PROCESSORS = {"x86_64": ["x86_64_v3", "x86_64_v4"], "aarch64": ["generic"]}

@@ -30,8 +30,9 @@ from tokenbus.workers.gpu import step as step_module
 from tokenbus.workers.gpu.device_queue import Work
 from tokenbus.workers.gpu.engine import Engine, PendingStep
 from tokenbus.workers.gpu.packing import Packed
+from tokenbus.workers.gpu.row_parameters import Rows
 from tokenbus.workers.gpu.runner import Runner
-from tokenbus.workers.gpu.sampler import Drawn, Rows
+from tokenbus.workers.gpu.sampler import Drawn
 from tokenbus.workers.gpu.steering import Steering
 from tokenbus.workers.gpu.worker import GpuWorker
 

@@ -43,7 +43,7 @@ def main() -> int:
             noisy = own + NOISE * torch.randn_like(own)
             other, _ = choose(noisy, sampler._best(noisy), rows)
             for i in (other != kept).nonzero().flatten().tolist():
-                print(CLOSE_CALL, int(rows.parameters.seeds[i]), flush=True)
+                print(CLOSE_CALL, rows.parameters.seeds[i], flush=True)
         return kept, allowed
 
     sampler._choose = choose_and_look

@@ -188,7 +188,7 @@ class FusedDecoder:
         logits_cap: float | None,
         by_position: bool = False,
     ) -> None:
-        self._embed = embed
+        self.embed = embed
         self._embedding_scale = embedding_scale
         self.layers = list(layers)
         self.kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
@@ -222,7 +222,7 @@ class FusedDecoder:
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """The hidden states ``[num_tokens, hidden]`` before the first layer."""
-        hidden = self._embed(ids)
+        hidden = self.embed(ids)
         return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:

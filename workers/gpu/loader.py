@@ -20,7 +20,8 @@ from .attention import dot_product, register
 from .fused import AttentionOptions, FusedDecoder
 from .fused_model import NotFusible, fused_model
 from .kv_cache import LayerShape
-from .native_decoder import Unsupported, check_supported, library
+from .native_decoder import Unsupported, check_supported
+from .native_library import library
 from .ranks import Ranks
 
 log = logging.getLogger(__name__)

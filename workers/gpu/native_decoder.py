@@ -8,13 +8,9 @@ computes all steps.
 
 from __future__ import annotations
 
-import logging
-import platform
-import sys
 from collections.abc import Iterator
-from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p, pointer
-from functools import cache, partial
-from pathlib import Path
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p, pointer
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,15 +20,18 @@ from torch.nn.functional import gelu, silu
 from .fused import Function, FusedDecoder, Layer, RmsNorm
 from .huge_pages import collapse
 from .kv_cache import KVCache
+from .native_library import address, library
 from .packing import Packed
 from .projections import Projection
-
-log = logging.getLogger(__name__)
 
 MOST_TOKENS = 32
 """Forwards of more tokens are bound by arithmetic alone, which oneDNN does as well."""
 MOST_SEQUENCES = 16
 """With more, torch's attention over copies that lie together is faster where texts are long."""
+NO_EMBEDDING = -2
+"""What ``decoder_forward`` gives where an id has no embedding."""
+EMBEDDINGS_COMPARED = 64
+"""Embeddings that are compared with what the model makes of them."""
 FIRST_POSITIONS = 1024
 """Positions whose rotations are computed at first; they double as sequences grow."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
@@ -41,32 +40,6 @@ _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
 
 class Unsupported(Exception):
     """The native code cannot compute this model; the message says why."""
-
-
-@cache
-def library() -> CDLL | None:
-    """The native code for this machine; None where there is none."""
-    machine = platform.machine()
-    processor = _processor(machine)
-    path = Path(__file__).parent / "native" / f"decode-{machine}-{processor}.so"
-    if sys.platform != "linux" or not processor or not path.exists():
-        return None
-    try:
-        found = CDLL(str(path))
-    except OSError as error:
-        log.warning("%s cannot be loaded, so that torch computes all steps: %s", path, error)
-        return None
-    found.decoder_forward.argtypes = [c_void_p, c_void_p]
-    return found
-
-
-def _processor(machine: str) -> str:
-    """The kind of processor whose instructions this one has; empty where nothing is compiled for
-    it."""
-    if machine == "aarch64":
-        return "generic"
-    kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}
-    return kinds.get(torch.backends.cpu.get_cpu_capability(), "") if machine == "x86_64" else ""
 
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
@@ -101,6 +74,9 @@ class _Decoder(Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
         *((name, c_int64) for name in ("num_layers", "hidden", "block_size")),
+        ("num_embeddings", c_int64),
+        ("embeddings", c_void_p),
+        ("embedding_scale", c_float),
         ("norm", _Norm),
         ("head", _Product),
     ]
@@ -113,9 +89,9 @@ class _Rotation(Structure):
 class _Step(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_rows", "threads")),
-        *((name, c_void_p) for name in ("positions", "slots", "blocks", "rows")),
+        *((name, c_void_p) for name in ("ids", "positions", "slots", "blocks", "rows")),
         ("rotations", POINTER(_Rotation)),
-        *((name, c_void_p) for name in ("hidden", "logits")),
+        ("logits", c_void_p),
     ]
 
 
@@ -131,6 +107,22 @@ def _product(projection: Projection) -> _Product:
     out, width = projection.weight.shape
     bias = projection.bias
     return _Product(_floats(projection.weight), None if bias is None else _floats(bias), out, width)
+
+
+@torch.inference_mode()
+def _embeddings(decoder: FusedDecoder) -> tuple[int, int, float]:
+    """How many embeddings a decoder has, where they lie, and by what they are multiplied."""
+    weight = getattr(decoder.embed, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        raise Unsupported("its embeddings are no matrix")
+    found = _floats(weight)
+    ids = torch.arange(min(len(weight), EMBEDDINGS_COMPARED))
+    plain, given = weight[ids], decoder.embedded(ids)
+    most = plain.abs().argmax()
+    scale = (given.flatten()[most] / plain.flatten()[most]).item() if plain.any() else 1.0
+    if given.dtype != plain.dtype or not torch.allclose(plain * scale, given):
+        raise Unsupported("what its first layer gets are not its embeddings times a number")
+    return len(weight), found, scale
 
 
 def _floats(tensor: torch.Tensor) -> int:
@@ -188,6 +180,7 @@ def check_supported(decoder: FusedDecoder) -> None:
         _layer(layer, decoder.kinds)
     _norm(decoder.norm)
     _product(decoder.head)
+    _embeddings(decoder)
 
 
 # --- the forward ----------------------------------------------------------------------------------
@@ -198,25 +191,29 @@ class _Rotations:
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
+        self._hidden = torch.empty(1, decoder.head.weight.shape[1])
+        """Of their dtype and device."""
         self._computed = 0
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.native: Any = (_Rotation * max(1, len(decoder.kinds)))()
 
-    def reach(self, position: int, hidden: torch.Tensor) -> None:
-        """Computes them up to a position."""
-        if position < self._computed:
+    def reach(self, end: int) -> None:
+        """Computes them for all positions before this one."""
+        if end <= self._computed:
             return
-        self._computed = max(FIRST_POSITIONS, 2 * self._computed, position + 1)
-        self._compute(torch.arange(self._computed), hidden, by_position=True)
+        self._computed = max(FIRST_POSITIONS, 2 * self._computed, end)
+        self._compute(torch.arange(self._computed), by_position=True)
 
-    def compute(self, positions: np.ndarray, hidden: torch.Tensor) -> None:
+    def compute(self, positions: np.ndarray) -> None:
         """Computes those of the tokens of one step, where they do not depend on positions alone."""
-        self._compute(torch.from_numpy(positions), hidden, by_position=False)
+        self._compute(torch.from_numpy(positions), by_position=False)
 
-    def _compute(self, positions: torch.Tensor, hidden: torch.Tensor, by_position: bool) -> None:
+    @torch.inference_mode()
+    def _compute(self, positions: torch.Tensor, by_position: bool) -> None:
         found = []
         for number, kind in enumerate(self._decoder.kinds):
-            cos, sin = (t.contiguous() for t in self._decoder.rotation(hidden, positions, kind))
+            rotation = self._decoder.rotation(self._hidden, positions, kind)
+            cos, sin = (t.contiguous() for t in rotation)
             found.append((cos, sin))
             dim = cos.shape[-1]
             self.native[number] = _Rotation(cos.data_ptr(), sin.data_ptr(), dim, by_position)
@@ -239,45 +236,48 @@ class NativeDecoder:
             layer.keys, layer.values = _floats(keys), _floats(values)
         self._layers = (_Layer * len(layers))(*layers)
         self._vocab, hidden = decoder.head.weight.shape
-        self._native = _Decoder(
+        native = _Decoder(
             self._layers,
             len(layers),
             hidden,
             block_size,
+            *_embeddings(decoder),
             _norm(decoder.norm),
             _product(decoder.head),
         )
+        self._native = pointer(native)
         self._rotations = _Rotations(decoder)
         collapse(_weights(decoder))
 
-    @torch.inference_mode()
-    def forward(self, ids: torch.Tensor, packed: Packed, threads: int) -> torch.Tensor:
-        """The logits ``[rows, vocab]`` of a step whose tokens have these ``ids``."""
-        decoder, positions = self._decoder, packed.positions
-        hidden = decoder.embedded(ids).contiguous()
-        if decoder.by_position:
-            self._rotations.reach(int(positions.max()), hidden)
+    def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of a step whose tokens have these ``ids``, int64."""
+        positions, count = packed.positions, len(packed.rows)
+        if self._decoder.by_position:
+            self._rotations.reach(max([group.length for group in packed.groups]))
         else:
-            self._rotations.compute(positions, hidden)
-        logits = hidden.new_empty(len(packed.rows), self._vocab)
+            self._rotations.compute(positions)
+        logits = np.empty((count, self._vocab), dtype=np.float32)
         blocks = np.empty(len(positions), dtype=np.uint64)
         kept = list(_fill(blocks, packed))
         step = _Step(
             len(positions),
-            len(packed.rows),
+            count,
             threads,
-            _address(positions),
-            _address(packed.slot_mapping),
-            _address(blocks),
-            _address(packed.rows),
+            address(ids),
+            address(positions),
+            address(packed.slot_mapping),
+            address(blocks),
+            address(packed.rows),
             self._rotations.native,
-            hidden.data_ptr(),
-            logits.data_ptr(),
+            address(logits),
         )
-        if self._call(pointer(self._native), pointer(step)):
+        failed = self._call(self._native, byref(step))
+        if failed == NO_EMBEDDING:
+            raise IndexError(f"a token is not in the vocabulary: one of {ids.tolist()}")
+        if failed:
             raise MemoryError(f"no memory for a forward of {len(positions)} tokens")
         del kept
-        return decoder.scaled(logits)
+        return self._decoder.scaled(torch.from_numpy(logits))
 
 
 def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
@@ -298,11 +298,5 @@ def _fill(addresses: np.ndarray, packed: Packed) -> Iterator[np.ndarray]:
         size = blocks.nbytes // group.batch
         places = group.places
         owners = np.arange(group.batch) if places is None else places // group.width
-        addresses[group.start : group.end] = _address(blocks) + owners * size
+        addresses[group.start : group.end] = address(blocks) + owners * size
         yield blocks
-
-
-def _address(array: np.ndarray) -> int:
-    """Where the entries of a contiguous array lie."""
-    found: int = array.__array_interface__["data"][0]
-    return found

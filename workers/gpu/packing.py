@@ -244,7 +244,10 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])
     rows = places = None
-    if width > 1:
+    if width > 1 and len(chunks) == 1:
+        within = np.arange(width)
+        positions, rows, places = positions + within, part.start + within, within
+    elif width > 1:
         each = np.array(sizes)[:, None]
         within = np.arange(width)
         real = within < each
@@ -285,7 +288,11 @@ def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[np.ndarray, int]:
 
 def _slot_mapping(blocks: Sequence[int], block_size: int, start: int, end: int) -> list[int]:
     """The slots of the tokens ``[start, end)``."""
-    positions = np.arange(start, end)
-    found = np.array(blocks)[positions // block_size] * block_size + positions % block_size
-    slot_mapping: list[int] = found.tolist()
-    return slot_mapping
+    slots: list[int] = []
+    at = start
+    while at < end:
+        first = blocks[at // block_size] * block_size
+        until = min(end, at - at % block_size + block_size)
+        slots += range(first + at % block_size, first + (until - 1) % block_size + 1)
+        at = until
+    return slots

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from .row_parameters import Rows
 from .sampled_batch import SampledBatch
-from .sampler import NAN, Rows, Sampled, Scores
+from .sampler import NAN, Sampled, Scores
 from .scheduler import Chunk
 from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
 from .sequences import LiveSequences

@@ -144,9 +144,17 @@ class Runner:
         self._copy_blocks(packed)
         self.forward(packed)
 
-    @torch.inference_mode()
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of a forward: the logits of ``packed.rows``."""
+        native = self._native
+        if native is not None:
+            num_sequences = sum([group.batch for group in packed.groups])
+            if is_native(len(packed.ids), num_sequences):
+                return self._natively(native, _known_ids(packed, drawn), packed)
+        return self._by_torch(packed, drawn)
+
+    @torch.inference_mode()
+    def _by_torch(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
         ids = self._tensor(packed.ids)
         if drawn is not None and packed.fed is not None:
             tokens = drawn if packed.drawn is None else drawn[self._tensor(packed.drawn)]
@@ -158,9 +166,6 @@ class Runner:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
                 return logits.float()
-        num_sequences = sum(group.batch for group in packed.groups)
-        if self._native is not None and is_native(len(ids), num_sequences):
-            return self._natively(self._native, ids, packed)
         rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()
 
@@ -184,8 +189,8 @@ class Runner:
         # The block that is not allocated.
         sequence.block_table.blocks.append(self._cache.num_blocks - 1)
         _, packed = pack(Batch([Chunk(sequence, 0, PROBE_TOKENS)]), self._layout.block_size)
+        found = native.forward(packed.ids, packed, 1)
         ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
-        found = native.forward(ids, packed, 1)
         wanted = self._compute(ids, positions, rows, self._context(packed))
         self._cache.clear_blocks([self._cache.num_blocks - 1])
         away = difference(found, wanted)
@@ -193,7 +198,7 @@ class Runner:
             raise Unsupported(f"its logits would be off by {away:.3g} of their spread")
         return native
 
-    def _natively(self, native: NativeDecoder, ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def _natively(self, native: NativeDecoder, ids: np.ndarray, packed: Packed) -> torch.Tensor:
         """A forward of few tokens."""
         if self._threads is None:
             return native.forward(ids, packed, torch.get_num_threads())
@@ -271,3 +276,13 @@ class Runner:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return on_device(values, self._device)
+
+
+def _known_ids(packed: Packed, drawn: torch.Tensor | None) -> np.ndarray:
+    """The ids of a forward on a CPU, where tokens are known that were drawn just now."""
+    if drawn is None or packed.fed is None:
+        return packed.ids
+    tokens = drawn.numpy()
+    ids = packed.ids.copy()
+    ids[packed.fed] = tokens if packed.drawn is None else tokens[packed.drawn]
+    return ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .packing import ints
-from .sampler import RowParameters, Rows
+from .row_parameters import RowParameters, Rows
 from .sequence import Sequence
 
 

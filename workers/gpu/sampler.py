@@ -10,93 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isnan
 
 import numpy as np
 import torch
 
 from ...protocol.sampling import Sampling
 from .device_queue import on_device
-from .races import PART, Draws, draw_tokens, streams
+from .native_rows import reduce_rows
+from .races import PART, draw_tokens
+from .row_parameters import Row, Rows
 
 NAN = "the model's logits contain NaN"
-_MAX_INT64 = 2**63 - 1
 INSPECTED = 5
 """The most likely tokens that are looked at with ``inspect``, where the request wants none."""
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
-
-
-@dataclass(slots=True)
-class Row:
-    """How to choose from one row of logits."""
-
-    sampling: Sampling
-    seed: int
-    seq: int
-    position: int
-    prompt: Sequence[int] = ()
-    generated: Sequence[int] = ()
-    """Read only where the request has penalties."""
-    mask: np.ndarray | None = None
-    """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
-    inspect: bool = False
-    """Report the likeliest tokens that the mask forbids."""
-
-
-class RowParameters:
-    """What does not change from token to token of how the tokens of n rows are chosen: the columns
-    of their requests' parameters."""
-
-    def __init__(self, rows: Sequence[tuple[Sampling, int, int]]) -> None:
-        """``rows``: sampling parameters, seed and number of the sequence of each row."""
-        samplings = [sampling for sampling, _, _ in rows]
-        self.seeds = np.array([seed for _, seed, _ in rows], dtype=np.uint64)
-        self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
-        self.random_rows = np.flatnonzero(self.temperature > 0)
-        """The rows that are not greedy."""
-        self.random: list[int] = self.random_rows.tolist()
-        self.draws = Draws(
-            streams(self.seeds, np.array([seq for _, _, seq in rows], dtype=np.uint64)),
-            self.temperature,
-            np.array([min(s.top_k, _MAX_INT64) for s in samplings], dtype=np.int64),
-            np.array([s.top_p for s in samplings], dtype=np.float32),
-            np.array([s.min_p for s in samplings], dtype=np.float32),
-        ).of(self.random_rows)
-        """How the tokens of these are drawn."""
-        self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
-        """The rows whose logits bias or penalties change."""
-        self.samplings = samplings
-        self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-
-@dataclass(slots=True)
-class Rows:
-    """How to choose from the n rows of a step."""
-
-    parameters: RowParameters
-    positions: np.ndarray
-    """int64 ``[n]``: the position of each one's token, counted from the first that was generated.
-    """
-    masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """By row, where it has one: the allowed tokens, as ``Row.mask``."""
-    seen: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
-    """By row, where the request has penalties: prompt, and generated tokens."""
-    inspected: Sequence[int] = ()
-    """The rows with ``inspect``."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Rows:
-        """The columns of these rows."""
-        parameters = RowParameters([(row.sampling, row.seed, row.seq) for row in rows])
-        return cls(
-            parameters,
-            np.array([row.position for row in rows], dtype=np.int64),
-            {i: row.mask for i, row in enumerate(rows) if row.mask is not None},
-            {i: (rows[i].prompt, rows[i].generated) for i in parameters.bent},
-            [i for i, row in enumerate(rows) if row.inspect],
-        )
 
 
 @dataclass(slots=True)
@@ -135,13 +63,14 @@ class Drawn:
     def fetch(self) -> Sampled:
         """The same as Python's numbers. The device must have reached this point."""
         numbers = self.numbers.numpy()
-        tokens, values, fine = numbers
-        result = Sampled(list(map(int, tokens.tolist())), values.tolist(), numbers[:2])
-        broken = np.isnan(values)
-        if broken.any() or not fine.all():
-            forbidden = np.flatnonzero(fine == 0).tolist()
+        tokens, values, fine = numbers.tolist()
+        result = Sampled(list(map(int, tokens)), values, numbers[:2])
+        # A sum with NaN is NaN.
+        if isnan(sum(values)) or 0 in fine:
+            broken = np.flatnonzero(np.isnan(numbers[1])).tolist()
+            forbidden = np.flatnonzero(numbers[2] == 0).tolist()
             result.errors = dict.fromkeys(forbidden, NOTHING_ALLOWED)
-            result.errors |= dict.fromkeys(np.flatnonzero(broken).tolist(), NAN)
+            result.errors |= dict.fromkeys(broken, NAN)
         if self.likely is not None:
             _report_likely(result, self.rows, *self.likely)
         for i in self.rows.inspected:
@@ -162,17 +91,43 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
     return drawn.fetch()
 
 
-@torch.inference_mode()
 def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
     """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
     rows of ``logits`` as they are."""
     own = _rows_of(logits, which)
+    most = _most_likely(rows)
+    reduced = None if most else reduce_rows(own)
+    if reduced is None:
+        return _draw_by_torch(own, rows, most)
+    tokens, numbers = reduced
+    best = torch.from_numpy(tokens)
+    if not rows.parameters.plain or rows.masks:
+        best = _change(own, best, rows, numbers)
+    return Drawn(rows, own.shape[-1], best, torch.from_numpy(numbers))
+
+
+@torch.inference_mode()
+def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
+    """The tokens of rows of which not all take the ``best`` one; ``numbers``, of that one, become
+    theirs."""
+    likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    chosen, allowed = _choose(own, best, rows)
+    less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
+    numbers[0] = chosen.numpy()
+    numbers[1] += less.numpy()
+    numbers[2] = allowed.numpy()
+    return chosen
+
+
+@torch.inference_mode()
+def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
+    """The same by torch's operations, on any device; with the ``most`` likely tokens."""
     chosen, allowed = _choose(own, _best(own), rows)
     every = torch.log_softmax(own, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     results = torch.stack([chosen.double(), logprobs.double(), allowed.double()])
     numbers = results.to("cpu", non_blocking=True)
-    return Drawn(rows, own.shape[-1], chosen, numbers, _likely(every, rows))
+    return Drawn(rows, own.shape[-1], chosen, numbers, _likely(every, most))
 
 
 @torch.inference_mode()
@@ -222,14 +177,14 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
 
 def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
     """The rows of these numbers; None: as they are."""
-    if which is None or list(which) == list(range(len(logits))):
+    if which is None or list(which) == list(range(logits.shape[0])):
         return logits
     return logits[_ints(which, logits)]
 
 
 def _best(own: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row. On a CPU a maximum with its place takes eight times as
-    long as the maximum of each part of a row, and then the place in one of these."""
+    """The most likely token of each row. On a CPU a maximum with its place takes torch eight times
+    as long as the maximum of each part of a row, and then the place in one of these."""
     size = own.shape[-1]
     whole = size - size % PART
     if own.is_cuda or not whole:
@@ -324,13 +279,6 @@ def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
     return bent
 
 
-def _bends(s: Sampling) -> bool:
-    """Whether bias or penalties change a row's logits."""
-    return bool(
-        s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-    )
-
-
 def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
     entries = [(i, t, b) for i, s in enumerate(samplings) for t, b in s.logit_bias.items()]
     if entries:
@@ -376,12 +324,18 @@ def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 # --- the most likely tokens -----------------------------------------------------------------------
 
 
-def _likely(every: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The most likely tokens of all rows and their log-probabilities, which ``every`` has of all
-    tokens, where any request wants some; on their way to the host."""
-    most = max(rows.parameters.top_logprobs.values(), default=0)
-    if any(i in rows.masks for i in rows.inspected):
+def _most_likely(rows: Rows) -> int:
+    """How many of the most likely tokens of each row are to be known."""
+    wanted = rows.parameters.top_logprobs
+    most = max(wanted.values()) if wanted else 0
+    if rows.inspected and any(i in rows.masks for i in rows.inspected):
         most = max(most, INSPECTED)
+    return most
+
+
+def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """So many tokens of each row, of which ``every`` has all log-probabilities, and these; on their
+    way to the host."""
     if not most:
         return None
     logprobs, ids = every.topk(min(most, every.shape[-1]), -1)

@@ -28,9 +28,10 @@ from .device_queue import Work
 from .one_by_one import OneByOne
 from .pending_step import Part, PendingStep
 from .results import Results
+from .row_parameters import Rows
 from .runner import Runner
 from .sampled_batch import SampledBatch
-from .sampler import Drawn, Rows, Scores, draw, score
+from .sampler import Drawn, Scores, draw, score
 from .scheduler import Batch, Chunk, Scheduler
 from .sequence import StepOutputs
 from .sequences import LiveSequences

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import native_decoder
+from tokenbus.workers.gpu import native_library
 from tokenbus.workers.gpu.block_manager import BlockManager
 from tokenbus.workers.gpu.huge_pages import HUGE, collapse
 from tokenbus.workers.gpu.loader import wrap_model
-from tokenbus.workers.gpu.native_decoder import MOST_SEQUENCES, MOST_TOKENS, library
+from tokenbus.workers.gpu.native_decoder import MOST_SEQUENCES, MOST_TOKENS
+from tokenbus.workers.gpu.native_library import library
 from tokenbus.workers.gpu.runner import Runner
 from tokenbus.workers.gpu.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.sequence import Sequence
 from tokenbus.workers.gpu.varlen import choose_layout
 
+from .shapes import VOCAB
 from .test_architectures import CASES, make
 from .test_fused import NOT_FUSED
 
@@ -95,7 +97,7 @@ def test_logits_are_those_of_torch(both: Both) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The code for processors with vectors half as wide as this one's may have."""
-    monkeypatch.setattr(native_decoder, "_processor", lambda machine: "x86_64_v3")
+    monkeypatch.setattr(native_library, "_processor", lambda machine: "x86_64_v3")
     library.cache_clear()
     yield
     monkeypatch.undo()
@@ -132,7 +134,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
 
     def logits(some: list[Sequence], threads: int) -> Any:
         _, packed = runner.pack(Batch([Chunk(one, 3, 4) for one in some]))
-        return native.forward(torch.from_numpy(packed.ids), packed, threads)
+        return native.forward(packed.ids, packed, threads)
 
     together = logits(sequences, 1)
     assert torch.equal(logits(sequences, 3), together)
@@ -152,7 +154,7 @@ def test_rows_of_a_draft_are_those_of_single_tokens() -> None:
     def logits(start: int, draft: list[int]) -> Any:
         sequence.tokens[8:] = ids[: start - 7]
         _, packed = runner.pack(Batch([Chunk(sequence, start, start + 1 + len(draft), draft)]))
-        return native.forward(torch.from_numpy(packed.ids), packed, 2)
+        return native.forward(packed.ids, packed, 2)
 
     together = logits(8, ids[1:])
     assert len(together) == len(ids)
@@ -178,13 +180,40 @@ def test_what_it_does_not_know_is_left_to_torch() -> None:
     assert Runner(loaded, BLOCKS, choose_layout(loaded))._native is None
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_an_id_without_an_embedding_is_an_error(token: int) -> None:
+    both = Both("llama")
+    sequence = both.sequence(3)
+    sequence.tokens[1] = token
+    with pytest.raises(IndexError, match=f"not in the vocabulary: one of .*{token}"):
+        both.difference((sequence, 3))
+    sequence.tokens[1], sequence.num_computed_tokens = 5, 0
+    assert both.difference((sequence, 3)) < 1e-3
+
+
+def test_embeddings_that_are_more_than_a_matrix_are_left_to_torch() -> None:
+    model = make("llama")
+    table = model.model.embed_tokens
+
+    class Shifted(torch.nn.Module):
+        weight = table.weight
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return table(ids) + 1.0
+
+    model.model.embed_tokens = Shifted()
+    loaded = wrap_model("llama", model)
+    assert loaded.decoder is not None
+    assert Runner(loaded, BLOCKS, choose_layout(loaded))._native is None
+
+
 def test_a_library_that_cannot_be_loaded_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(path: str) -> None:
         raise OSError(f"{path}: wrong ELF class")
 
-    monkeypatch.setattr(native_decoder, "CDLL", fail)
+    monkeypatch.setattr(native_library, "CDLL", fail)
     library.cache_clear()
     try:
         assert library() is None

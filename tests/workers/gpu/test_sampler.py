@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.sampler import Row, sample
+from tokenbus.workers.gpu.row_parameters import Row
+from tokenbus.workers.gpu.sampler import sample
 
 VOCAB = 50
 

@@ -35,6 +35,9 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, block_size;
+    int64_t num_embeddings;
+    const float *embeddings; /* [num_embeddings, hidden] */
+    float embedding_scale;
     Norm norm;
     Product head;
 } Decoder;
@@ -47,11 +50,10 @@ typedef struct {
 
 typedef struct {
     int64_t num_tokens, num_rows, threads;
-    const int64_t *positions, *slots; /* [num_tokens] */
+    const int64_t *ids, *positions, *slots; /* [num_tokens] */
     const int64_t *const *blocks;     /* [num_tokens]: the blocks of each one's sequence */
     const int64_t *rows;              /* [num_rows]: the tokens whose logits are wanted */
     const Rotation *rotations;
-    float *hidden; /* [num_tokens, hidden]: the embeddings, which are overwritten */
     float *logits; /* [num_rows, vocab] */
 } Step;
 
@@ -320,33 +322,46 @@ static void write_keys(const Layer *layer, const Step *step, float *qkv) {
 
 /* The buffers of a forward, which are kept for the next one. */
 typedef struct {
-    float *x, *y, *wide, *narrow, *scores;
+    float *hidden, *x, *y, *wide, *narrow, *scores;
 } Buffers;
 
 static void layer_forward(const Decoder *decoder, const Layer *layer, const Step *step,
                           const Buffers *b, int64_t longest) {
     int64_t tokens = step->num_tokens, hidden = decoder->hidden;
-    const float *x = normalized(&layer->before_attention, step->hidden, b->x, tokens);
+    const float *x = normalized(&layer->before_attention, b->hidden, b->x, tokens);
     product(&layer->qkv, x, tokens, b->wide);
     write_keys(layer, step, b->wide);
     Attention a = {layer, step, decoder->block_size, b->wide, b->narrow, b->scores, longest};
     int64_t work = longest * layer->heads * layer->dim;
     threads_run(attend_part, &a, tokens * layer->kv_heads, 1 + layer->kv_heads * PART_FLOATS / work);
     product(&layer->output, b->narrow, tokens, b->y);
-    add(step->hidden, b->y, &layer->after_attention, layer->residual_scale, tokens, hidden);
-    x = normalized(&layer->before_mlp, step->hidden, b->x, tokens);
+    add(b->hidden, b->y, &layer->after_attention, layer->residual_scale, tokens, hidden);
+    x = normalized(&layer->before_mlp, b->hidden, b->x, tokens);
     Gated gated = {layer, x, b->wide, b->narrow, tokens};
     int64_t size = layer->gate_up.out / 2;
     threads_run(gated_part, &gated, size, part_of(size, 2 * hidden));
     product(&layer->down, b->narrow, tokens, b->y);
-    add(step->hidden, b->y, &layer->after_mlp, layer->residual_scale, tokens, hidden);
+    add(b->hidden, b->y, &layer->after_mlp, layer->residual_scale, tokens, hidden);
+}
+
+/* The embeddings of a step's tokens; whether there are any of each. */
+static int embed(const Decoder *decoder, const Step *step, float *hidden) {
+    int64_t size = decoder->hidden;
+    for (int64_t t = 0; t < step->num_tokens; t++, hidden += size) {
+        if (step->ids[t] < 0 || step->ids[t] >= decoder->num_embeddings)
+            return 0;
+        const float *from = decoder->embeddings + step->ids[t] * size;
+        for (int64_t i = 0; i < size; i++)
+            hidden[i] = from[i] * decoder->embedding_scale;
+    }
+    return 1;
 }
 
 static float *floats(int64_t count) {
     return aligned_alloc(64, (size_t)(count + 63) / 64 * 64 * sizeof(float));
 }
 
-/* Computes a step; 0, or -1 where there is no memory. */
+/* Computes a step; 0, or -1 where there is no memory, -2 where an id has no embedding. */
 __attribute__((visibility("default"))) int decoder_forward(const Decoder *decoder, const Step *step) {
     int64_t wide = 0, narrow = 0, scores = 0, longest = 0, tokens = step->num_tokens;
     for (int64_t t = 0; t < tokens; t++)
@@ -358,20 +373,25 @@ __attribute__((visibility("default"))) int decoder_forward(const Decoder *decode
         scores = most(scores, layer->heads * longest);
     }
     int64_t hidden = decoder->hidden;
-    float *all = floats(tokens * (2 * hidden + wide + narrow + scores) + 5 * 64);
+    float *all = floats(tokens * (3 * hidden + wide + narrow + scores) + 6 * 64);
     if (!all)
         return -1;
     Buffers b;
-    b.x = all;
+    b.hidden = all;
+    b.x = b.hidden + tokens * hidden;
     b.y = b.x + tokens * hidden;
     b.wide = b.y + tokens * hidden;
     b.narrow = b.wide + tokens * wide;
     b.scores = b.narrow + tokens * narrow;
+    if (!embed(decoder, step, b.hidden)) {
+        free(all);
+        return -2;
+    }
     threads_begin(step->threads);
     for (int64_t i = 0; i < decoder->num_layers; i++)
         layer_forward(decoder, decoder->layers + i, step, &b, longest);
     for (int64_t r = 0; r < step->num_rows; r++) {
-        const float *from = step->hidden + step->rows[r] * hidden;
+        const float *from = b.hidden + step->rows[r] * hidden;
         if (decoder->norm.gain)
             normalize(&decoder->norm, from, b.x + r * hidden);
         else

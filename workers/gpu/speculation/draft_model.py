@@ -20,8 +20,9 @@ from ..block_manager import BlockManager
 from ..device_queue import DeviceQueue, Work
 from ..kv_cache import token_bytes
 from ..loader import LoadedModel, ModelLoadError
+from ..row_parameters import Row, Rows
 from ..runner import Runner
-from ..sampler import Row, Rows, guess
+from ..sampler import guess
 from ..scheduler import Batch, Chunk
 from ..sequence import Sequence
 from ..varlen import choose_layout

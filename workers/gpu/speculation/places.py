@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import eq
 from typing import NamedTuple
 
 SIZE = 3
@@ -59,8 +58,13 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 def followed_alike(places: Places) -> tuple[int, int]:
     """How many places of a run are followed by the same token as the one before them, of how many
     of which that is known."""
-    following = [text[end] for text, end in places if end < len(text)]
-    return sum(map(eq, following, following[1:])), max(0, len(following) - 1)
+    alike, known, before = 0, -1, -1
+    for text, end in places:
+        if end < len(text):
+            known += 1
+            alike += text[end] == before
+            before = text[end]
+    return alike, max(0, known)
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:

@@ -18,8 +18,9 @@ import numpy as np
 from ..block_manager import BlockManager
 from ..device_queue import Work
 from ..pending_step import PendingStep
+from ..row_parameters import Row, Rows
 from ..runner import Runner
-from ..sampler import NAN, Drawn, Row, Rows, Sampled, draw
+from ..sampler import NAN, Drawn, Sampled, draw
 from ..sequence import Inspected, Sequence
 from ..sequences import LiveSequences
 from .drafts import Speculation
