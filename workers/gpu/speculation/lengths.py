@@ -53,7 +53,7 @@ class Costs(NamedTuple):
         return 1 + (few - 1) * self.few_cost + (rows - few) * self.row_cost
 
 
-CPU = Costs(6, 0.04, 0.14, 0.15, 8)
+CPU = Costs(6, 0.04, 0.15, 0.2, 8)
 CUDA = Costs(256, 0.004, 0.004, 0.1, 64)
 
 
