@@ -33,6 +33,11 @@ GROUPED: dict[str, Any] = COMMON | {"num_key_value_heads": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GROUPED),
+    "llama: one key head for all": (
+        "Llama",
+        COMMON | {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 40},
+    ),
+    "llama: a key head for each": ("Llama", COMMON | {"num_key_value_heads": 8, "head_dim": 24}),
     "mistral with a sliding window": ("Mistral", GROUPED | {"sliding_window": 40}),
     "qwen2": ("Qwen2", GROUPED),
     "qwen2 with a sliding window": (

@@ -108,7 +108,14 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the processor has no AVX-512"
 )
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("name", ["llama", "gemma2: soft caps, windows in every other layer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama: one key head for all",
+        "gemma2: soft caps, windows in every other layer",
+    ],
+)
 def test_narrower_vectors_give_the_same(name: str) -> None:
     both = Both(name)
     sequence = both.sequence(13)
@@ -142,24 +149,39 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
         assert torch.equal(logits(sequences[first:end], 2), together[first:end])
 
 
-def test_rows_of_a_draft_are_those_of_single_tokens() -> None:
-    both = Both("llama")
+@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama: one key head for all",
+        "llama: a key head for each",
+        "mistral with a sliding window",
+    ],
+)
+def test_rows_of_a_draft_are_those_of_single_tokens(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Whose attention is computed for several at once, where windows do not begin together."""
+    if kind:
+        request.getfixturevalue("narrow")
+    both = Both(name)
     runner = both.runners[0]
     native = runner._native
     assert native is not None
-    sequence = both.sequence(21)
-    both.difference((sequence, 21))
-    ids = sequence.tokens[8:]
+    sequence = both.sequence(68)
+    both.difference((sequence, 68))
+    ids = sequence.tokens[37:]
 
     def logits(start: int, draft: list[int]) -> Any:
-        sequence.tokens[8:] = ids[: start - 7]
+        sequence.tokens[37:] = ids[: start - 36]
         _, packed = runner.pack(Batch([Chunk(sequence, start, start + 1 + len(draft), draft)]))
         return native.forward(packed.ids, packed, 2)
 
-    together = logits(8, ids[1:])
-    assert len(together) == len(ids)
+    together = logits(37, ids[1:])
+    assert len(together) == len(ids) == 31
     for i in range(len(ids)):
-        assert torch.equal(logits(8 + i, []), together[i : i + 1])
+        assert torch.equal(logits(37 + i, []), together[i : i + 1])
 
 
 def test_weights_are_in_huge_pages_where_the_system_has_them() -> None:

@@ -60,6 +60,9 @@ typedef struct {
 enum {
     PART_FLOATS = 1 << 13, /* Weights of a part of a product, about, */
     MANY_PARTS = 64,       /* unless there would be more parts than that. */
+    RUN = 8,               /* Tokens of one sequence whose attention is computed together. */
+    SCORED = 4,            /* Queries whose scores are computed together. */
+    MOST_QUERIES = LANES == 8 ? 4 : 8, /* Queries whose values are summed up together. */
 };
 
 static int64_t most(int64_t a, int64_t b) {
@@ -168,26 +171,19 @@ typedef struct {
     float *y;         /* [tokens, heads * dim] */
     float *scores;    /* [tokens * kv_heads, heads / kv_heads, longest] */
     int64_t longest;
+    const int64_t *runs; /* The first token of each run, and the end of the last. */
 } Attention;
 
-/* The scores of one query at positions that lie together, as many as there are lanes; of fewer, the
- * others are those of the first. */
-INLINE Vector scores_of(const float *query, const float *const *keys, int64_t dim) {
-    Vector found[LANES];
-    for (int i = 0; i < LANES; i++)
-        found[i] = (Vector){0};
-    int64_t at = 0;
-    for (; at + LANES <= dim; at += LANES) {
-        Vector part = load(query + at);
-        for (int i = 0; i < LANES; i++)
-            found[i] += part * load(keys[i] + at);
-    }
-    if (at < dim) {
-        Vector part = load_some(query + at, dim - at);
-        for (int i = 0; i < LANES; i++)
-            found[i] += part * load_some(keys[i] + at, dim - at);
-    }
-    return sums_of(found);
+/* The tokens of a step in runs: tokens of one sequence one behind the other, whose queries read the
+ * same keys and values. Returns how many. */
+static int64_t find_runs(const Step *step, int64_t *runs) {
+    int64_t count = 0;
+    for (int64_t t = 0; t < step->num_tokens; t++)
+        if (!t || step->blocks[t] != step->blocks[t - 1] || t - runs[count - 1] == RUN ||
+            step->positions[t] != step->positions[t - 1] + 1)
+            runs[count++] = t;
+    runs[count] = step->num_tokens;
+    return count;
 }
 
 /* Scores become weights that sum up to 1. */
@@ -219,82 +215,249 @@ static int64_t together(int64_t at, int64_t end, int64_t size) {
     return end - at < rest ? end - at : rest;
 }
 
+/* Keys or values of one key head, in blocks. */
 typedef struct {
-    const float *values;
+    const float *entries;
     const int64_t *blocks;
-    int64_t row, size, first, end, longest;
-} Weighed;
+    int64_t row, size, dim;
+} Kept;
 
-/* A vector of each of some queries' sums of values, from entry at on. */
-INLINE void weigh(const Weighed *w, const float *scores, int64_t at, int64_t lanes, float *found,
-                  int64_t dim, int queries) {
-    Vector total[4] = {{0}};
-    int64_t count;
-    for (int64_t position = w->first; position < w->end; position += count) {
-        count = together(position, w->end, w->size);
-        const float *value =
-            w->values + (w->blocks[position / w->size] * w->size + position % w->size) * w->row + at;
-        const float *own = scores + position - w->first;
-        for (int64_t i = 0; i < count; i++) {
-            const float *from = value + i * w->row;
-            Vector part = lanes == LANES ? load(from) : load_some(from, lanes);
-            for (int g = 0; g < queries; g++)
-                total[g] += part * own[g * w->longest + i];
-        }
-    }
-    for (int g = 0; g < queries; g++)
-        memcpy(found + g * dim + at, &total[g], (size_t)lanes * sizeof(float));
+INLINE const float *entry(const Kept *kept, int64_t position) {
+    int64_t block = position / kept->size;
+    return kept->entries +
+           (kept->blocks[block] * kept->size + position - block * kept->size) * kept->row;
 }
 
-/* One token's queries of one key head, over all positions that it attends to. */
-static void attend(const Attention *a, int64_t t, int64_t kv_head, float *scores) {
-    const Layer *layer = a->layer;
-    int64_t dim = layer->dim, group = layer->heads / layer->kv_heads;
-    int64_t row = layer->kv_heads * dim, size = a->block_size;
-    int64_t end = a->step->positions[t] + 1;
-    int64_t first = layer->window && end > layer->window ? end - layer->window : 0;
-    const int64_t *blocks = a->step->blocks[t];
-    const float *queries =
-        a->qkv + t * (layer->heads + 2 * layer->kv_heads) * dim + kv_head * group * dim;
-    float *found = a->y + t * layer->heads * dim + kv_head * group * dim;
-    float scale = layer->softcap ? layer->scale / layer->softcap : layer->scale;
-    int64_t count;
-    for (int64_t at = first; at < end; at += count) {
-        const float *keys[LANES];
-        count = together(at, end, size);
-        count = count < LANES ? count : LANES;
-        const float *base = layer->keys + (blocks[at / size] * size + at % size) * row + kv_head * dim;
-        for (int64_t i = 0; i < LANES; i++)
-            keys[i] = base + (i < count ? i : 0) * row;
-        for (int64_t g = 0; g < group; g++) {
-            Vector several = scores_of(queries + g * dim, keys, dim) * scale;
-            memcpy(scores + g * a->longest + at - first, &several, (size_t)count * sizeof(float));
+/* Fetches those of so many positions from this one on, as far as they lie together. */
+INLINE void fetch(const Kept *kept, int64_t position, int64_t end) {
+    if (position >= end)
+        return;
+    int64_t count = together(position, end, kept->size);
+    const float *from = entry(kept, position);
+    for (int64_t i = 0; i < count && i < LANES; i++)
+        for (int64_t at = 0; at < kept->dim; at += LINE)
+            __builtin_prefetch(from + i * kept->row + at, 0, 3);
+}
+
+/* One query: its scores, and then weights, at the positions from first to end - 1. */
+typedef struct {
+    const float *query;
+    float *scores, *found;
+    int64_t first, end;
+} Query;
+
+/* Keys that lie together, as many as there are lanes, turned: a vector of each of their entries. In
+ * the place of those that are missing is the first one. */
+INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *turned) {
+    for (int64_t at = 0; at < keys->dim; at += LANES) {
+        int64_t lanes = keys->dim - at < LANES ? keys->dim - at : LANES;
+        Vector some[LANES];
+        for (int i = 0; i < LANES; i++) {
+            const float *key = from + (i < count ? i : 0) * keys->row + at;
+            some[i] = lanes == LANES ? load(key) : load_some(key, lanes);
+        }
+        transpose(some);
+        for (int i = 0; i < LANES; i++)
+            turned[at + i] = some[i];
+    }
+}
+
+/* The scores of some queries at the positions of keys that are turned. They are summed up in the
+ * order of `scores_of`, to the last bit: entries that are so many lanes apart one after the other,
+ * then neighbours. */
+INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
+                          Vector *found) {
+    enum { PART = LANES / 4 };
+    Vector parts[SCORED][4];
+    for (int part = 0; part < 4; part++) {
+        Vector sums[SCORED][PART] = {{{0}}};
+        for (int64_t at = part * PART; at < dim; at += LANES)
+            for (int i = 0; i < PART && at + i < dim; i++)
+                for (int q = 0; q < count; q++)
+                    sums[q][i] = FUSED(keys[at + i], all(queries[q].query[at + i]), sums[q][i]);
+        for (int q = 0; q < count; q++) {
+            for (int half = PART / 2; half; half /= 2)
+                for (int i = 0; i < half; i++)
+                    sums[q][i] = sums[q][2 * i] + sums[q][2 * i + 1];
+            parts[q][part] = sums[q][0];
         }
     }
-    for (int64_t g = 0; g < group; g++) {
-        float *own = scores + g * a->longest;
+    for (int q = 0; q < count; q++)
+        found[q] = (parts[q][0] + parts[q][1]) + (parts[q][2] + parts[q][3]);
+}
+
+/* The scores of one query at positions that lie together, as many as there are lanes; of fewer, the
+ * others are those of the first. */
+INLINE Vector scores_of(const Kept *keys, const float *from, int64_t count, const float *query) {
+    Vector found[LANES];
+    for (int i = 0; i < LANES; i++)
+        found[i] = (Vector){0};
+    int64_t at = 0;
+    for (; at + LANES <= keys->dim; at += LANES) {
+        Vector part = load(query + at);
+        for (int i = 0; i < LANES; i++)
+            found[i] = FUSED(part, load(from + (i < count ? i : 0) * keys->row + at), found[i]);
+    }
+    if (at < keys->dim) {
+        int64_t lanes = keys->dim - at;
+        Vector part = load_some(query + at, lanes);
+        for (int i = 0; i < LANES; i++)
+            found[i] = FUSED(
+                part, load_some(from + (i < count ? i : 0) * keys->row + at, lanes), found[i]);
+    }
+    return sums_of(found);
+}
+
+/* Keeps the scores of a query at some positions from this one on, as far as it attends to them. */
+INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector scores) {
+    int64_t skipped = query->first > at ? query->first - at : 0;
+    int64_t wanted = (query->end < at + count ? query->end - at : count) - skipped;
+    if (wanted > 0)
+        memcpy(query->scores + at + skipped - query->first, (float *)&scores + skipped,
+               (size_t)wanted * sizeof(float));
+}
+
+/* The scores of all queries. To turn keys takes as long as to sum up the scores of some queries. */
+static void score(const Kept *keys, const Query *queries, int64_t count, float scale) {
+    int64_t first = queries[0].first, end = queries[count - 1].end, dim = keys->dim, some;
+    Vector turned[dim + LANES], found[SCORED];
+    for (int64_t at = first; at < end; at += some) {
+        some = together(at, end, keys->size);
+        some = some < LANES ? some : LANES;
+        const float *from = entry(keys, at);
+        int64_t i = 0;
+        fetch(keys, at + some, end);
+        if (count >= SCORED) {
+            if (some == LANES)
+                turn(keys, from, LANES, turned);
+            else
+                turn(keys, from, some, turned);
+        }
+        for (; i + SCORED <= count; i += SCORED) {
+            turned_scores(turned, queries + i, SCORED, dim, found);
+            for (int k = 0; k < SCORED; k++)
+                keep_scores(queries + i + k, at, some, found[k] * scale);
+        }
+        for (; i < count; i++) {
+            Vector own = some == LANES ? scores_of(keys, from, LANES, queries[i].query)
+                                       : scores_of(keys, from, some, queries[i].query);
+            keep_scores(queries + i, at, some, own * scale);
+        }
+    }
+}
+
+/* Adds the values at some positions, times their weights, to the sums of some queries: of each so
+ * many vectors, from entry at on; of the last one so many lanes. */
+INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
+                  int64_t lanes, int64_t first, int64_t end, Vector *found) {
+    Vector total[2 * MOST_QUERIES];
+    for (int i = 0; i < count * vectors; i++)
+        total[i] = found[i];
+    int64_t some;
+    for (int64_t position = first; position < end; position += some) {
+        const float *weights[MOST_QUERIES], *from = entry(values, position) + at;
+        some = together(position, end, values->size);
+        fetch(values, position + some, end);
+        for (int q = 0; q < count; q++)
+            weights[q] = queries[q].scores + position - queries[q].first;
+        for (int64_t i = 0; i < some; i++, from += values->row)
+            for (int v = 0; v < vectors; v++) {
+                Vector part = lanes == LANES ? load(from + v * LANES) : load_some(from, lanes);
+                for (int q = 0; q < count; q++)
+                    total[q * vectors + v] =
+                        FUSED(part, all(weights[q][i]), total[q * vectors + v]);
+            }
+    }
+    for (int i = 0; i < count * vectors; i++)
+        found[i] = total[i];
+}
+
+/* The same over all positions of each query. Each sum is in the order of the positions, so that it
+ * does not depend on the other queries. */
+INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
+                      int64_t lanes) {
+    Vector found[2 * MOST_QUERIES] = {{0}};
+    int64_t first = queries[count - 1].first, end = queries[0].end;
+    if (first > end)
+        first = end;
+    for (int q = 0; q < count && queries[q].first < first; q++)
+        weigh(values, queries + q, 1, at, vectors, lanes, queries[q].first, first,
+              found + q * vectors);
+    weigh(values, queries, count, at, vectors, lanes, first, end, found);
+    for (int q = 0; q < count; q++)
+        if (queries[q].end > end)
+            weigh(values, queries + q, 1, at, vectors, lanes,
+                  queries[q].first > end ? queries[q].first : end, queries[q].end,
+                  found + q * vectors);
+    for (int q = 0; q < count; q++)
+        memcpy(queries[q].found + at, found + q * vectors,
+               (size_t)((vectors - 1) * LANES + lanes) * sizeof(float));
+}
+
+INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, int64_t at,
+                       int vectors, int64_t lanes) {
+    int64_t q = 0;
+#if LANES != 8
+    for (; q + 8 <= count; q += 8)
+        weigh_all(values, queries + q, 8, at, vectors, lanes);
+#endif
+    for (; q + 4 <= count; q += 4)
+        weigh_all(values, queries + q, 4, at, vectors, lanes);
+    for (; q + 2 <= count; q += 2)
+        weigh_all(values, queries + q, 2, at, vectors, lanes);
+    if (q < count)
+        weigh_all(values, queries + q, 1, at, vectors, lanes);
+}
+
+/* The queries of one key head, of the tokens of a run and of some of its heads. */
+static void attend(const Attention *a, int64_t run, int64_t kv_head, int64_t head, int64_t heads) {
+    const Layer *layer = a->layer;
+    const Step *step = a->step;
+    int64_t dim = layer->dim, group = layer->heads / layer->kv_heads;
+    int64_t row = layer->kv_heads * dim, count = 0;
+    Query queries[RUN * MOST_QUERIES];
+    for (int64_t t = a->runs[run]; t < a->runs[run + 1]; t++) {
+        int64_t end = step->positions[t] + 1;
+        int64_t first = layer->window && end > layer->window ? end - layer->window : 0;
+        for (int64_t g = head; g < head + heads; g++, count++)
+            queries[count] = (Query){
+                a->qkv + t * (layer->heads * dim + 2 * row) + (kv_head * group + g) * dim,
+                a->scores + ((t * layer->kv_heads + kv_head) * group + g) * a->longest,
+                a->y + (t * layer->heads + kv_head * group + g) * dim,
+                first,
+                end,
+            };
+    }
+    const int64_t *blocks = step->blocks[a->runs[run]];
+    Kept keys = {layer->keys + kv_head * dim, blocks, row, a->block_size, dim};
+    Kept values = {layer->values + kv_head * dim, blocks, row, a->block_size, dim};
+    score(&keys, queries, count, layer->softcap ? layer->scale / layer->softcap : layer->scale);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t length = queries[i].end - queries[i].first;
         if (layer->softcap)
-            FOR_EACH(own, end - first, v,
+            FOR_EACH(queries[i].scores, length, v,
                      (1.0f - 2.0f / (exponential(v + v) + 1.0f)) * layer->softcap);
-        softmax(own, end - first);
+        softmax(queries[i].scores, length);
     }
-    Weighed w = {layer->values + kv_head * dim, blocks, row, size, first, end, a->longest};
-    for (int64_t at = 0; at < dim; at += LANES) {
-        int64_t lanes = dim - at < LANES ? dim - at : LANES, g = 0;
-        for (; g + 4 <= group; g += 4)
-            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 4);
-        for (; g + 2 <= group; g += 2)
-            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 2);
-        if (g < group)
-            weigh(&w, scores + g * a->longest, at, lanes, found + g * dim, dim, 1);
+    int64_t at = 0;
+    for (; at + 2 * LANES <= dim; at += 2 * LANES)
+        weigh_some(&values, queries, count, at, 2, LANES);
+    if (at + LANES <= dim) {
+        weigh_some(&values, queries, count, at, 1, LANES);
+        at += LANES;
     }
+    if (at < dim)
+        weigh_some(&values, queries, count, at, 1, dim - at);
 }
 
 static void attend_part(const void *given, int64_t first, int64_t end) {
     const Attention *a = given;
-    int64_t kv_heads = a->layer->kv_heads, group = a->layer->heads / kv_heads;
+    int64_t kv_heads = a->layer->kv_heads, group = a->layer->heads / kv_heads, some;
     for (int64_t i = first; i < end; i++)
-        attend(a, i / kv_heads, i % kv_heads, a->scores + i * group * a->longest);
+        for (int64_t head = 0; head < group; head += some) {
+            some = group - head < MOST_QUERIES ? group - head : MOST_QUERIES;
+            attend(a, i / kv_heads, i % kv_heads, head, some);
+        }
 }
 
 /* Normalizes and rotates the queries and keys of each token, and writes keys and values. */
@@ -322,6 +485,7 @@ static void write_keys(const Layer *layer, const Step *step, float *qkv) {
 
 /* The buffers of a forward, which are kept for the next one. */
 typedef struct {
+    int64_t *runs, num_runs;
     float *hidden, *x, *y, *wide, *narrow, *scores;
 } Buffers;
 
@@ -331,9 +495,11 @@ static void layer_forward(const Decoder *decoder, const Layer *layer, const Step
     const float *x = normalized(&layer->before_attention, b->hidden, b->x, tokens);
     product(&layer->qkv, x, tokens, b->wide);
     write_keys(layer, step, b->wide);
-    Attention a = {layer, step, decoder->block_size, b->wide, b->narrow, b->scores, longest};
-    int64_t work = longest * layer->heads * layer->dim;
-    threads_run(attend_part, &a, tokens * layer->kv_heads, 1 + layer->kv_heads * PART_FLOATS / work);
+    Attention a = {layer,     step,    decoder->block_size, b->wide, b->narrow,
+                   b->scores, longest, b->runs};
+    int64_t units = b->num_runs * layer->kv_heads;
+    int64_t work = tokens * longest * layer->heads * layer->dim;
+    threads_run(attend_part, &a, units, 1 + units * PART_FLOATS / work);
     product(&layer->output, b->narrow, tokens, b->y);
     add(b->hidden, b->y, &layer->after_attention, layer->residual_scale, tokens, hidden);
     x = normalized(&layer->before_mlp, b->hidden, b->x, tokens);
@@ -373,11 +539,14 @@ __attribute__((visibility("default"))) int decoder_forward(const Decoder *decode
         scores = most(scores, layer->heads * longest);
     }
     int64_t hidden = decoder->hidden;
-    float *all = floats(tokens * (3 * hidden + wide + narrow + scores) + 6 * 64);
+    int64_t runs = (tokens * 2 + 64) / 64 * 64; /* Integers of two floats. */
+    float *all = floats(runs + tokens * (3 * hidden + wide + narrow + scores) + 6 * 64);
     if (!all)
         return -1;
     Buffers b;
-    b.hidden = all;
+    b.runs = (int64_t *)all;
+    b.num_runs = find_runs(step, b.runs);
+    b.hidden = all + runs;
     b.x = b.hidden + tokens * hidden;
     b.y = b.x + tokens * hidden;
     b.wide = b.y + tokens * hidden;

@@ -40,6 +40,10 @@ INLINE Vector all(float value) {
     return value - (Vector){0};
 }
 
+/* a * b + c, rounded once: left to itself the compiler rounds twice in some places, and what is to be
+ * the same to the last bit is not. */
+#define FUSED(a, b, c) __builtin_elementwise_fma(a, b, c)
+
 INLINE float sum(Vector values) {
 #if LANES == 16
     typedef float Half __attribute__((vector_size(32)));
@@ -82,6 +86,34 @@ INLINE Vector sums_of(Vector *values) {
         for (int i = 0; i < count; i++)
             values[i] = NEIGHBOURS(values[2 * i], values[2 * i + 1]);
     return values[0];
+}
+
+/* The first halves of two vectors, an entry of each in turn; and the second halves. */
+#if LANES == 16
+#define FIRST_HALVES(a, b) \
+    __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define SECOND_HALVES(a, b) \
+    __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif LANES == 8
+#define FIRST_HALVES(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define SECOND_HALVES(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define FIRST_HALVES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define SECOND_HALVES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#endif
+
+/* Entry j of vector i changes places with entry i of vector j: each round rotates the bits of an
+ * entry's number among all by one. */
+INLINE void transpose(Vector *values) {
+    for (int round = 1; round < LANES; round *= 2) {
+        Vector found[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            found[2 * i] = FIRST_HALVES(values[i], values[i + LANES / 2]);
+            found[2 * i + 1] = SECOND_HALVES(values[i], values[i + LANES / 2]);
+        }
+        for (int i = 0; i < LANES; i++)
+            values[i] = found[i];
+    }
 }
 
 /* Values chosen by a comparison's result. */
