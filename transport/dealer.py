@@ -91,27 +91,43 @@ def open_dealer(
     ``pipe_messages``: how many ZeroMQ keeps in each direction; 0: without a bound. Raises
     AddressError.
     """
+    socket = _make_dealer(context, pipe_messages, key)
+    try:
+        _connect(socket, address)
+    except Exception:
+        socket.close()
+        raise
+    return socket
+
+
+def _make_dealer(
+    context: Context, pipe_messages: int = 0, key: OwnKey | None = None
+) -> zmq.Socket[bytes]:
+    """The same, not connected yet."""
     socket = context.socket(zmq.DEALER)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key.broker))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
+    socket.setsockopt(zmq.SNDHWM, pipe_messages)
+    socket.setsockopt(zmq.RCVHWM, pipe_messages)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.LINGER, 0)
+    return socket
+
+
+def _connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """Connects a socket; raises AddressError."""
     try:
-        socket.setsockopt(zmq.SNDHWM, pipe_messages)
-        socket.setsockopt(zmq.RCVHWM, pipe_messages)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
     except zmq.ZMQError as error:
-        socket.close()
         if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
             raise AddressError(
                 f"{address!r} is not a valid address of a broker "
                 f"({os.strerror(error.errno or 0)}); one is tcp://127.0.0.1:5555"
             ) from None
         raise
-    return socket
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
@@ -146,7 +162,10 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 class _Handshakes:
     """What the handshakes of one socket come to, until the first message arrives on it; with
-    ``losses``, also whether its connection could not be made or is lost."""
+    ``losses``, also whether its connection could not be made or is lost.
+
+    Made before the socket is connected: ZeroMQ tells of a refusal once, and tries no other time.
+    """
 
     def __init__(
         self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, losses: bool
@@ -436,10 +455,15 @@ class Dealer:
 
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer says ``lost``."""
-        socket = open_dealer(self._context, self.address, key=self._key)
+        socket = _make_dealer(self._context, key=self._key)
         several = len(self._addresses) > 1
-        handshakes = _Handshakes(socket, self.address, self._key, several)
         try:
+            handshakes = _Handshakes(socket, self.address, self._key, several)
+        except Exception:
+            socket.close()
+            raise
+        try:
+            _connect(socket, self.address)
             self._exchange(socket, handshakes)
         finally:
             with self._turn:
