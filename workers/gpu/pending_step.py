@@ -102,7 +102,14 @@ class PendingStep:
     def add_kept(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that had been deferred are sampled in this step, from the logits they kept."""
         for sequence in sequences:
-            if sequence not in self.rows and sequence.row is not None:
+            if sequence in self.rows or sequence.row is None:
+                continue
+            own = [row for row, kept in self.keeping if kept is sequence.row]
+            if own:
+                # It was deferred in this very step, and its row is the forward's still.
+                self.rows[sequence] = own[0]
+                sequence.row = None
+            else:
                 self.rows[sequence] = self.num_forward_rows + len(self.kept)
                 self.kept.append(sequence.row)
 

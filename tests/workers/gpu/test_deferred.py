@@ -83,7 +83,7 @@ def test_a_deferred_sequence_leaves_its_slot_to_the_next(
 
 
 def test_a_decision_that_takes_the_place_of_another_in_a_step(
-    small: Small, embedded: LoadedModel
+    small: Small, embedded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the middle of a step one sequence is deferred and another, deferred before, is decided: as
     many are sampled as the forward has rows, but not the same ones."""
@@ -111,6 +111,7 @@ def test_a_decision_that_takes_the_place_of_another_in_a_step(
     engine.reschedule(2, 0)
     while engine.has_work:
         outputs += step(engine)
+    assert not caplog.messages, "no step failed and was run again"
     assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
 
