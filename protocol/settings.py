@@ -54,6 +54,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     health_file: str = ""
     """A file that this process touches while it works, for probes; empty: none."""
     session_timeout_s: Positive = 30.0
+    command_timeout_s: Positive = 3.0
     """How long a client waits for a broker that does not answer."""
 
     model: str = "embedded"

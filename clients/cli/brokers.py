@@ -15,7 +15,6 @@ from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .. import Client
-from .options import PATIENCE_S
 
 
 class Brokers:
@@ -24,9 +23,10 @@ class Brokers:
     def __init__(self, settings: Settings) -> None:
         self._open = ExitStack()
         self._clients = [
-            self._open.enter_context(Client(address, patience_s=PATIENCE_S))
+            self._open.enter_context(Client(address, patience_s=settings.command_timeout_s))
             for address in separate(settings.front_endpoint)
         ]
+        self._timeout_s = settings.command_timeout_s
         self._silent: frozenset[str] = frozenset()
 
     def __enter__(self) -> Brokers:
@@ -51,7 +51,7 @@ class Brokers:
 
     def status(self, streams: bool = False) -> Status:
         """What those say that answer; raises TokenbusError where none does."""
-        ask = partial(_ask, streams)
+        ask = partial(_ask, streams, self._timeout_s)
         if len(self._clients) == 1:
             answers = [ask(self._clients[0])]
         else:
@@ -69,9 +69,9 @@ class Brokers:
         return merged(found)
 
 
-def _ask(streams: bool, client: Client) -> Status | TokenbusError:
+def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusError:
     try:
-        return client.status(streams=streams, timeout_s=PATIENCE_S)
+        return client.status(streams=streams, timeout_s=timeout_s)
     except TokenbusError as error:
         return error
 

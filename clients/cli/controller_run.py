@@ -55,7 +55,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
         options["controller_arg"] = argument(args.arg)
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
-        if named or broker_answers(settings.front_endpoint):
+        if named or broker_answers(settings):
             client = stack.enter_context(client_for(settings))
             if wasm is not None:
                 options["controller"] = stack.enter_context(_lent(client, wasm))

@@ -18,7 +18,6 @@ from ...protocol.keys import OwnKey
 from ...protocol.lines import error_line, frames_line, line_frames
 from ...protocol.messages import MAX_BODY_BYTES, Error, Ping, StreamId
 from ...transport.async_dealer import AsyncDealer
-from .options import PATIENCE_S
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
 """Of one line of the input: the largest controller module fits, in base64."""
@@ -54,11 +53,12 @@ class _Pong(Struct):
 
 class LinePipe:
     """Passes the lines of standard input to the broker at ``front``, and its messages to standard
-    output. ``key``: with which it connects, if any. Raises AddressError where ``front`` is not a
-    valid address."""
+    output. ``timeout_s``: how long it waits for a broker that does not answer. ``key``: with which
+    it connects, if any. Raises AddressError where ``front`` is not a valid address."""
 
-    def __init__(self, front: str, key: OwnKey | None = None) -> None:
+    def __init__(self, front: str, timeout_s: float, key: OwnKey | None = None) -> None:
         self._front = front
+        self._timeout_s = timeout_s
         self._key = key
         self._live: set[int] = set()
         """The streams and requests that have not ended."""
@@ -71,7 +71,7 @@ class LinePipe:
         sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
         try:
             while self._live or not self._sent_all:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(self._timeout_s):
                     messages = await self._dealer.receive()
                 for task in sending:
                     if task.done():

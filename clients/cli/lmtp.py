@@ -41,5 +41,6 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from .line_pipe import LinePipe
 
     front = separate(settings.front_endpoint)[0]
-    asyncio.run(LinePipe(front, own_key(settings, "client")).serve())
+    pipe = LinePipe(front, settings.command_timeout_s, own_key(settings, "client"))
+    asyncio.run(pipe.serve())
     return OK

@@ -16,9 +16,6 @@ from ...protocol.messages import Generate
 from ...protocol.settings import Settings
 from .. import Client
 
-PATIENCE_S = 3.0
-"""How long a command waits for a broker that does not answer, in seconds."""
-
 PARAMETERS = {
     field.name: field
     for field in msgspec.structs.fields(Generate)
@@ -90,7 +87,7 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 def client_for(settings: Settings) -> Client:
     """A client of the system at the address in the settings."""
-    return Client(settings.front_endpoint, patience_s=PATIENCE_S)
+    return Client(settings.front_endpoint, patience_s=settings.command_timeout_s)
 
 
 def given_text(words: list[str]) -> str:

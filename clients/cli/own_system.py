@@ -22,7 +22,6 @@ from ...protocol.errors import Code, TokenbusError, UnavailableError
 from ...protocol.settings import Settings
 from .. import Client
 from ..system.faults import SystemFault
-from .options import PATIENCE_S
 
 if TYPE_CHECKING:
     from ..system.supervisor import Supervisor
@@ -36,15 +35,17 @@ DRAIN_S = 3.0
 LOOK_EVERY_S = 0.1
 
 
-def broker_answers(front: str) -> bool:
-    """Whether a broker answers at ``front``; returns at once if nothing listens there."""
+def broker_answers(settings: Settings) -> bool:
+    """Whether a broker answers at the address in the settings; returns at once if nothing listens
+    there."""
+    front, timeout_s = settings.front_endpoint, settings.command_timeout_s
     parts = urlsplit(front)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0).close()
     except OSError:
         return False
-    with Client(front, patience_s=PATIENCE_S) as client, suppress(TokenbusError):
-        client.status(timeout_s=PATIENCE_S)
+    with Client(front, patience_s=timeout_s) as client, suppress(TokenbusError):
+        client.status(timeout_s=timeout_s)
         return True
     return False
 

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 @contextmanager
 def _client(args: argparse.Namespace, settings: Settings, recording: Recording) -> Iterator[Client]:
     named = args.front is not None or settings.front != Settings().front
-    if not args.own_system and (named or broker_answers(settings.front_endpoint)):
+    if not args.own_system and (named or broker_answers(settings)):
         with client_for(settings) as client:
             yield client
         return
