@@ -13,7 +13,7 @@ from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pools
-from .recovery import Recovery
+from .recovery import MISSING, Recovery
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
 
@@ -57,13 +57,16 @@ class Controllers:
         self._waiting: dict[int, _Waiting] = {}
         """By request."""
 
-    def check(self, name: str) -> None:
-        """Raises why a request for the controller ``name`` is refused."""
+    def check(self, name: str) -> bool:
+        """Whether a request for the controller ``name`` has to wait for a worker that may not have
+        registered yet; raises why it is refused."""
         try:
             self.choose(name)
         except TokenbusError as error:
             if not self._may_register(error):
                 raise
+            return True
+        return False
 
     def _may_register(self, error: TokenbusError) -> bool:
         """Whether ``choose`` has raised this as a worker may not have registered yet."""
@@ -124,6 +127,7 @@ class Controllers:
 
     def _assign(self, request: Request, worker: Worker) -> None:
         request.steered_by = worker
+        request.controller_awaited = False
         worker.steers[request.id] = request
         self._pools.note(worker)
 
@@ -185,17 +189,24 @@ class Controllers:
             self.start(waiting.request, waiting.body, waiting.since)
 
     def refuse_waiting(self, now: float) -> None:
-        """Refuses what has waited for ``move_wait_s`` for a controller worker."""
+        """Refuses what has waited for ``move_wait_s`` for a controller worker, and what came before
+        any that serves it once none is awaited."""
         self.start_waiting()
         for number, waiting in list(self._waiting.items()):
-            if now - waiting.since < self._settings.move_wait_s:
-                continue
-            del self._waiting[number]
             request = waiting.request
+            overdue = now - waiting.since >= self._settings.move_wait_s
+            if not overdue and not request.controller_awaited:
+                continue
             try:
                 self.choose(request.controller, request.served_as)
             except TokenbusError as error:
-                self._refuse(request, error)
+                in_vain = error.code in MISSING and not self._may_register(error)
+                if overdue or in_vain:
+                    del self._waiting[number]
+                    self._refuse(request, error)
+            else:
+                if overdue:
+                    del self._waiting[number]
 
     def _refuse(self, request: Request, error: TokenbusError) -> None:
         """Notifies a request's GPU worker that its controller cannot start."""

@@ -112,7 +112,7 @@ class Dispatcher:
         else:
             worker = self._with_prefix(request, worker)
         if request.controller:
-            self.controllers.check(request.controller)
+            request.controller_awaited = self.controllers.check(request.controller)
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
 
-_MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
+MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
+"""Why a request is refused that no registered worker serves."""
 
 
 class Recovery:
@@ -40,7 +41,7 @@ class Recovery:
         registered yet, and may still do so: for ``recover_s`` where there was an earlier run. Where
         nothing shows one yet, for ``expiry_s``, and only while there is no worker at all."""
         if self._follows:
-            return error.code in _MISSING and now < self.until
+            return error.code in MISSING and now < self.until
         return error.code == Code.NO_WORKER and now < self._settled_at
 
     def settles(self, now: float) -> bool:

@@ -61,6 +61,8 @@ class Session:
     """Whether the client sends PINGs, so that its silence means that it is gone."""
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
+    texts: bool = False
+    """Whether it takes columns with texts."""
     client: str = ""
     detached_at: float | None = None
     """When it lost its connection; None while it has one."""
@@ -90,7 +92,9 @@ class Session:
         """What a worker must know of it: the bits of a header that say how bodies are encoded."""
         if self.encoding == "json":
             return 0
-        return Flag.MSGPACK | Flag.COLUMNS if self.columns else Flag.MSGPACK
+        if not self.columns:
+            return Flag.MSGPACK
+        return Flag.MSGPACK | Flag.COLUMNS | (Flag.TEXTS if self.texts else 0)
 
 
 class SessionTable:
@@ -285,6 +289,8 @@ class Request:
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""
+    controller_awaited: bool = False
+    """It was taken while no worker served its controller, as one might still register."""
     controller_started: bool = False
     """Whether its controller has begun: START went to the worker that runs it."""
     served_as: str = ""

@@ -90,6 +90,55 @@ def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may
     assert errors(bench.to_client("c")) == {1: "no_worker"}
 
 
+def begun(bench: Bench, *streams: int) -> None:
+    """Requests with controllers, whose GPU worker has asked for these."""
+    for stream in streams:
+        bench.client("c", "GENERATE", generate(stream, controller="mine"))
+    for kind, header in bench.to_worker("gpu"):
+        assert kind == "GENERATE"
+        bench.send("gpu", "START", START, Header(header.request))
+
+
+def lost(bench: Bench) -> list[Lost]:
+    """What the GPU worker was told about controllers that cannot begin."""
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of("gpu")]
+    found = [message for message in mine if message.frames[0] == b"LOST"]
+    return [msgspec.msgpack.decode(message.frames[2], type=Lost) for message in found]
+
+
+def test_a_controller_is_awaited_for_no_longer_than_its_worker() -> None:
+    bench = Bench(recover_s=30.0, expiry_s=5.0)
+    bench.worker("gpu", capacity=8)
+    begun(bench, 1, 2)
+    wait(bench, 4, "gpu")
+    assert lost(bench) == []
+    wait(bench, 2, "gpu")
+    assert [one.code for one in lost(bench)] == ["no_worker", "no_worker"]
+    assert all("no controller worker is running" in one.message for one in lost(bench))
+
+
+def test_a_controller_whose_worker_registers_in_time_begins() -> None:
+    bench = Bench(recover_s=30.0, expiry_s=5.0)
+    bench.worker("gpu", capacity=8)
+    begun(bench, 1)
+    wait(bench, 4, "gpu")
+    controller_worker(bench, "late", "*")
+    assert kinds(bench, "late") == ["START"]
+    wait(bench, 4, "gpu", "late")
+    assert lost(bench) == []
+
+
+def test_a_full_controller_worker_is_waited_for_longer() -> None:
+    """It registers in time, and has no room for all that waited."""
+    bench = Bench(recover_s=30.0, expiry_s=5.0)
+    bench.worker("gpu", capacity=16)
+    begun(bench, *range(1, 10))
+    controller_worker(bench, "late", "*")
+    assert kinds(bench, "late") == ["START"] * 8
+    wait(bench, 10, "gpu", "late")
+    assert lost(bench) == []
+
+
 def test_where_nothing_shows_an_earlier_run_an_unknown_name_is_refused_at_once() -> None:
     bench = Bench(recover_s=30.0)
     bench.worker("gpu")
