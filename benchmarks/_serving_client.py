@@ -106,7 +106,8 @@ class Counting:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, SILENCE_MS)
         self._socket.connect(front)
-        self._send(b"HELLO", {"encodings": ["msgpack"], "capabilities": ["columns", "bodies"]})
+        capabilities = ["columns", "text_columns", "bodies"]
+        self._send(b"HELLO", {"encodings": ["msgpack"], "capabilities": capabilities})
         assert self._socket.recv_multipart()[0] == b"WELCOME"
 
     def run(self, order: Order) -> dict[str, float]:

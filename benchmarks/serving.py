@@ -37,6 +37,7 @@ SHORT = 0.15
 """Part of a run that only warms up."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
+TEXT = {"text": True}
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 
 
@@ -58,6 +59,8 @@ LOADS = {
     "forward_64": Load("standin_5ms", "count", 64, 500),
     "forward_256": Load("standin_5ms", "count", 256, 400),
     "forward_64_regex": Load("standin_5ms", "count", 64, 500, options=REGEX),
+    "forward_64_text": Load("standin_5ms", "count", 64, 500, options=TEXT),
+    "forward_256_text": Load("standin_5ms", "count", 256, 400, options=TEXT),
     "forward_64_python": Load("standin_5ms", "python", 64, 500),
     "forward_64_2ms": Load("standin_2ms", "count", 64, 1_000),
     "bus_1": Load("model", "python", 1, 192, 32, rate="whole"),
@@ -87,6 +90,8 @@ FIGURES = {
     "served_vs_forward_64_regex": Figure(
         "forward_64_regex", "", "64 streams under a regex; at least 0.90"
     ),
+    "served_vs_forward_64_text": Figure("forward_64_text", "", "64 streams in text mode"),
+    "served_vs_forward_256_text": Figure("forward_256_text", "", "256 streams in text mode"),
     "served_vs_forward_64_python": Figure(
         "forward_64_python", "", "64 streams to our AsyncClient; at least 0.90"
     ),

@@ -15,7 +15,7 @@ from itertools import islice
 from ..protocol.bodies import decode_as
 from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError
-from ..protocol.header import Flag, Header
+from ..protocol.header import FORM, Flag, Header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach
 from ..protocol.worker_messages import Claim, Journal, Register, Registered
@@ -152,7 +152,7 @@ class Adoption:
             due = max(now + self._settings.session_grace_s, self._recovery.until)
             self._due.append((due, request.id))
         self._adopted += 1
-        flags = header.flags & (Flag.MSGPACK | Flag.COLUMNS)
+        flags = header.flags & FORM
         self._attaches.on_adopted(request, sent, flags)
 
     def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
@@ -206,6 +206,7 @@ class Adoption:
             last_seen=now,
             greeted=True,
             columns=bool(header.flags & Flag.COLUMNS),
+            texts=bool(header.flags & Flag.TEXTS),
             # It waits for its client for as long as requests are adopted.
             detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
             journal=self._journal(header.address),

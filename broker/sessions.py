@@ -96,10 +96,15 @@ class Sessions:
         session.recovers = "recover" in hello.capabilities
         session.pings = "ping" in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
+        session.texts = session.columns and "text_columns" in hello.capabilities
         session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities
         session.client = hello.client
         session.last_seen = now
-        optional = {"columns": session.columns, "bodies": session.bodies}
+        optional = {
+            "columns": session.columns,
+            "text_columns": session.texts,
+            "bodies": session.bodies,
+        }
         granted = [name for name, given in optional.items() if given]
         recovering = self._adoption.waits_for(session, now)
         welcome = Welcome(

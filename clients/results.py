@@ -79,11 +79,11 @@ class GeneratedSequence:
         )
 
     def _add_rows(self, rows: Sequence[Row]) -> None:
-        _, tokens, logprobs, _, _ = zip(*rows, strict=True)
+        _, tokens, logprobs, _, _, texts = zip(*rows, strict=True)
         self.tokens += tokens
         self.logprobs += logprobs
         self.top_logprobs += [{row[1]: row[2]} for row in rows]
-        self._pieces += [""] * len(rows)
+        self._pieces += [text or "" for text in texts]
 
     def _add(self, entry: Token) -> None:
         if entry.backtrack:

@@ -70,7 +70,7 @@ class ClientSession:
     """
 
     encodings: tuple[str, ...] = ("msgpack", "json")
-    capabilities: tuple[str, ...] = ("ping", "bodies", "columns", "recover")
+    capabilities: tuple[str, ...] = ("ping", "bodies", "columns", "text_columns", "recover")
     """What its HELLO offers."""
 
     def __init__(self, front: str, patience_s: float, now: float) -> None:

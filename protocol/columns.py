@@ -7,14 +7,14 @@ number of names; here they are rows of arrays, which neither side takes apart on
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Struct
 
 from .errors import Code, RequestError
-from .messages import Token
+from .messages import MAX_STREAM_ID, Token
 
 _NAMES = {
     "streams": "s",
@@ -22,6 +22,7 @@ _NAMES = {
     "logprobs": "l",
     "positions": "p",
     "seqs": "q",
+    "texts": "x",
     "entries": "e",
 }
 """Of the fields on the wire: the body of one row has 41 bytes, of which the broker keeps each."""
@@ -31,8 +32,9 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns: a token of each row's stream, and entries beside them.
 
     The columns are little-endian. A row stands for an entry that has ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq`` and, as its only one of ``top_logprobs``, its own token. In one
-    body all that is new of a stream is in the columns, or all of it in ``entries``.
+    ``logprob``, ``pos``, ``seq``, perhaps ``text`` and, as its only one of ``top_logprobs``, its
+    own token. In one body all that is new of a stream is in the columns, or all of it in
+    ``entries``.
     """
 
     streams: bytes = b""
@@ -45,6 +47,9 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """u32 each: ``pos``."""
     seqs: bytes = b""
     """u32 each: ``seq``; empty where all of them are 0."""
+    texts: list[str | None] = []
+    """``text`` of each row, None where its entry has none; empty where no row has any. Only for
+    clients that have the capability ``text_columns``."""
     entries: list[Token] = []
     """Of the streams with something that no column has."""
 
@@ -54,8 +59,8 @@ TokenBody = list[Token] | TokenColumns
 second a map."""
 
 
-Row = tuple[int, int, float, int, int]
-"""A row of columns: stream id, token, logprob, pos, seq."""
+Row = tuple[int, int, float, int, int, str | None]
+"""A row of columns: stream id, token, logprob, pos, seq, text."""
 
 
 class Rows(NamedTuple):
@@ -66,9 +71,10 @@ class Rows(NamedTuple):
     logprobs: tuple[float, ...]
     positions: tuple[int, ...]
     seqs: tuple[int, ...]
+    texts: Sequence[str | None]
 
 
-_NEW: Callable[[type[Rows], tuple[tuple[Any, ...], ...]], Rows] = tuple.__new__
+_NEW: Callable[[type[Rows], tuple[Sequence[Any], ...]], Rows] = tuple.__new__
 _Unpack = Callable[[bytes], tuple[Any, ...]]
 
 
@@ -84,7 +90,8 @@ def _unpackers(rows: int) -> tuple[_Unpack, _Unpack, _Unpack]:
 
 
 def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
-    """The rows of a body; raises RequestError where its columns do not have the same length.
+    """The rows of a body; raises RequestError where its columns do not have the same length, or a
+    stream id is none.
 
     ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
     """
@@ -96,10 +103,7 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
         else:
             streams = u64(body.streams)
             seqs = u32(body.seqs) if body.seqs else (0,) * rows
-        # A named tuple's own constructor takes as long as all three columns.
-        return _NEW(
-            Rows, (streams, u32(body.tokens), f64(body.logprobs), u32(body.positions), seqs)
-        )
+        tokens, logprobs, positions = u32(body.tokens), f64(body.logprobs), u32(body.positions)
     except struct.error:
         columns = (body.streams, body.tokens, body.logprobs, body.positions, body.seqs)
         raise RequestError(
@@ -107,13 +111,28 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
             f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; with {rows} rows they "
             f"have {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, and seqs {4 * rows} or none",
         ) from None
+    if like is None and rows and max(streams) > MAX_STREAM_ID:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"a row of a TOKEN in columns is of stream {max(streams)}; ids of streams are at most "
+            f"{MAX_STREAM_ID}",
+        )
+    texts = body.texts or (None,) * rows
+    if len(texts) != rows:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            f"the columns of a TOKEN have {len(texts)} texts; with {rows} rows they have {rows}, "
+            "or none",
+        )
+    # A named tuple's own constructor takes as long as all three columns.
+    return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts))
 
 
-def pack_columns(entries: Iterable[Token]) -> TokenColumns:
+def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
     """Entries as columns: each stream whose entries are all plain (``is_plain``) in the columns,
-    the others in ``entries``; the order within each stream stays."""
+    the others in ``entries``; the order within each stream stays. ``texts``: rows may have text."""
     entries = list(entries)
-    others = {entry.stream_id for entry in entries if not is_plain(entry)}
+    others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
     u32 = _column("I", len(plain))
     seqs = [entry.seq for entry in plain]
@@ -123,8 +142,14 @@ def pack_columns(entries: Iterable[Token]) -> TokenColumns:
         logprobs=_column("d", len(plain)).pack(*(entry.logprob for entry in plain)),
         positions=u32.pack(*(entry.pos for entry in plain)),
         seqs=u32.pack(*seqs) if any(seqs) else b"",
+        texts=_texts(plain),
         entries=[entry for entry in entries if entry.stream_id in others],
     )
+
+
+def _texts(entries: list[Token]) -> list[str | None]:
+    found = [None if entry.text is UNSET else entry.text for entry in entries]
+    return found if any(text is not None for text in found) else []
 
 
 def column_entries(body: TokenColumns) -> list[Token]:
@@ -133,9 +158,11 @@ def column_entries(body: TokenColumns) -> list[Token]:
     return [*map(plain_entry, *unpack_columns(body)), *body.entries]
 
 
-def plain_entry(stream_id: int, token: int, logprob: float, pos: int, seq: int) -> Token:
+def plain_entry(
+    stream_id: int, token: int, logprob: float, pos: int, seq: int, text: str | None = None
+) -> Token:
     """The entry that a row stands for."""
-    return Token(
+    entry = Token(
         token=token,
         stream_id=stream_id,
         logprob=logprob,
@@ -144,14 +171,19 @@ def plain_entry(stream_id: int, token: int, logprob: float, pos: int, seq: int) 
         pos=pos,
         seq=seq,
     )
+    if text is not None:
+        entry.text = text
+    return entry
 
 
-def is_plain(entry: Token) -> bool:
-    """Whether a row can stand for an entry: it has a token and nothing that no column has."""
+def is_plain(entry: Token, texts: bool = False) -> bool:
+    """Whether a row can stand for an entry: it has a token and nothing that no column has.
+    ``texts``: it may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False
     numbers = (token, entry.pos, entry.seq)
     if min(numbers) < 0 or max(numbers) >= 2**32:
         return False
-    return entry == plain_entry(entry.stream_id, token, logprob, entry.pos, entry.seq)
+    text = entry.text if texts and entry.text is not UNSET else None
+    return entry == plain_entry(entry.stream_id, token, logprob, entry.pos, entry.seq, text)

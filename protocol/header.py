@@ -33,8 +33,12 @@ class Flag(IntFlag):
     """The client takes the bodies of TOKEN in columns too (``columns.py``)."""
     MOVED = 8
     """The request began at another worker: its last attachment is a ``Transcript``."""
+    TEXTS = 16
+    """With ``COLUMNS``: the client takes rows with text too."""
 
 
+FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
+"""The flags of how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
 """From this bit on, the flags of a request are how long it waited at the broker, in ms."""
 MAX_WAITED_MS = (1 << 24) - 1

@@ -30,7 +30,8 @@ MAX_FRAMES = 64
 MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
 
-StreamId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
+MAX_STREAM_ID = 0x7FFF_FFFF_FFFF_FFFF
+StreamId = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
 Count = Annotated[int, Meta(ge=0)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
@@ -69,7 +70,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     capabilities: list[str] = []
     """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
     ``bodies`` (it takes several bodies in one TOKEN); ``columns`` (it takes TOKEN in columns, which
-    are only sent in msgpack); ``recover`` (it knows ``Welcome.recovering``)."""
+    are only sent in msgpack); ``text_columns`` (with columns: it takes rows with text); ``recover``
+    (it knows ``Welcome.recovering``)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):

@@ -38,7 +38,7 @@ def encode_transcript(
     entries: Iterable[Token], left: str = "", why: str = "", pause_s: float = 0.0, moves: int = 1
 ) -> bytes:
     """The attachment for a stream with these entries."""
-    sent = pack_columns(entries)
+    sent = pack_columns(entries, texts=True)
     transcript = Transcript(sent=sent, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(transcript, "msgpack")
 

@@ -88,7 +88,8 @@ class Play:
         if given & 16:
             body |= {"session": self._token(), "keep": True, "metrics": True, "streams": True}
         if given & 32:
-            body |= {"encodings": ["msgpack"], "capabilities": ["ping", "bodies", "columns"]}
+            body |= {"encodings": ["msgpack"]}
+            body |= {"capabilities": ["ping", "bodies", "columns", "text_columns"]}
         if given & 64:
             body |= {"reason": "timeout", "module": "named", "tags": ["t"], "n": draws.number(2)}
         attached = [draws.take(draws.number() % 20)] if given & 128 else []

@@ -124,7 +124,8 @@ class Play:
         bodies = []
         for _ in range(1 + draws.number() % 2):
             entries = [self._entry() for _ in range(draws.number() % 6)]
-            body: Any = pack_columns(entries) if draws.number() & 1 else entries
+            form = draws.number() % 4
+            body: Any = pack_columns(entries, texts=form == 1) if form & 1 else entries
             bodies.append(msgspec.msgpack.encode(body))
         self._hear([b"TOKEN", *bodies])
 
@@ -154,7 +155,7 @@ class Play:
     def _entry(self) -> Token:
         kind = self.draws.number()
         token = kind % 5
-        return Token(
+        entry = Token(
             token=None if kind & 64 else token,
             stream_id=self._stream(),
             logprob=None if kind & 64 else -1.0,
@@ -165,6 +166,9 @@ class Play:
             live=kind >> 7,
             backtrack=self.draws.pick([0, 0, 0, 1, -1, 2**40]),
         )
+        if kind & 16:
+            entry.text = self.draws.pick(["", "a", "\ufffd"])
+        return entry
 
     def _hear(self, frames: list[bytes]) -> None:
         self.session.on_frames(frames, self.now)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from msgspec import structs
 from tokenbus.protocol.bodies import decode_as, encode_body, pack_tokens, unpack_tokens
 from tokenbus.protocol.columns import (
     TokenBody,
@@ -167,8 +168,10 @@ def run_columns(data: bytes) -> None:
         return
     assert len(entries) == len(rows.streams) + len(body.entries)
     assert unpack_columns(body, rows) == rows or any(map(math.isnan, rows.logprobs))
-    again = decode_as(TokenColumns, encode_body(pack_columns(entries), "msgpack"), "msgpack")
-    assert _in_streams(column_entries(again)) == _in_streams(entries)
+    for texts in (False, True):
+        packed = encode_body(pack_columns(entries, texts), "msgpack")
+        again = decode_as(TokenColumns, packed, "msgpack")
+        assert _in_streams(column_entries(again)) == _in_streams(entries)
 
 
 def run_transcript(data: bytes) -> None:
@@ -197,6 +200,7 @@ def _entries() -> Iterator[list[Token]]:
     ]
     yield []
     yield plain
+    yield [structs.replace(entry, text=text) for entry, text in zip(plain, "aé€", strict=False)]
     draw = Random(1)
     for count in (1, 2, 4):
         yield [*plain, *(sample(Token, draw) for _ in range(count))]
@@ -205,6 +209,7 @@ def _entries() -> Iterator[list[Token]]:
 def _columns() -> Iterator[bytes]:
     for entries in _entries():
         yield encode_body(pack_columns(entries), "msgpack")
+        yield encode_body(pack_columns(entries, texts=True), "msgpack")
 
 
 def _transcripts() -> Iterator[bytes]:

@@ -38,7 +38,14 @@ OTHER_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt_tokens": st.integers(1, 9),
     "allowed": st.integers(0, 9),
 }
-PLAIN = st.builds(plain_entry, st.integers(0, 5), U32, FLOATS, U32, st.integers(0, 2))
+PLAIN = st.builds(
+    *(plain_entry, st.integers(0, 5), U32, FLOATS, U32, st.integers(0, 2)),
+    text=st.none() | st.text(max_size=3),
+)
+
+
+ENTRY_OF_NO_TEXT = plain_entry(3, 7, -2.0, 4, 1, "")
+"""Its text is held back: it may begin a stop string."""
 
 
 @st.composite
@@ -57,9 +64,9 @@ def test_a_body_of_one_row_is_small() -> None:
     assert len(body) <= 48
 
 
-@given(some_entries())
-def test_entries_come_back_in_the_order_of_their_streams(entries: list[Token]) -> None:
-    body = decode_as(TokenBody, encode_body(pack_columns(entries), "msgpack"))
+@given(some_entries(), st.booleans())
+def test_entries_come_back_in_the_order_of_their_streams(entries: list[Token], texts: bool) -> None:
+    body = decode_as(TokenBody, encode_body(pack_columns(entries, texts), "msgpack"))
     assert isinstance(body, TokenColumns)
     back = column_entries(body)
     assert len(back) == len(entries)
@@ -67,7 +74,8 @@ def test_entries_come_back_in_the_order_of_their_streams(entries: list[Token]) -
         of_it = [entry for entry in entries if entry.stream_id == stream]
         assert [entry for entry in back if entry.stream_id == stream] == of_it
         in_rows = stream in unpack_columns(body).streams
-        assert in_rows == all(map(is_plain, of_it))
+        assert in_rows == all(is_plain(entry, texts) for entry in of_it)
+    assert texts or not body.texts
 
 
 @given(some_entries())
@@ -84,6 +92,24 @@ def test_columns_of_different_lengths_are_refused() -> None:
         assert caught.value.code == Code.BAD_MESSAGE
     with pytest.raises(RequestError, match="columns"):
         unpack_columns(TokenColumns(streams=b"\0" * 9))
+    with pytest.raises(RequestError, match="2 texts; with 1 rows they have 1, or none"):
+        unpack_columns(msgspec.structs.replace(body, texts=["a", None]))
+
+
+def test_a_row_of_no_stream_is_refused() -> None:
+    """As an entry it could not be read."""
+    body = pack_columns([plain_entry(1, 5, -0.5, 0, 0), plain_entry(2**63, 5, -0.5, 0, 0)])
+    with pytest.raises(RequestError, match=f"of stream {2**63}; ids of streams are at most"):
+        unpack_columns(body)
+
+
+def test_rows_with_text_and_without_stand_beside_each_other() -> None:
+    given = [plain_entry(1, 5, -0.5, 0, 0, "a"), plain_entry(2, 6, -1.0, 0, 0), ENTRY_OF_NO_TEXT]
+    body = pack_columns(given, texts=True)
+    assert body.texts == ["a", None, ""]
+    assert column_entries(body) == given
+    assert pack_columns(given).texts == []
+    assert pack_columns(given[1:2], texts=True).texts == []
 
 
 @given(st.binary(max_size=80), st.binary(max_size=80))

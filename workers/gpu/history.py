@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ...protocol.columns import plain_entry
 from ...protocol.messages import Token
 from .recipients import Columns
-from .streams import Stream
+from .streams import SentRows, Stream
 
 SORTED_AFTER = 64
 """Steps whose columns are kept as they were sent, before their rows are given to their streams."""
@@ -23,8 +23,8 @@ _ROW = np.dtype(
 class History:
     """Keeps what is sent; ``find`` gives the stream of a request, None where it is not kept.
 
-    A row of columns takes 28 bytes and no object of its own: columns are kept step by step, and
-    every ``SORTED_AFTER`` steps they are sorted by request in one pass.
+    A row of columns takes 28 bytes and no object of its own, but for its text: columns are kept
+    step by step, and every ``SORTED_AFTER`` steps they are sorted by request in one pass.
     """
 
     def __init__(self, find: Callable[[int], Stream | None]) -> None:
@@ -50,9 +50,12 @@ class History:
         """All entries of a stream, in the order in which they were sent."""
         self.sort()
         found = [(message, entry) for message, entries in stream.entries for entry in entries]
-        for rows in stream.rows:
-            for message, token, pos, logprob, seq in rows.tolist():
-                found.append((message, plain_entry(stream.stream_id, token, logprob, pos, seq)))
+        for rows, texts in stream.rows:
+            numbers = rows.tolist()
+            for of_row, text in zip(numbers, texts or [None] * len(numbers), strict=True):
+                message, token, pos, logprob, seq = of_row
+                entry = plain_entry(stream.stream_id, token, logprob, pos, seq, text)
+                found.append((message, entry))
         found.sort(key=itemgetter(0))
         return [entry for _, entry in found]
 
@@ -74,11 +77,25 @@ class History:
         rows["pos"] = np.concatenate([columns.positions for _, columns in steps])[order]
         rows["logprob"] = np.concatenate([columns.logprobs for _, columns in steps])[order]
         rows["seq"] = np.concatenate([columns.recipients.seqs for _, columns in steps])[order]
+        texts = _texts([columns for _, columns in steps], order)
         ends = [*(np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist(), len(requests)]
         first = 0
         for end in ends:
             stream = self._find(int(requests[first]))
             if stream is not None:
                 # A copy: a part of these rows would keep all of them in memory.
-                stream.rows.append(rows[first:end].copy())
+                of_stream = texts[first:end] if texts is not None else None
+                if of_stream is not None and not any(text is not None for text in of_stream):
+                    of_stream = None
+                stream.rows.append(SentRows(rows[first:end].copy(), of_stream))
             first = end
+
+
+def _texts(steps: Sequence[Columns], order: np.ndarray) -> list[str | None] | None:
+    """The texts of the rows of all steps, in this order; None where there are none."""
+    if all(columns.texts is None for columns in steps):
+        return None
+    texts: list[str | None] = []
+    for columns in steps:
+        texts += columns.texts or [None] * len(columns.tokens)
+    return [texts[row] for row in order.tolist()]

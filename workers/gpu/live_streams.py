@@ -194,7 +194,12 @@ class LiveStreams:
             messages = self._messages(new, columns)
         except Exception as error:
             if not new:
-                raise
+                if columns is None or columns.texts is None:
+                    raise
+                # A text cannot be encoded: each row is sent alone, as an entry.
+                for row in self._rows_as_entries(columns):
+                    self._deliver([row])
+                return
             if len(new) == 1 and columns is None:
                 self.fail(new[0][0], error, "sending its tokens")
                 return
@@ -212,6 +217,14 @@ class LiveStreams:
                 self._end(stream, end.finish_reason or "cancelled", end.error)
                 if end.finish_reason != "cancelled":
                     self._kept.add(stream)
+
+    def _rows_as_entries(self, columns: Columns) -> Iterator[tuple[Stream, list[Token]]]:
+        requests = columns.recipients.requests.tolist()
+        entries = columns.recipients.entries(columns, 0, len(requests))
+        for request, entry in zip(requests, entries, strict=True):
+            stream = self._streams.get(request)
+            if stream is not None:
+                yield stream, [entry]
 
     def _messages(
         self, new: list[tuple[Stream, list[Token]]], columns: Columns | None

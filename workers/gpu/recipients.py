@@ -19,15 +19,21 @@ from .streams import BySession, Form, Frames, Stream, entry_bodies
 
 @dataclass(slots=True)
 class _Part:
-    """The rows of one session, which follow each other: ``first`` to ``end``."""
+    """The rows of one session, which follow each other: ``first`` to ``end``.
+
+    Those from ``entries`` on have text, which this client takes in entries only.
+    """
 
     link: int
     session: int
     form: Form
     first: int
+    entries: int
     end: int
     streams: bytes
     seqs: bytes
+    texts: bool
+    """Whether any of those that stay rows has text."""
 
 
 @dataclass(slots=True)
@@ -41,6 +47,8 @@ class Columns:
     """float64."""
     positions: np.ndarray
     """u32."""
+    texts: list[str | None] | None
+    """None where no row has any."""
 
 
 class Recipients:
@@ -69,6 +77,7 @@ class Recipients:
                 counts[stream] = counts.get(stream, 0) + 1
         self.streams = counts
         """Each stream, and how many rows it has."""
+        in_entries = [_in_entries(rows, sequences) for rows in by_session.values()]
         ordered = [row for rows in by_session.values() for row in rows]
         order = [row for row, _ in ordered]
         as_given = order == list(range(len(sequences)))
@@ -76,17 +85,22 @@ class Recipients:
         self.requests = np.array([stream.request for _, stream in ordered], dtype="<u8")
         """The request of each row that has a recipient."""
         self.seqs = np.array([sequences[row].seq for row in order], dtype="<u4")
+        with_text = [sequences[row].with_text for row in order]
         self._ids = np.array([stream.stream_id for _, stream in ordered], dtype="<u8")
         ids, seqs = self._ids.tobytes(), self.seqs.tobytes() if self.seqs.any() else b""
         self._parts: dict[int, list[_Part]] = {}
         first = 0
-        for (link, session, form), rows in by_session.items():
+        for ((link, session, form), rows), others in zip(
+            by_session.items(), in_entries, strict=True
+        ):
             end = first + len(rows)
-            of_it = seqs[4 * first : 4 * end]
+            entries = end - others
+            of_it = seqs[4 * first : 4 * entries]
             if not any(of_it):
                 of_it = b""
-            of_ids = ids[8 * first : 8 * end]
-            part = _Part(link, session, form, first, end, of_ids, of_it)
+            of_ids = ids[8 * first : 8 * entries]
+            texts = any(with_text[first:entries])
+            part = _Part(link, session, form, first, entries, end, of_ids, of_it, texts)
             self._parts.setdefault(link, []).append(part)
             first = end
         self._heads = {
@@ -99,11 +113,14 @@ class Recipients:
 
     def columns(self, rows: TokenColumns) -> Columns:
         """The rows of a step that have recipients; copies, as they are kept."""
-        tokens, logprobs, positions = rows.tokens, rows.logprobs, rows.positions
-        if self._order is not None:
-            tokens, logprobs = tokens[self._order], logprobs[self._order]
-            positions = positions[self._order]
-        return Columns(self, tokens.astype("<u4"), logprobs.astype("<f8"), positions.astype("<u4"))
+        tokens, logprobs, positions, texts = rows.tokens, rows.logprobs, rows.positions, rows.texts
+        order = self._order
+        if order is not None:
+            tokens, logprobs, positions = tokens[order], logprobs[order], positions[order]
+            if texts is not None:
+                texts = [texts[row] for row in order.tolist()]
+        u32 = tokens.astype("<u4"), positions.astype("<u4")
+        return Columns(self, u32[0], logprobs.astype("<f8"), u32[1], texts)
 
     @property
     def links(self) -> Collection[int]:
@@ -120,9 +137,11 @@ class Recipients:
         bodies = []
         parts = self._parts[link]
         for part in parts:
-            first, end, form = part.first, part.end, part.form
+            first, end, form = part.first, part.entries, part.form
             beside = entries.pop((part.session, form), []) if entries else []
             if form == "columns":
+                if end < part.end:
+                    beside = self.entries(columns, end, part.end) + beside
                 body = ColumnsBody(
                     streams=part.streams,
                     tokens=tokens[4 * first : 4 * end],
@@ -131,22 +150,25 @@ class Recipients:
                     seqs=part.seqs,
                     entries=beside,
                 )
+                if part.texts and columns.texts is not None:
+                    body.texts = columns.texts[first:end]
                 bodies.append(encode_body(body, "msgpack"))
             else:
-                bodies.append(encode_body(self._entries(columns, first, end) + beside, form))
+                bodies.append(encode_body(self.entries(columns, first, end) + beside, form))
         if not entries and not finished:
             return [b"TOKEN", self._heads[link], *bodies]
         sessions = [part.session for part in parts] + [session for session, _ in entries]
         return [b"TOKEN", encode_token_header(sessions, finished), *bodies, *entry_bodies(entries)]
 
-    def _entries(self, columns: Columns, first: int, end: int) -> list[Token]:
-        """Rows as entries, for a client that takes no columns."""
+    def entries(self, columns: Columns, first: int, end: int) -> list[Token]:
+        """The rows from ``first`` to ``end`` as entries."""
         rows = zip(
             self._ids[first:end].tolist(),
             columns.tokens[first:end].tolist(),
             columns.logprobs[first:end].tolist(),
             columns.positions[first:end].tolist(),
             self.seqs[first:end].tolist(),
+            columns.texts[first:end] if columns.texts is not None else [None] * (end - first),
             strict=True,
         )
         return [plain_entry(*row) for row in rows]
@@ -163,3 +185,17 @@ class Recipients:
             for stream, rows in self.streams.items():
                 stream.num_tokens += steps * rows
                 stream.sent_at = self.sent_at
+
+
+def _in_entries(rows: list[tuple[int, Stream]], sequences: list[Sequence]) -> int:
+    """How many rows of a session have text that its client takes in entries only: they go to the
+    end."""
+
+    def in_entries(row: tuple[int, Stream]) -> bool:
+        place, stream = row
+        return stream.columns and sequences[place].with_text and not stream.texts
+
+    if not rows[0][1].columns or not any(map(in_entries, rows)):
+        return 0
+    rows.sort(key=in_entries)
+    return sum(map(in_entries, rows))

@@ -10,6 +10,10 @@ from .sampler import NAN, Sampled, Scores
 from .scheduler import Chunk
 from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
 from .sequences import LiveSequences
+from .text import Text
+
+Pushed = Text | Exception
+"""What a token added to its sequence's text, or why it cannot be decoded."""
 
 
 class Results:
@@ -33,12 +37,15 @@ class Results:
             others = {s.request for s in sequences}
             if in_columns:
                 others = self._others(sequences, sampled)
+        pushed: dict[int, Pushed] = {}
+        if in_columns and batch.with_text:
+            pushed = _push_texts(batch, sampled.tokens, others)
         for i in rows.masks:
             sequences[i].mask = None
         if not others:
             for sequence, token in zip(sequences, sampled.tokens, strict=True):
                 sequence.tokens.append(token)
-            return _columns(sequences, rows, sampled)
+            return _columns(sequences, rows, sampled, pushed)
         plain: list[int] = []
         for i, sequence in enumerate(sequences):
             if sequence.request not in others:
@@ -47,10 +54,10 @@ class Results:
             elif i in sampled.errors:
                 self._live.fail(sequence, sampled.errors[i])
             else:
-                self._append(i, sequence, rows, sampled)
+                self._append(i, sequence, rows, sampled, pushed.get(i))
         if not plain:
             return None
-        return _columns(sequences, rows, sampled).of(plain)
+        return _columns(sequences, rows, sampled, pushed).of(plain)
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
         """The log-probabilities of the tokens that follow a chunk's rows become outputs."""
@@ -95,16 +102,50 @@ class Results:
         )
         return others
 
-    def _append(self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled) -> None:
-        """Appends the token of row i, with all that there is to report of it."""
+    def _append(
+        self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled, pushed: Pushed | None
+    ) -> None:
+        """Appends the token of row i, with all that there is to report of it. ``pushed``: its text,
+        if that was taken before."""
+        if isinstance(pushed, Exception):
+            self._live.fail_text(sequence, pushed)
+            return
         token, logprob = sampled.tokens[i], sampled.logprobs[i]
         top = sampled.top.get(i) or {token: logprob}
         inspected = None
         if sequence.inspect:
             inspected = Inspected(sampled.allowed.get(i), sampled.cut.get(i, ()))
-        self._live.append(sequence, token, logprob, top, inspected=inspected)
+        self._live.append(sequence, token, logprob, top, inspected=inspected, pushed=pushed)
 
 
-def _columns(sequences: list[Sequence], rows: Rows, sampled: Sampled) -> TokenColumns:
+def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:
+    """The text of each row of a request that is not among ``others``. Requests whose text ends
+    with this step, or cannot be decoded, are added to these."""
+    pushed: dict[int, Pushed] = {}
+    for i in batch.with_text:
+        sequence = batch.sequences[i]
+        if sequence.text is None or sequence.request in others:
+            continue
+        try:
+            text = pushed[i] = sequence.text.push(tokens[i])
+        except Exception as error:
+            pushed[i] = error
+            others.add(sequence.request)
+            continue
+        if text.stop:
+            others.add(sequence.request)
+    return pushed
+
+
+def _columns(
+    sequences: list[Sequence], rows: Rows, sampled: Sampled, pushed: dict[int, Pushed]
+) -> TokenColumns:
     tokens, logprobs = sampled.numbers
-    return TokenColumns(sequences, tokens.astype(np.int64), logprobs, rows.positions)
+    columns = TokenColumns(sequences, tokens.astype(np.int64), logprobs, rows.positions)
+    if pushed:
+        texts: list[str | None] = [None] * len(sequences)
+        for i, text in pushed.items():
+            if isinstance(text, Text) and sequences[i].with_text:
+                texts[i] = text.certain
+        columns.texts = texts
+    return columns

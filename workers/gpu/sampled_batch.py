@@ -18,6 +18,8 @@ class SampledBatch:
         self.num_prompt = ints(s.num_prompt for s in sequences)
         self.gives_columns = all(s.gives_columns for s in sequences)
         """Whether all of them may be reported in columns."""
+        self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
+        """The rows whose tokens are decoded to text."""
         self._inspected = [i for i, s in enumerate(sequences) if s.inspect]
         self._limits = ints(s.max_length - s.num_prompt for s in sequences)
 

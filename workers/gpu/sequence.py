@@ -158,7 +158,7 @@ class Sequence:
     @property
     def gives_columns(self) -> bool:
         """Whether its tokens are reported in columns, but for the last."""
-        return self.text is None and not self.inspect and not self.sampling.top_logprobs
+        return not (self.inspect or self.sampling.top_logprobs)
 
     @property
     def ends_with_next(self) -> bool:
@@ -191,8 +191,8 @@ class Sequence:
 class TokenColumns:
     """Tokens that are nothing but a token, of one step: row i is the token of ``sequences[i]``.
 
-    None of them has text, an end, an error or a fork with it, and none asks for ``inspect`` or the
-    most likely tokens. All columns have the same length.
+    None of them has an end, an error or a fork with it, and none asks for ``inspect`` or the most
+    likely tokens. All columns have the same length.
     """
 
     sequences: list[Sequence]
@@ -203,6 +203,8 @@ class TokenColumns:
     """float64."""
     positions: np.ndarray
     """int64: as ``TokenOutput.pos``."""
+    texts: list[str | None] | None = None
+    """As ``TokenOutput.text``; None where no row has any."""
 
     @property
     def requests(self) -> set[int]:
@@ -222,14 +224,16 @@ class TokenColumns:
             self.tokens[rows],
             self.logprobs[rows],
             self.positions[rows],
+            [self.texts[i] for i in rows] if self.texts is not None else None,
         )
 
     def __iter__(self) -> Iterator[TokenOutput]:
         """The rows as outputs."""
         columns = (self.tokens.tolist(), self.logprobs.tolist(), self.positions.tolist())
-        for s, token, logprob, pos in zip(self.sequences, *columns, strict=True):
+        texts = self.texts or [None] * len(self.sequences)
+        for s, token, logprob, pos, text in zip(self.sequences, *columns, texts, strict=True):
             top = {token: logprob}
-            yield TokenOutput(s.request, s.seq, token, logprob, pos, None, top)
+            yield TokenOutput(s.request, s.seq, token, logprob, pos, None, top, text)
 
 
 @dataclass(slots=True)

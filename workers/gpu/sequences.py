@@ -15,6 +15,7 @@ from .pending_step import PendingStep
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import MAX_SEQ, Inspected, Sequence, TokenOutput
+from .text import Text
 
 log = logging.getLogger(__name__)
 
@@ -241,9 +242,10 @@ class LiveSequences:
         top: dict[int, float] | None = None,
         backtrack: int = 0,
         inspected: Inspected | None = None,
+        pushed: Text | None = None,
     ) -> bool:
         """Appends a token to its sequence, and ends the sequence where a stop or its length is
-        reached; whether it is still alive."""
+        reached; whether it is still alive. ``pushed``: its text, if that was taken already."""
         pos = sequence.num_generated
         reason: FinishReason | None = None
         shortened = False
@@ -256,7 +258,8 @@ class LiveSequences:
         text = None
         if sequence.text is not None:
             try:
-                pushed = sequence.text.push(token)
+                if pushed is None:
+                    pushed = sequence.text.push(token)
                 text = pushed.certain
                 found = pushed.stop
                 if reason is not None and not found:

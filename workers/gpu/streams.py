@@ -49,6 +49,14 @@ class Move(NamedTuple):
         )
 
 
+class SentRows(NamedTuple):
+    """Rows of columns that were sent of a stream."""
+
+    rows: np.ndarray
+    texts: list[str | None] | None
+    """Of each row; None where no row has one."""
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """A request of a client, as the worker that runs it knows it."""
@@ -62,6 +70,8 @@ class Stream:
     """Sequences that have not ended."""
     columns: bool = False
     """Whether its client takes tokens in columns."""
+    texts: bool = False
+    """Whether it takes columns with texts."""
     link: int = 0
     """The link to the broker that its client is at."""
     type: bytes = b"GENERATE"
@@ -81,7 +91,7 @@ class Stream:
     """Tokens that were sent."""
     entries: list[tuple[int, list[Token]]] = field(default_factory=list)
     """What was sent as entries, and in which message (``history.py``)."""
-    rows: list[np.ndarray] = field(default_factory=list)
+    rows: list[SentRows] = field(default_factory=list)
     """What was sent in columns (``history.py``)."""
     trace: str = ""
     operation: str = "text_completion"
@@ -114,6 +124,12 @@ class Stream:
         """The form of its tokens."""
         return "columns" if self.columns else self.encoding
 
+    @property
+    def flags(self) -> int:
+        """What its client takes, as flags of a header."""
+        msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
+        return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
+
     def restore(self, sent: list[Token], move: Move, moves: int) -> None:
         """It began at another worker, which has sent these entries. ``moves``: how often it has
         moved."""
@@ -130,6 +146,7 @@ class Stream:
         """Its client takes what these flags of a header say."""
         self.encoding = "msgpack" if flags & Flag.MSGPACK else "json"
         self.columns = bool(flags & Flag.COLUMNS)
+        self.texts = bool(flags & Flag.TEXTS)
 
 
 BySession = dict[tuple[int, Form], list[Token]]
@@ -178,17 +195,14 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
 def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
     """All of a stream, for a broker that was restarted or out of reach: its request and what was
     sent."""
-    flags = (Flag.MSGPACK if stream.encoding == "msgpack" else 0) | (
-        Flag.COLUMNS if stream.columns else 0
-    )
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,
         ended=stream.live == 0,
         moves=stream.moves,
     )
-    head = encode_header(stream.request, stream.session, flags)
-    sent = encode_body(pack_columns(entries), "msgpack")
+    head = encode_header(stream.request, stream.session, stream.flags)
+    sent = encode_body(pack_columns(entries, texts=True), "msgpack")
     return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
 
 

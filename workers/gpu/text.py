@@ -97,33 +97,70 @@ def _overlap(text: str, stop: str) -> int:
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
     """A function that makes a sequence's detokenizer from its prompt, by the kind of tokenizer."""
-    table = _byte_table(tokenizer)
-    if table is not None:
-        known = table
-        return lambda prompt: ByteDetokenizer(known)
+    found = _byte_table(tokenizer)
+    if found is not None:
+        table = ByteTable.of(found)
+        return lambda prompt: ByteDetokenizer(table)
     return lambda prompt: WindowDetokenizer(tokenizer, prompt)
+
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteTable(NamedTuple):
+    """A byte-level vocabulary."""
+
+    tokens: Sequence[bytes]
+    whole: Sequence[str | None]
+    """The text of each token; None where it has parts of a character, or no character at all."""
+
+    @classmethod
+    def of(cls, found: Sequence[bytes]) -> ByteTable:
+        """The table of these tokens."""
+        return cls(found, [_whole(token) for token in found])
+
+
+def _whole(token: bytes) -> str | None:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class ByteDetokenizer:
     """For byte-level vocabularies (GPT-2's kind): each token is a string of bytes."""
 
-    def __init__(self, table: Sequence[bytes]) -> None:
+    def __init__(self, table: ByteTable) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole = table.whole
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """While a character is incomplete."""
 
     def push(self, token: int) -> str:
         """The characters that are complete."""
-        # A model's vocabulary may be padded beyond its tokenizer's.
-        return self._decoder.decode(self._table[token] if token < len(self._table) else b"")
+        decoder = self._decoder
+        if decoder is None:
+            # A model's vocabulary may be padded beyond its tokenizer's.
+            text = self._whole[token] if token < len(self._whole) else ""
+            if text is not None:
+                return text
+            decoder = self._decoder = _utf8("replace")
+        text = decoder.decode(self._table.tokens[token] if token < len(self._whole) else b"")
+        if not decoder.getstate()[0]:
+            self._decoder = None
+        return text
 
     def finish(self) -> str:
         """A character that stayed incomplete, as a replacement character."""
-        return self._decoder.decode(b"", True)
+        decoder, self._decoder = self._decoder, None
+        return decoder.decode(b"", True) if decoder is not None else ""
 
     def fork(self) -> ByteDetokenizer:
         """A second one in the same state."""
         copy = ByteDetokenizer(self._table)
-        copy._decoder.setstate(self._decoder.getstate())
+        if self._decoder is not None:
+            copy._decoder = _utf8("replace")
+            copy._decoder.setstate(self._decoder.getstate())
         return copy
 
 

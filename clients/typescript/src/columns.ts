@@ -17,6 +17,8 @@ export interface TokenColumns {
   readonly p?: Uint8Array;
   /** Sequences, u32 each; absent where all of them are 0. */
   readonly q?: Uint8Array;
+  /** Texts, null where an entry has none; absent where no row has any. */
+  readonly x?: readonly (string | null)[];
   readonly e?: readonly Parameters<typeof readToken>[0][];
 }
 
@@ -28,13 +30,16 @@ export class Row {
     readonly logprob: number,
     readonly pos: number,
     readonly seq: number,
+    readonly text: string | null = null,
   ) {}
 
   /** The entry that this row stands for. */
   entry(): Token {
     const { stream_id, token, logprob, pos, seq } = this;
     const top_logprobs = { [token]: logprob };
-    return readToken({ stream_id, token, logprob, finish_reason: null, top_logprobs, pos, seq });
+    const text = this.text === null ? {} : { text: this.text };
+    const entry = { stream_id, token, logprob, finish_reason: null, top_logprobs, pos, seq };
+    return readToken({ ...entry, ...text });
   }
 }
 
@@ -46,13 +51,14 @@ const NONE = new Uint8Array(0);
  */
 export function readColumns(body: TokenColumns): (Row | Token)[] {
   const found: (Row | Token)[] = [];
-  const { s = NONE, t = NONE, l = NONE, p = NONE, q = NONE, e = [] } = body;
+  const { s = NONE, t = NONE, l = NONE, p = NONE, q = NONE, x = [], e = [] } = body;
   const rows = s.length / 8;
   const seqs = q.length > 0;
   if (
     !Number.isInteger(rows) ||
     [t, p, seqs ? q : t].some((column) => column.length !== 4 * rows) ||
-    l.length !== 8 * rows
+    l.length !== 8 * rows ||
+    (x.length > 0 && x.length !== rows)
   ) {
     throw new RangeError("the columns of a TOKEN do not have the same length");
   }
@@ -69,6 +75,7 @@ export function readColumns(body: TokenColumns): (Row | Token)[] {
         logprobs.getFloat64(8 * row, true),
         positions.getUint32(4 * row, true),
         seqs ? numbers.getUint32(4 * row, true) : 0,
+        x[row] ?? null,
       ),
     );
   }

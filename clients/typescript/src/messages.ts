@@ -139,7 +139,8 @@ export interface Hello {
   /**
    * Optional features of the client: `ping` (it sends PING, and its session may expire); `bodies`
    * (it takes several bodies in one TOKEN); `columns` (it takes TOKEN in columns, which are only
-   * sent in msgpack); `recover` (it knows `Welcome.recovering`).
+   * sent in msgpack); `text_columns` (with columns: it takes rows with text); `recover` (it knows
+   * `Welcome.recovering`).
    */
   readonly capabilities?: readonly string[] | undefined;
 }

@@ -74,7 +74,7 @@ export class GeneratedSequence {
       this.tokens.push(entry.token);
       this.logprobs.push(entry.logprob);
       this.#top_logprobs.push(null);
-      this.texts.push("");
+      this.texts.push(entry.text ?? "");
       return;
     }
     if (entry.backtrack > 0) {

@@ -118,7 +118,7 @@ export class Session {
           session: this.#token ?? undefined,
           elsewhere: (this.several && this.#token !== null) || undefined,
           client: "tokenbus-typescript",
-          capabilities: ["ping", "bodies", "columns", "recover"],
+          capabilities: ["ping", "bodies", "columns", "text_columns", "recover"],
         },
       },
     ];

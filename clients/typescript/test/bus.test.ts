@@ -142,7 +142,7 @@ overEachTransport((test, address) => {
     for await (const entry of left) if (entry.pos === 2) break;
     assert.equal(left.sequences[0]?.tokens.length, 3);
 
-    const cancelled = client.generate(PROMPT, LONG);
+    const cancelled = client.generate(PROMPT, { ...LONG, n: 64 });
     await cancelled.next();
     const rest = cancelled.wait();
     cancelled.cancel();
@@ -150,7 +150,7 @@ overEachTransport((test, address) => {
     assert.deepEqual(await cancelled.next(), { done: true, value: undefined });
 
     const controller = new AbortController();
-    const aborted = client.generate(PROMPT, { ...LONG, signal: controller.signal });
+    const aborted = client.generate(PROMPT, { ...LONG, n: 64, signal: controller.signal });
     await aborted.next();
     controller.abort(new Error("enough"));
     await assert.rejects(aborted.text(), /enough/);
@@ -316,7 +316,7 @@ overEachTransport((test, address) => {
 
   test("a client that was closed ends its streams and takes no call", async (t) => {
     const client = clientOf(t, address);
-    const stream = client.generate(PROMPT, LONG);
+    const stream = client.generate(PROMPT, { ...LONG, n: 64 });
     await stream.next();
     client.close();
     await assert.rejects(stream.wait(), ConnectionLostError);

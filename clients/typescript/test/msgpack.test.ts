@@ -125,6 +125,22 @@ test("the rows of columns are entries, and several bodies are several messages",
   assert.deepEqual([first?.logprob, first?.finish_reason, first?.parent], [-0.5, null, null]);
 });
 
+test("a row has the text that stands for it, if any does", () => {
+  const rows = [
+    column("s", "u64", [1, 2, 3]),
+    column("t", "u32", [5, 6, 7]),
+    column("l", "f64", [-1, -1, -1]),
+    column("p", "u32", [0, 0, 0]),
+  ];
+  const texts = bytes(0xa1, "x", 0x93, 0xa2, "ho", 0xc0, 0xa0);
+  const [message] = decodeMessages("TOKEN", bytes(0x85, ...rows, texts));
+  assert.ok(message?.type === "TOKEN");
+  const read = message.body.map((one) => (one instanceof Row ? one.entry() : one).text);
+  assert.deepEqual(read, ["ho", undefined, ""]);
+  const short = bytes(0xa1, "x", 0x91, 0xa0);
+  assert.deepEqual(decodeMessages("TOKEN", bytes(0x85, ...rows, short)), []);
+});
+
 test("columns that do not have the same length are left out", () => {
   const short = bytes(
     0x84,

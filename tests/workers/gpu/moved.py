@@ -75,10 +75,10 @@ class Moving:
         self.messages = token_messages(whole)
         self.buffers = whole.sent(b"BUFFER")
 
-    def check(self, cut: int, overlap: bool = False) -> None:
+    def check(self, cut: int, overlap: bool = False, compiled: bool = False) -> None:
         """Moves the stream after ``cut`` of its messages: its client gets what it got without."""
         before = self.messages[:cut]
-        second = Loop(self._folder, self._loaded, overlap=overlap)
+        second = Loop(self._folder, self._loaded, overlap=overlap, compiled=compiled)
         flags = self._flags | Flag.MOVED
         give(second, self._kind, self._body, flags, transcript(before))
         finish(second)

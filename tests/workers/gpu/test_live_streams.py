@@ -3,11 +3,14 @@ be encoded."""
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from tokenbus.protocol.bodies import Encoding, decode_as, unpack_tokens
 from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
 from tokenbus.protocol.header import Flag, decode_header, decode_manifest
@@ -34,7 +37,7 @@ class Sent:
         for request in requests:
             encoding: Encoding = "json" if form == "json" else "msgpack"
             stream = Stream(request, 100 + request, request, encoding, "m", live)
-            stream.columns = form == "columns"
+            stream.columns = stream.texts = form == "columns"
             stream.usage = PromptUsage(9, 4)
             self.streams.add(stream)
 
@@ -50,6 +53,12 @@ class Sent:
                         found.setdefault(entry.stream_id, []).append(entry)
         return found
 
+    def columns(self) -> list[TokenColumns]:
+        """The bodies in columns."""
+        bodies = [b for frames in self.frames if frames[0] == b"TOKEN" for b in frames[2:]]
+        decoded = [decode_as(TokenBody, body) for body in bodies]
+        return [body for body in decoded if isinstance(body, TokenColumns)]
+
 
 def entries_of(body: bytes) -> list[Token]:
     decoded: TokenBody = decode_as(TokenBody, body)
@@ -57,9 +66,13 @@ def entries_of(body: bytes) -> list[Token]:
 
 
 class Batch:
-    """What an engine gives, for sequences of which a test says in which steps they are."""
+    """What an engine gives, for sequences of which a test says in which steps they are.
 
-    def __init__(self) -> None:
+    Those of the requests ``with_text`` have text, which is empty in every third step.
+    """
+
+    def __init__(self, with_text: Set[int] = frozenset()) -> None:
+        self._with_text = with_text
         self._sequences: dict[tuple[int, int], Sequence] = {}
         self._last: list[Sequence] = []
 
@@ -69,13 +82,21 @@ class Batch:
             return None
         sequences = []
         for key in keys:
-            sequences.append(self._sequences.setdefault(key, Sequence(*key, [1], 1, Sampling(), 9)))
+            new = Sequence(*key, [1], 1, Sampling(), 9, with_text=key[0] in self._with_text)
+            sequences.append(self._sequences.setdefault(key, new))
             sequences[-1].tokens.append(token)
         if sequences != self._last:
             self._last = sequences
         positions = np.array([s.num_generated - 1 for s in self._last])
         logprobs = np.array([-1 / (3 + p) for p in positions.tolist()])
-        return sequence.TokenColumns(self._last, token + positions, logprobs, positions)
+        texts = [f"{p} é" * (p % 3) if s.with_text else None for s, p in self._at()]
+        columns = sequence.TokenColumns(self._last, token + positions, logprobs, positions)
+        if any(text is not None for text in texts):
+            columns.texts = texts
+        return columns
+
+    def _at(self) -> list[tuple[Sequence, int]]:
+        return [(s, s.num_generated - 1) for s in self._last]
 
 
 def output(request: int, **more: object) -> TokenOutput:
@@ -118,6 +139,8 @@ STEPS = st.lists(
     max_size=12,
 )
 """Which sequences each step has; and which of the requests has its outputs as entries."""
+WITH_TEXT = st.sets(st.integers(1, 4))
+"""Which requests have text."""
 
 
 @pytest.fixture
@@ -126,10 +149,12 @@ def sorted_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "SORTED_AFTER", 2)
 
 
-def play(sent: Sent, steps: list[tuple[set[tuple[int, int]], int]]) -> None:
+def play(
+    sent: Sent, steps: list[tuple[set[tuple[int, int]], int]], with_text: Set[int] = frozenset()
+) -> None:
     """Sends steps: rows but for one request, whose outputs are entries; it ends where the number
     is low."""
-    batch = Batch()
+    batch = Batch(with_text)
     over: set[int] = set()
     for keys, number in steps:
         alone = number % 8
@@ -142,19 +167,27 @@ def play(sent: Sent, steps: list[tuple[set[tuple[int, int]], int]]) -> None:
         sent.streams.send(StepOutputs(others, columns))
 
 
-@given(STEPS, st.lists(st.sampled_from(["json", "msgpack", "columns"]), min_size=4, max_size=4))
+FORMS = st.sampled_from(["json", "msgpack", "columns"])
+
+
+@given(STEPS, st.lists(FORMS, min_size=4, max_size=4), WITH_TEXT, st.booleans())
 def test_every_form_gives_a_client_the_same_entries(
-    steps: list[tuple[set[tuple[int, int]], int]], forms: list[Form]
+    steps: list[tuple[set[tuple[int, int]], int]],
+    forms: list[Form],
+    with_text: set[int],
+    takes_texts: bool,
 ) -> None:
     plain, mixed = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4)
     for stream, form in zip(mixed.streams, forms, strict=True):
         stream.session = 100  # All of them are of one client, or of one in each form.
         stream.encoding, stream.columns = ("json" if form == "json" else "msgpack"), False
         stream.columns = form == "columns"
+        stream.texts = stream.columns and takes_texts
         stream.session += ["json", "msgpack", "columns"].index(form)
-    play(plain, steps)
-    play(mixed, steps)
+    play(plain, steps, with_text)
+    play(mixed, steps, with_text)
     assert mixed.entries() == plain.entries()
+    assert takes_texts or not any(body.texts for body in mixed.columns())
     assert mixed.released == plain.released
     for sent in (plain, mixed):
         sent.streams._dissolve()
@@ -166,13 +199,13 @@ def test_every_form_gives_a_client_the_same_entries(
         assert [e.prompt_tokens for e in got[:1]] == [9] * len(got[:1])
 
 
-@given(steps=STEPS, received=st.integers(0, 9))
+@given(steps=STEPS, received=st.integers(0, 9), with_text=WITH_TEXT)
 @pytest.mark.usefixtures("sorted_early")
 def test_a_client_that_attaches_gets_what_it_has_missed(
-    steps: list[tuple[set[tuple[int, int]], int]], received: int
+    steps: list[tuple[set[tuple[int, int]], int]], received: int, with_text: set[int]
 ) -> None:
     sent = Sent(1, 2, 3, 4, form="columns")
-    play(sent, steps)
+    play(sent, steps, with_text)
     got = sent.entries()
     for stream in list(sent.streams):
         sent.frames.clear()
@@ -184,13 +217,13 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
         assert missed == got.get(stream.request, [])[received:]
 
 
-@given(steps=STEPS)
+@given(steps=STEPS, with_text=WITH_TEXT)
 @pytest.mark.usefixtures("sorted_early")
 def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_ended(
-    steps: list[tuple[set[tuple[int, int]], int]],
+    steps: list[tuple[set[tuple[int, int]], int]], with_text: set[int]
 ) -> None:
     sent = Sent(1, 2, 3, 4, form="columns")
-    play(sent, steps)
+    play(sent, steps, with_text)
     got, live = sent.entries(), {stream.request for stream in sent.streams}
     reported = {stream.request: stream for stream in sent.streams.reported()}
     assert reported.keys() == {1, 2, 3, 4}
@@ -303,3 +336,44 @@ def test_intervals_between_tokens_are_counted_for_each_row() -> None:
     assert sum(metrics.first_token_s.counts) == 2
     assert sum(metrics.between_tokens_s.counts) == 2 * 5
     assert metrics._generation_sizes.total == 2 * 6
+
+
+def test_a_text_that_cannot_be_encoded_ends_its_own_stream_only() -> None:
+    """A tokenizer written in Python may give half of a surrogate pair."""
+    sent = Sent(1, 2, 3, 4, form="columns")
+    batch = Batch(with_text={1, 2})
+    keys = ((1, 0), (2, 0), (2, 1), (3, 0))
+    for _ in range(2):
+        sent.streams.send(StepOutputs([], batch.rows(*keys)))
+    sent.frames.clear()
+    rows = batch.rows(*keys)
+    assert rows is not None
+    rows.texts = ["a", "b", "\ud800", None]
+    sent.streams.send(StepOutputs([output(4, finish_reason="length")], rows))
+    assert [frames[0] for frames in sent.frames].count(b"ERROR") == 1
+    got = sent.entries()
+    assert [(e.token, e.text) for e in got[3]] == [(7, UNSET)]
+    assert [e.text for e in got[1]] == ["a"]
+    assert [e.finish_reason for e in got[4]] == ["length"]
+    assert sorted(sent.released) == [2, 4]
+    assert [stream.request for stream in sent.streams] == [1, 3]
+
+
+def test_text_goes_in_rows_to_clients_that_take_it_there() -> None:
+    sent = Sent(1, 2, form="columns")
+    for stream in sent.streams:
+        stream.session = 100
+    batch = Batch(with_text={1})
+    for _ in range(3):
+        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    *_, last = sent.columns()
+    assert (last.texts, last.entries) == (["2 é2 é", None], [])
+    for stream in sent.streams:
+        stream.texts = False
+    sent.streams._dissolve()
+    sent.frames.clear()
+    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    [body] = sent.columns()
+    assert (body.texts, len(body.streams)) == ([], 8)
+    [entry] = body.entries
+    assert (entry.stream_id, entry.text) == (1, "")

@@ -58,7 +58,7 @@ GENERATE = st.fixed_dictionaries(
 @settings(max_examples=examples(10), suppress_health_check=ANY)
 @given(
     body=GENERATE,
-    columns=st.booleans(),
+    form=st.sampled_from([0, Flag.COLUMNS, Flag.COLUMNS | Flag.TEXTS]),
     overlap=st.booleans(),
     data=st.data(),
 )
@@ -66,11 +66,11 @@ def test_a_generation_moves_after_any_message(
     tmp_path: Path,
     embedded: LoadedModel,
     body: dict[str, Any],
-    columns: bool,
+    form: int,
     overlap: bool,
     data: st.DataObject,
 ) -> None:
-    moving = Moving(tmp_path, embedded, b"GENERATE", body, Flag.COLUMNS if columns else 0)
+    moving = Moving(tmp_path, embedded, b"GENERATE", body, form)
     moving.check(data.draw(st.integers(0, len(moving.messages)), "cut"), overlap)
 
 

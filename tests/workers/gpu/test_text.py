@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tokenbus.workers.gpu.embedded import path
 from tokenbus.workers.gpu.text import (
     ByteDetokenizer,
+    ByteTable,
+    Detokenizer,
     TextStream,
     WindowDetokenizer,
     detokenizers,
@@ -23,7 +25,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], bool]:
     """What each byte of a text brings, and whether it was stopped."""
-    stream = TextStream(ByteDetokenizer(TABLE), stop)
+    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop)
     output = []
     for byte in text.encode():
         piece = stream.push(byte)
@@ -62,9 +64,27 @@ def test_what_could_begin_a_stop_string_is_held_back() -> None:
 
 
 def test_a_character_that_stays_incomplete_is_shown_as_a_replacement() -> None:
-    stream = TextStream(ByteDetokenizer(TABLE))
+    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)))
     assert stream.push("é".encode()[0]).certain == ""
     assert stream.finish().certain == "�"
+
+
+PARTS = [*TABLE, "é".encode(), b"ab", b"\xff\xfe", b"", b"a\xc3", b"\xa9b"]
+
+
+@given(st.lists(st.integers(0, len(PARTS)), max_size=30), st.integers(0, 30))
+def test_any_bytes_are_decoded_as_a_decoder_of_the_whole_does(tokens: list[int], at: int) -> None:
+    """A fork goes on from where it was made; a token beyond the table has no text."""
+    detokenizer: Detokenizer = ByteDetokenizer(ByteTable.of(PARTS))
+    found = ""
+    for i, token in enumerate(tokens):
+        if i == at:
+            left, detokenizer = detokenizer, detokenizer.fork()
+            left.push(0xF0)
+        found += detokenizer.push(token)
+    whole = b"".join(PARTS[token] for token in tokens if token < len(PARTS))
+    assert found + detokenizer.finish() == whole.decode(errors="replace")
+    assert detokenizer.push(ord("a")) == "a"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,93 @@
+"""Through torch.compile every stream is the same: with steps in turn or overlapping, with drafts,
+steered, and where it goes on at another worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenbus.protocol.header import Flag
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu import worker as worker_module
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from torch import _dynamo as dynamo
+
+from . import shapes
+from .moved import Moving
+from .steered import one_thread
+from .test_overlap import loaded_with_everything, run, steered
+from .test_speculation import REQUESTS, accepted, check_same, drained, eager, prompts, sampling_of
+
+pytestmark = pytest.mark.process
+"""Each process that runs one of these starts a C++ compiler."""
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[LoadedModel]:
+    # Else what has been compiled too often would run as it is.
+    with one_thread(), dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield load_model("embedded")
+
+
+def make(embedded: LoadedModel, compiled: bool, **config: Any) -> Engine:
+    config = {"kv_cache_bytes": 32 * 2**20} | config
+    return Engine(embedded, EngineConfig(compiled=compiled, **config))
+
+
+def test_greedy_tokens_are_those_of_the_model_itself(embedded: LoadedModel) -> None:
+    given = shapes.prompts(4, 60, 4096)
+    engine = make(embedded, compiled=True)
+    for number, prompt in enumerate(given):
+        engine.add(number, prompt, Sampling(max_tokens=10, ignore_eos=True))
+    outputs = run(engine)
+    assert dynamo.utils.counters["stats"]["calls_captured"] > 0
+    for number, prompt in enumerate(given):
+        got = [o.token for o in outputs if o.request == number and o.token is not None]
+        wanted = shapes.greedy(embedded.model, prompt, 10)
+        assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+
+
+def test_everything_at_once_gives_the_same(embedded: LoadedModel, overlap: bool) -> None:
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 40,
+        "kv_cache_bytes": 2**20,
+    }
+    plain = loaded_with_everything(make(embedded, compiled=False, **sizes))
+    engine = make(embedded, compiled=True, overlap=overlap, **sizes)
+    plain.check(loaded_with_everything(engine))
+    assert engine.stats()["preemptions"] > 0
+
+
+def test_steered_sequences_give_the_same(embedded: LoadedModel, overlap: bool) -> None:
+    plain = steered(make(embedded, compiled=False))
+    plain.check(steered(make(embedded, compiled=True, overlap=overlap)))
+
+
+def test_drafts_change_nothing(embedded: LoadedModel, overlap: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        engine = make(embedded, compiled, speculation=compiled, overlap=compiled and overlap)
+        eager(engine)
+        for i, prompt in enumerate(prompts(embedded)):
+            for j, name in enumerate(REQUESTS):
+                sampling = sampling_of(embedded, **REQUESTS[name])
+                engine.add(100 * i + j, prompt, sampling, text=True)
+        found.append(drained(engine))
+    check_same(*found)
+    assert accepted(engine) > 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_stream_moves_to_a_worker_that_compiles(
+    tmp_path: Path, embedded: LoadedModel, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_S", 0.0)
+    body = {"prompt": "def add(a, b):\n", "max_tokens": 12, "n": 2, "seed": 3, "temperature": 1.0}
+    moving = Moving(
+        tmp_path, embedded, b"GENERATE", {**body, "text": True}, Flag.COLUMNS | Flag.TEXTS
+    )
+    moving.check(cut, compiled=True)
