@@ -11,7 +11,7 @@ GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 NATIVE := $(wildcard workers/gpu/native/*.c workers/gpu/native/*.h)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-long fuzz chaos ray lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long fuzz chaos ray lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -50,6 +50,10 @@ test: install
 # What starts no process, in about 85 seconds on two cores.
 test-quick: install
 	$(PYTEST) -m 'not process' $(ARGS)
+
+# All of them, while random processes of theirs are stopped for random times: make test-paused SEED=7.
+test-paused: install
+	$(PY) -m tests.pauses --seed $(SEED) $(PYTEST) $(ARGS)
 
 # The property tests, with twenty times the examples.
 test-long: install

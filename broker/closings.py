@@ -3,7 +3,8 @@
 A ROUTER does not report this: a send to the peer fails from then on, but which peer it is shows
 only there. libzmq's monitor reports that some connection has closed at once, with a descriptor that
 no peer can be found by. So this has all workers sent something then (``probe``), which fails for
-the one that is gone. The monitor's event may come before a send fails, so it is done again.
+the one that is gone. The monitor's event may come before a send fails, by as long as ZeroMQ's
+thread waits for a core, so it is done again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
-PROBES_S = (0.0, 0.01, 0.1)
+PROBES_S = (0.0, 0.01, 0.1, 1.0)
 """When workers are sent something after a connection has closed: each so long after the one before.
 Connections that close meanwhile begin the series again, and cause no more than one in the shortest
 of these intervals."""

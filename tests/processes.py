@@ -40,15 +40,17 @@ def clean_environment(**settings: object) -> dict[str, str]:
     """The environment without the user's own settings, and with these ones."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings.setdefault("http", "none")  # Else all would share one port.
+    if "front" in settings:
+        settings.setdefault("command_timeout_s", 60)  # A broker is there, and may be slow.
     return own | {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Waits until ``condition`` holds; fails the test where it does not in time."""
+def until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Waits until ``condition`` holds; else fails the test, and says ``what``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
+            pytest.fail(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 

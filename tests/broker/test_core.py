@@ -202,13 +202,18 @@ def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> N
         out = bench.broker.on_client(peer_of(name), frames, bench.now, "")
         welcome = msgspec.msgpack.decode(out[0].frames[1]) if hello else {}
         bench.client(name, "GENERATE", generate(stream))
-        return [c for c in welcome.get("capabilities", []) if c == "columns"]
+        return [c for c in welcome.get("capabilities", []) if c in ("columns", "text_columns")]
 
     both = Flag.MSGPACK | Flag.COLUMNS
     assert begin("columns", 1, encodings=["msgpack"]) == ["columns"]
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == both
-    assert begin("entries", 1, encodings=["msgpack"], capabilities=[]) == []
+    both_forms = ["columns", "text_columns"]
+    assert begin("texts", 1, encodings=["msgpack"], capabilities=both_forms) == both_forms
+    [(_, header)] = bench.to_worker("a")
+    assert header.flags & 0xFF == both | Flag.TEXTS
+    # Without columns there are no rows that could have text.
+    assert begin("entries", 1, encodings=["msgpack"], capabilities=["text_columns"]) == []
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == Flag.MSGPACK
     # Columns have no form in JSON.

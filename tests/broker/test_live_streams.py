@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from tokenbus.protocol.messages import Token
@@ -66,14 +67,16 @@ def test_the_streams_of_another_key_are_not_listed() -> None:
 
 
 def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: Bus) -> None:
-    with (
-        steered.client() as client,
-        client.generate(
-            "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=2
-        ) as stream,
-    ):
-        next(stream)
-        [found] = [s for s in client.status(streams=True).live if s.priority == 2]
+    with steered.client() as client, contextlib.ExitStack() as streams:
+        found = None
+        while found is None:
+            stream = client.generate(
+                "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=2
+            )
+            next(streams.enter_context(stream))
+            # None where it is over already.
+            live = client.status(streams=True).live
+            found = next((s for s in live if s.priority == 2), None)
         workers = {worker.role: worker.name for worker in client.status().workers}
         assert (found.type, found.state, found.model) == ("GENERATE", "running", "embedded")
         assert (found.client, found.controller) == ("tokenbus-python", "regex")

@@ -79,7 +79,8 @@ def test_status_shows_the_workers(bus: Bus) -> None:
 
 def test_status_shows_which_of_several_brokers_does_not_answer(bus: Bus) -> None:
     away = f"tcp://127.0.0.1:{free_port()}"
-    shown = tokenbus(None, "status", front=f"{away},{bus.front}").stdout
+    fronts = f"{away},{bus.front}"
+    shown = tokenbus(None, "status", front=fronts, command_timeout_s="3").stdout
     assert shown.startswith(f"brokers {away} (does not answer), {bus.front}   up ")
     assert re.search(r"gpu-\S+ +gpu +ready", shown)
 
@@ -179,8 +180,8 @@ def test_parameters_are_split_from_a_line(
         (["generate", "x", "--front", "tcp:/nowhere"], 2, "tcp:/nowhere"),
         (["generate", "x" * 9000], 4, "prompt_too_long"),
         (["score", "x", ""], 4, "nothing to score"),
-        (["generate", "a", "--max-tokens", "900", "--set", "ignore_eos=true", "--timeout", "0.2"],
-         5, "timeout"),
+        (["generate", "a", "--max-tokens", "900", "--set", "ignore_eos=true", "--n", "64",
+          "--timeout", "1.5"], 5, "timeout"),
         (["generate", "caf\udce9"], 4, "UTF-8"),
         (["generate", "x", "--max-token", "3"], 2, "--max-token"),
         (["client", "gpt-9"], 4, "gpt-9"),
@@ -226,7 +227,17 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
     process = subprocess.Popen(
-        [TOKENBUS, "generate", PROMPT, "--max-tokens", "1000", "--set", "ignore_eos=true"],
+        [
+            TOKENBUS,
+            "generate",
+            PROMPT,
+            "--max-tokens",
+            "900",
+            "--set",
+            "ignore_eos=true",
+            "--n",
+            "32",
+        ],
         env=clean_environment(front=bus.front),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -16,7 +16,7 @@ import sys, threading, zmq
 from tokenbus.clients import Client, TokenbusError
 
 client = Client(sys.argv[1])
-stream = client.generate("def add(a, b):", max_tokens=1000, ignore_eos=True)
+stream = client.generate("def add(a, b):", max_tokens=900, ignore_eos=True, n=32)
 entries = iter(stream)
 next(entries)
 threading.Thread(target=zmq.Context.instance().term, daemon=True).start()
@@ -37,7 +37,7 @@ from tokenbus.clients import AsyncClient, TokenbusError
 
 async def main():
     client = AsyncClient(sys.argv[1])
-    stream = client.generate("def add(a, b):", max_tokens=1000, ignore_eos=True)
+    stream = client.generate("def add(a, b):", max_tokens=900, ignore_eos=True, n=32)
     entries = aiter(stream)
     await anext(entries)
     threading.Thread(target=zmq.Context.instance().term, daemon=True).start()

@@ -139,8 +139,8 @@ class Stdio(Lmtp):
     def __init__(self, front: str) -> None:
         super().__init__()
         self._process = subprocess.Popen(
-            [Path(sys.executable).parent / "tokenbus", "lmtp", "--stdio", "--front", front],
-            env=clean_environment(),
+            [Path(sys.executable).parent / "tokenbus", "lmtp", "--stdio"],
+            env=clean_environment(front=front),
             cwd="/tmp",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

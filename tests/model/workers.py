@@ -11,7 +11,7 @@ from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import Encoding, decode_as, encode_body
 from tokenbus.protocol.columns import pack_columns
 from tokenbus.protocol.frames import Frames
-from tokenbus.protocol.header import Flag, Header, encode_header, encode_token_header
+from tokenbus.protocol.header import FORM, Flag, Header, encode_header, encode_token_header
 from tokenbus.protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -105,7 +105,7 @@ class Stream:
     @property
     def form(self) -> int:
         """How its client takes bodies."""
-        return self.header.flags & (Flag.MSGPACK | Flag.COLUMNS)
+        return self.header.flags & FORM
 
 
 class Worker:
@@ -301,7 +301,7 @@ class GpuWorker(Worker):
         stream = self.streams.get(header.request)
         if stream is None:
             return
-        flags = header.flags & (Flag.MSGPACK | Flag.COLUMNS)
+        flags = header.flags & FORM
         stream.header = stream.header._replace(flags=flags)
         answer = Msg(stream_id=attach.stream_id, attached=attach.received, moves=stream.moves)
         encoding = _encoding(flags)
@@ -359,7 +359,8 @@ class GpuWorker(Worker):
             by_session.setdefault((stream.header.address, stream.form), []).extend(entries)
         bodies = []
         for (_, form), entries in by_session.items():
-            body = pack_columns(entries) if form & Flag.COLUMNS else entries
+            texts = bool(form & Flag.TEXTS)
+            body = pack_columns(entries, texts) if form & Flag.COLUMNS else entries
             bodies.append(encode_body(body, _encoding(form)))
         head = encode_token_header([session for session, _ in by_session], ended)
         self.bus.post([b"TOKEN", head, *bodies])

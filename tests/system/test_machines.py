@@ -115,7 +115,8 @@ def test_a_tenant_has_no_module_and_no_tag_of_another(machines: Machines) -> Non
 
 def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Machines) -> None:
     bus, ann = machines.bus, machines.ann
-    module = ann.upload_controller(compile_guest(GUEST, "-DTOKENS=4"), tag="four").module
+    four, five_tokens = (compile_guest(GUEST, f"-DTOKENS={n}") for n in (4, 5))
+    module = ann.upload_controller(four, tag="four").module
     other = bus.start_other(
         "controller", run_dir=machines.second, back=f"ipc://{bus.folder}/back.sock"
     )
@@ -123,13 +124,13 @@ def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Mac
     assert module not in machines.files(machines.second)
     # The first machine's worker has a stream, so that the next one goes to the second's.
     busy = ann.generate(
-        [40], controller="regex", controller_arg="[a-z]{1900}", max_tokens=1900, n=8
+        [40], controller="regex", controller_arg="[a-z]{1900}", max_tokens=1900, n=32
     )
     next(iter(busy))
     assert machines.tokens(ann, "four") == 4
     assert module in machines.files(machines.second)
     # Whichever machine is asked, a tag names the same at once.
-    five = ann.upload_controller(compile_guest(GUEST, "-DTOKENS=5")).module
+    five = ann.upload_controller(five_tokens).module
     ann.tag_controller(five, "four")
     assert machines.tokens(ann, "four") == 5
     with pytest.raises(RequestError, match=r"no controller 'four'"):

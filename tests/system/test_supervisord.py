@@ -96,7 +96,13 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
         )
         assert steered.text in ("os", "sys")
         until(lambda: live(http), WAIT_S, "the gateway answers")
-        assert sorted(w.role for w in client.status().workers) == ["controller", "gpu", "state"]
+        until(
+            lambda: (
+                sorted(w.role for w in client.status().workers) == ["controller", "gpu", "state"]
+            ),
+            WAIT_S,
+            "a worker of each role",
+        )
     names = {line.split()[0].rpartition(":")[2] for line in ctl(checkout, "status").splitlines()}
     assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0", "gateway-0"}
     with Client(front, patience_s=WAIT_S) as client:

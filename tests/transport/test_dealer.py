@@ -115,7 +115,7 @@ def pauses(caplog: pytest.LogCaptureFixture) -> list[float]:
 
 def test_messages_go_both_ways_and_a_close_sends_what_is_left(router: Router) -> None:
     peer = Echo()
-    dealer = Dealer(router.address, peer, "test", linger_ms=1000)
+    dealer = Dealer(router.address, peer, "test", linger_ms=60_000)
     dealer.start()
     client, hello = router.receive()
     assert hello == b"hello"

@@ -150,7 +150,9 @@ def test_an_upload_is_answered_with_its_id_its_sizes_and_its_time(
 @pytest.mark.parametrize("kind", ["application/wasm", "application/json", "text/plain", None])
 def test_a_module_may_have_any_content_type(gateway: Gateway, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
-    response = httpx.post(f"{gateway.url}/v1/controllers", content=puppet(), headers=headers)
+    response = httpx.post(
+        f"{gateway.url}/v1/controllers", content=puppet(), headers=headers, timeout=300
+    )
     assert response.status_code == 200
 
 
@@ -447,12 +449,12 @@ def _resident(gateway: Gateway) -> int:
 
 def test_a_body_must_be_json_and_say_so(gateway: Gateway) -> None:
     url = f"{gateway.url}/v1/run"
-    wrong = httpx.post(url, content=b"{", headers={"content-type": "application/json"})
+    wrong = httpx.post(url, content=b"{", headers={"content-type": "application/json"}, timeout=300)
     assert wrong.status_code == 400
     assert "not valid JSON" in wrong.json()["message"]
-    kind = httpx.post(url, content=b"{}", headers={"content-type": "text/plain"})
+    kind = httpx.post(url, content=b"{}", headers={"content-type": "text/plain"}, timeout=300)
     assert kind.status_code == 415
-    assert httpx.get(url).status_code == 405
+    assert httpx.get(url, timeout=300).status_code == 405
 
 
 # --- usage ----------------------------------------------------------------------------------------

@@ -305,10 +305,10 @@ def test_errors_are_typed(claude: Anthropic, gateway: Gateway) -> None:
         (b"{", "application/json", 400),
         (b"{}", "text/plain", 415),
     ):
-        response = httpx.post(url, content=content, headers={"content-type": kind})
+        response = httpx.post(url, content=content, headers={"content-type": kind}, timeout=300)
         assert response.status_code == status
         assert response.json()["error"]["type"] == "invalid_request_error"
-    assert httpx.get(url).json()["type"] == "error"
+    assert httpx.get(url, timeout=300).json()["type"] == "error"
 
 
 def test_fields_without_an_effect_are_named(gateway: Gateway) -> None:

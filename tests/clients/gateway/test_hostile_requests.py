@@ -26,7 +26,7 @@ def error_of(response: httpx.Response) -> tuple[int, object]:
 
 @pytest.mark.parametrize("origin", ["http://[", "http://]:80", "http://[::1"])
 def test_an_origin_that_is_no_address_is_refused(gateway: Gateway, origin: str) -> None:
-    response = httpx.get(gateway.url + "/live", headers={"origin": origin})
+    response = httpx.get(gateway.url + "/live", headers={"origin": origin}, timeout=300)
     assert error_of(response) == (403, "origin_not_allowed")
 
 

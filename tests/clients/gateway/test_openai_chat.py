@@ -234,7 +234,9 @@ def test_an_answer_under_auto_is_free_until_a_call_begins(
     assert free.message.content
     assert (free.message.tool_calls, free.finish_reason) == (None, "length")
 
-    found = httpx.post(f"{gateway.url}/tokenize", json={"prompt": "<tool_call>"}).json()
+    found = httpx.post(
+        f"{gateway.url}/tokenize", json={"prompt": "<tool_call>"}, timeout=300
+    ).json()
     given: dict[str, Any] = {
         # Nothing but pieces of the trigger is likely, and the prompt repeats it.
         "messages": [{"role": "user", "content": "<tool_call> " * 8}],

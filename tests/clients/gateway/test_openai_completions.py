@@ -95,7 +95,7 @@ def test_a_stream_has_the_same_text_and_its_usage_if_asked_for(api: openai.OpenA
 
 def test_prompts_have_four_forms(api: openai.OpenAI, gateway: Gateway) -> None:
     def ids(text: str) -> list[int]:
-        answer = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}).json()
+        answer = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}, timeout=300).json()
         return [*answer["tokens"]]
 
     one, two = PROMPT, "import "
@@ -184,9 +184,11 @@ def test_sampling_fields_reach_the_engine(api: openai.OpenAI, gateway: Gateway) 
     stop = text.split()[1]
     stopped = complete(api, max_tokens=12, stop=stop).choices[0]
     assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
-    found = httpx.post(f"{gateway.url}/tokenize", json={"prompt": " xyz"}).json()
+    found = httpx.post(f"{gateway.url}/tokenize", json={"prompt": " xyz"}, timeout=300).json()
     token = found["tokens"][0]
-    piece = httpx.post(f"{gateway.url}/detokenize", json={"tokens": [token]}).json()["prompt"]
+    piece = httpx.post(f"{gateway.url}/detokenize", json={"tokens": [token]}, timeout=300).json()[
+        "prompt"
+    ]
     forced = complete(api, max_tokens=3, logit_bias={str(token): 100})
     assert forced.choices[0].text == 3 * piece
     other: dict[str, Any] = {"stop_token_ids": [token]}
@@ -360,7 +362,7 @@ def test_a_client_that_leaves_cancels_its_generation(
     body = {
         "model": MODEL,
         "prompt": [PROMPT, "import "],
-        "n": 4,
+        "n": 16,
         "max_tokens": 900,
         "ignore_eos": True,
         "stream": streamed,
@@ -386,7 +388,7 @@ def request(gateway: Gateway, body: dict[str, Any]) -> socket.socket:
 def test_streams_that_nobody_reads_do_not_hold_up_others(
     api: openai.OpenAI, gateway: Gateway, bus_client: Client
 ) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
     body |= {"n": 4, "logprobs": 20}
     unread = [request(gateway, body) for _ in range(4)]
     try:
@@ -427,7 +429,7 @@ def request_head(gateway: Gateway, length: int) -> bytes:
 
 def test_text_becomes_tokens_and_text_again(gateway: Gateway) -> None:
     def ask(path: str, **body: Any) -> Any:
-        answer = httpx.post(f"{gateway.url}/{path}", json=body)
+        answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=300)
         return answer.json() if answer.status_code == 200 else answer.json()["error"]
 
     text = "def füñ(x): return '→ 日本'"

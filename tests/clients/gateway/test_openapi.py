@@ -64,7 +64,7 @@ def schema(gateway: Gateway) -> OpenApiSchema:
 
 def test_the_document_is_valid_and_has_every_path(gateway: Gateway, schema: OpenApiSchema) -> None:
     schema.validate()
-    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    document = httpx.get(f"{gateway.url}/openapi.json", timeout=300).json()
     described = {
         (path, method.upper()) for path, one in document["paths"].items() for method in one
     }
@@ -80,7 +80,7 @@ def test_the_document_is_valid_and_has_every_path(gateway: Gateway, schema: Open
 
 def test_the_page_names_every_field_of_every_body(gateway: Gateway) -> None:
     page = (ROOT / "docs" / "http.md").read_text()
-    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    document = httpx.get(f"{gateway.url}/openapi.json", timeout=300).json()
     todo: list[Any] = [
         one["requestBody"]
         for path in document["paths"].values()
@@ -146,6 +146,8 @@ def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
             content=sent.get("data"),
             json=body,
         )
+        if answer.status_code == 503 and sent["url"].endswith(("/ready", "/health")):
+            return  # The broker stood still for two seconds.
         assert answer.status_code < 500, (answer.status_code, answer.text, sent)
         if answer.status_code >= 400:
             assert answer.headers["content-type"] == "application/json"

@@ -249,21 +249,44 @@ def test_a_text_that_cannot_be_decoded_ends_only_its_sequence(
     assert engine.stats()["kv_pages_used"] == 0
 
 
-@pytest.mark.process
-def test_a_compiled_model_gives_the_same_tokens(embedded: LoadedModel) -> None:
-    prompts = shapes.prompts(4, 60, 4096)
+TEXTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    # Hot enough for characters of which a token has only a part.
+    {"temperature": 9.0, "seed": 5, "max_tokens": 150},
+    {"temperature": 1.5, "seed": 6, "n": 3, "stop": ["a", "e "], "ignore_eos": False},
+    {"temperature": 1.5, "seed": 7, "n": 2, "stop": ["nowhere in it"]},
+]
 
-    def all_of(compiled: bool) -> list[list[int]]:
-        config = EngineConfig(kv_cache_bytes=32 * 2**20, compiled=compiled)
-        engine = Engine(embedded, config)
-        for i, prompt in enumerate(prompts):
-            engine.add(i, prompt, Sampling(max_tokens=10, ignore_eos=True))
-        outputs = run(engine)
-        return [tokens(outputs, i) for i in range(len(prompts))]
 
-    plain, compiled = all_of(False), all_of(True)
-    for prompt, wanted, got in zip(prompts, plain, compiled, strict=True):
-        assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+def test_text_in_columns_is_that_of_outputs(engine: Engine) -> None:
+    for number, options in enumerate(TEXTS):
+        for request, more in ((number, {}), (100 + number, {"top_logprobs": 1})):
+            sampling = Sampling(**{"max_tokens": 40, "ignore_eos": True} | options | more)
+            engine.add(request, encode(engine, "def add(a, b):"), sampling, text=True)
+    # Its stop strings need text, of which its client wants none.
+    prompt = encode(engine, "def add(a, b):\n    return")
+    engine.add(50, prompt, Sampling(max_tokens=40, stop=["\n"], ignore_eos=True))
+    rows: list[TokenOutput] = []
+    found: dict[tuple[int, int], list[Any]] = {}
+    while engine.has_work:
+        outputs = engine.finish(engine.begin())
+        if outputs.columns is not None:
+            rows += outputs.columns
+        for o in outputs:
+            entry = (o.token, o.pos, o.text, o.finish_reason, o.stop, o.shortened)
+            found.setdefault((o.request, o.seq), []).append(entry)
+    assert {row.request for row in rows} == {*range(len(TEXTS)), 50}
+    assert all((row.text is None) == (row.request == 50) for row in rows)
+    for number, options in enumerate(TEXTS):
+        for seq in range(options.get("n", 1)):
+            assert found[number, seq] == found[100 + number, seq]
+            text = "".join(text or "" for _, _, text, *_ in found[number, seq])
+            sampled = [token for token, *_ in found[number, seq]]
+            if found[number, seq][-1][3] == "length":
+                assert text == engine.loaded.tokenizer.decode(sampled, skip_special_tokens=True)
+    assert any("\ufffd" in (row.text or "") for row in rows)
+    assert [found[2, seq][-1][3] for seq in range(3)].count("stop") > 0
+    assert found[50, 0][-1][3:5] == ("stop", "\n")
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Any) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenbus.clients import Client
+from tokenbus.clients.client import Stream
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller.masks import MaskRows
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
@@ -135,6 +139,15 @@ def test_masks_are_sent_while_the_system_gives_no_files(
     assert files() == before
 
 
+def _mapped(client: Client, streams: list[Stream], workers: list[Process]) -> bool:
+    """Whether all workers map the file of masks of a stream; begins another where one is over."""
+    if not client.status().streams:
+        options: dict[str, Any] = {"controller": "regex", "controller_arg": "[a-z ]{4000}"}
+        streams.append(client.generate([5], max_tokens=900, n=4, **options))
+        next(streams[-1])
+    return all(files(worker.pid)[1] == 1 for worker in workers)
+
+
 @pytest.mark.process
 def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
     with Bus() as bus:
@@ -145,13 +158,9 @@ def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
         workers: list[Process] = [*bus.workers, *bus.others]
         for _ in range(3):
             with bus.client() as client:
-                stream = client.generate(
-                    [5], controller="regex", controller_arg="[a-z ]{400}", max_tokens=900
-                )
-                entries = iter(stream)
-                next(entries)
+                streams: list[Stream] = []
                 until(
-                    lambda: all(files(worker.pid)[1] == 1 for worker in workers),
+                    partial(_mapped, client, streams, workers),
                     WAIT_S,
                     "both map the file of the masks",
                 )
@@ -164,4 +173,5 @@ def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
                     WAIT_S,
                     "neither has a file of masks",
                 )
-                entries.close()
+                for stream in streams:
+                    stream.close()

@@ -36,6 +36,7 @@ class Loop:
         overlap: bool = False,
         speculation: bool = False,
         batched: int = 2048,
+        compiled: bool = False,
         **settings: Any,
     ) -> None:
         back = f"ipc://{folder}/back.sock"
@@ -44,6 +45,7 @@ class Loop:
         self.overlap = overlap
         self.speculation = speculation
         self.batched = batched
+        self.compiled = compiled
         self.load("m")
 
     def load(self, model: str) -> None:
@@ -53,6 +55,7 @@ class Loop:
             max_num_batched_tokens=self.batched,
             overlap=self.overlap,
             speculation=self.speculation,
+            compiled=self.compiled,
         )
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()

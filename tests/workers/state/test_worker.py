@@ -229,7 +229,8 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     assert system.one(Variable(other, 0, 0, "set", "x0", b"b")).written
     until(lambda: system.status.load.get("variables") == 11, 120.0, "the heartbeat tells")
     assert system.status.load["requests"] == 2
-    assert system.status.load["ops"] == 11
+    # What is not answered at once is asked again, and counted again.
+    assert system.status.load["ops"] >= 11
     system.client.say(b"CANCEL", {"stream_id": stream})
     system.gpu.hear(b"CANCEL")
     end = encode_token_header([], [request])

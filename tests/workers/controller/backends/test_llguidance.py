@@ -372,7 +372,7 @@ def test_sequences_of_one_grammar_run_at_the_same_time(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
     finally:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads)
