@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.keys import Allowed, Role
 from tokenbus.protocol.messages import Error
 from tokenbus.protocol.worker_messages import Heartbeat
+from tokenbus.transport import dealer as dealers
 from tokenbus.transport.dealer import Dealer, open_dealer
 
 from ..processes import free_port, until
@@ -98,6 +100,25 @@ def test_a_client_without_a_key_is_refused(broker: KeyedBroker) -> None:
 
 
 def test_a_client_with_a_key_that_nobody_allowed_is_refused(broker: KeyedBroker) -> None:
+    stranger = broker.stranger()
+    assert stranger.public in refusal(broker.client(stranger))
+
+
+def test_a_refusal_that_comes_while_the_connection_is_begun_is_noticed(
+    broker: KeyedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ZeroMQ tells of it once: the client's thread may come to it late, but must not miss it."""
+    connect = dealers._connect
+
+    def connect_and_wait(socket: zmq.Socket[bytes], address: str) -> None:
+        connect(socket, address)
+        if threading.current_thread() is threading.main_thread():
+            return  # It only tries whether the address is valid.
+        until(lambda: "was refused" in caplog.text, 60.0, "the broker has refused")
+        # What it sent then reaches the client's side of ZeroMQ, which shows it to its monitor only.
+        time.sleep(0.5)
+
+    monkeypatch.setattr(dealers, "_connect", connect_and_wait)
     stranger = broker.stranger()
     assert stranger.public in refusal(broker.client(stranger))
 
