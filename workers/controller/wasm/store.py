@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """How long an answer about a table is waited for, in seconds."""
 SHORT_S = 2.0
-"""The same where the copy here would do: of a module that is named by its id."""
+"""The same where the copy here would do: of a module that is named by its id, and of a tag while the
+state worker has not answered since a stream waited for ``PATIENCE_S``."""
 MOST_TRIES = 100
 """How often a change is tried again as others have changed the table meanwhile."""
 
@@ -93,6 +94,8 @@ class ModuleStore:
         self._folder = folder
         self._limits = limits
         self._others = others
+        self._silent = False
+        """Whether the state worker has not answered since a stream waited in full for it."""
         self._make_folders()
         self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
@@ -198,13 +201,14 @@ class ModuleStore:
         Raises ``unknown_controller``, which says what there is; UnavailableError where a name that
         is not known here cannot be looked up. One that is known means what it last meant where the
         state worker does not answer: after ``SHORT_S`` for an id, which always means the
-        same, and after ``PATIENCE_S`` for a tag.
+        same, and after ``PATIENCE_S`` for a tag, which only the first stream waits in full.
         """
         copy = self._copy(tenant)
+        short = name in copy.modules or (self._silent and name in copy.tags)
         try:
-            patience_s = SHORT_S if name in copy.modules else PATIENCE_S
-            return self._read(tenant, patience_s).named(name, "$.controller")
+            return self._read(tenant, SHORT_S if short else PATIENCE_S).named(name, "$.controller")
         except UnavailableError as error:
+            self._silent = self._silent or not short
             if name not in copy.modules and name not in copy.tags:
                 raise
             log.warning("%s means what it last meant on this machine: %s", name, error)
@@ -271,6 +275,7 @@ class ModuleStore:
             return copy
         for _ in range(MOST_TRIES):
             answer = self._others.table(copy.tenant, copy.version, patience_s=patience_s)
+            self._silent = False
             if answer.content is not None:
                 return structs.replace(decode_table(answer.content), version=answer.version)
             if answer.version:

@@ -38,6 +38,8 @@ class Machines:
     def __init__(self, folder: Path, engine: wasmtime.Engine) -> None:
         self.folder = folder
         self.state: DurableVariables | None = DurableVariables(folder / "state")
+        self.unanswered = 0
+        """How often a state worker was asked while there was none."""
         self.stores: dict[int, ModuleStore] = {}
         self.sent: list[int] = []
         """The machines that have sent a module."""
@@ -67,6 +69,7 @@ class Machines:
         answer = partial(self._answer, sender)
         if frames[0] == b"MODULE_TABLE":
             if self.state is None:
+                self.unanswered += 1
                 return
             op = msgspec.msgpack.decode(frames[2], type=ModuleTable)
             if op.content is not None and self.before_write:
@@ -228,6 +231,32 @@ def test_without_a_state_worker_what_is_known_runs_and_nothing_can_be_tagged(
             UnavailableError, match=r"the state worker, .*, did not answer within 30"
         ):
             act()
+
+
+def test_only_the_first_stream_waits_in_full_for_a_state_worker_that_is_away(
+    machines: Machines,
+) -> None:
+    one, two = machines.add(), machines.add()
+    first, second = one.put("anna", module(1), "t").module, one.put("anna", module(2)).module
+    state, machines.state = machines.state, None
+    asked: list[int] = []
+
+    def resolve() -> str:
+        before = machines.unanswered
+        named = one.resolve("anna", "t")
+        asked.append(machines.unanswered - before)
+        return named
+
+    assert [resolve() for _ in range(3)] == [first] * 3
+    assert asked[0] > 10 * asked[1] > 0
+    assert asked[1] == asked[2]
+    machines.state = state
+    two.tag("anna", second, ["t"])
+    assert resolve() == second
+    machines.state = None
+    assert resolve() == second
+    assert asked[3:] == [0, asked[0]], "it has answered, so it is waited for again"
+    machines.state = state
 
 
 def test_what_an_earlier_release_kept_in_the_folder_is_given_to_the_state_worker(
