@@ -3,7 +3,8 @@
 A round by itself costs some ten microseconds of Python and two calls of the guest. In a batch there
 is one call for all sequences of a grammar, and what is left to do for each is its result. A round
 that turns out to be another one than the usual (its mask has yet to be computed, its token is
-refused, text is forced) is then run by itself.
+refused, text is forced) is then run by itself, on the same thread: the instance takes one call at a
+time, so that several threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -52,12 +53,10 @@ class _Turn(NamedTuple):
     """Runs the round by itself."""
 
 
-def round_jobs(
-    pending: PendingResult, begun: Sequence[Begun], submit: Callable[[Sequence[Job]], None]
-) -> tuple[list[Job], int]:
+def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[list[Job], int]:
     """The jobs of the rounds of a STEP, and how many threads are to begin with them.
 
-    ``pending`` gets the results; a job that makes more jobs gives them to ``submit``.
+    ``pending`` gets the results.
     """
     batches: dict[int, tuple[Batch, list[_Turn]]] = {}
     alone: list[Job] = []
@@ -72,9 +71,7 @@ def round_jobs(
         batch, place = found
         turns = batches.setdefault(id(batch), (batch, []))[1]
         turns.append(_Turn(group, sequence, place, stepped.tokens[0], job))
-    first = [
-        partial(_run_batch, pending, batch, turns, submit) for batch, turns in batches.values()
-    ]
+    first = [partial(_run_batch, pending, batch, turns) for batch, turns in batches.values()]
     return [*first, *alone], hands
 
 
@@ -102,12 +99,7 @@ def _run(
     pending.add(group, results)
 
 
-def _run_batch(
-    pending: PendingResult,
-    batch: Batch,
-    turns: Sequence[_Turn],
-    submit: Callable[[Sequence[Job]], None],
-) -> None:
+def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> None:
     cpu_began = time.thread_time()
     try:
         done = batch.rounds(
@@ -128,13 +120,17 @@ def _run_batch(
             meters[turn.group.meter] += 1
         else:
             alone.append(turn.alone)
-    if alone:
-        submit(alone)
     if parts:
         share = (time.thread_time() - cpu_began) / len(parts)
         for meter, rounds in meters.items():
             meter.add(rounds, rounds * share)
         pending.add_all(parts)
+    for job in alone:
+        try:
+            job()
+        except BaseException:
+            # The others are run whatever happens.
+            log.exception("a round after a batch failed")
 
 
 def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], float]:

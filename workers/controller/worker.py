@@ -341,7 +341,7 @@ class ControllerWorker:
             return
         self._rounds_started += len(begun)
         pending = self._new_result(gpu, len(begun))
-        jobs, hands = round_jobs(pending, begun, self._pool.submit)
+        jobs, hands = round_jobs(pending, begun)
         self._pool.submit(jobs, hands)
 
     def _refuse_start(self, message: FromBus, error: Exception) -> None:

@@ -45,6 +45,8 @@ class World:
         self.meter = Meter()
         self.groups: dict[int, SequenceGroup] = {}
         self.posted: list[list[bytes]] = []
+        self.num_jobs = 0
+        """Of the last STEP."""
         for request in range(1, GROUPS + 1):
             group = SequenceGroup(
                 request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
@@ -81,8 +83,9 @@ class World:
         pending = PendingResult(
             9, len(begun), self.posted.append, lambda *_: None, jobs.extend, threading.Lock()
         )
-        first, hands = round_jobs(pending, begun, jobs.extend)
+        first, hands = round_jobs(pending, begun)
         assert 1 <= hands <= 1 + len(begun)
+        self.num_jobs = len(first)
         jobs += first
         while jobs:
             jobs.pop(0)()
@@ -176,6 +179,7 @@ def test_usual_rounds_are_one_call_and_others_are_run_alone(
     assert [one.then for one in results] == ["error"] * 2 + ["sample"] * (GROUPS - 2)
     assert "does not allow the tokens" in (results[0].error or "")
     assert [count for count, _ in batched] == [GROUPS]
+    assert world.num_jobs == 1, "all of them wait for one instance, so one thread runs them"
 
 
 def test_each_sequence_of_a_guest_that_fails_gets_the_error() -> None:

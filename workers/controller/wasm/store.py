@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """How long an answer about a table is waited for, in seconds."""
 SHORT_S = 2.0
-"""The same where the copy here would do: of a module that is named by its id, and of a tag while the
-state worker has not answered since a stream waited for ``PATIENCE_S``."""
+"""The same where the copy here would do: of a module that is named by its id, and of a tag while
+the state worker has not answered since a stream waited for ``PATIENCE_S``."""
 MOST_TRIES = 100
 """How often a change is tried again as others have changed the table meanwhile."""
 
