@@ -55,6 +55,9 @@ def supervisord(checkout: Path) -> Iterator[subprocess.Popen[str]]:
             text=True,
         )
     yield process
+    # pytest shows this output if the test has failed.
+    for log in sorted((checkout / "run" / "log").glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text()}")
     if process.poll() is None:
         process.kill()
         process.wait()
