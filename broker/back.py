@@ -451,6 +451,11 @@ class Back:
             self._update(known, message)
             self._out.to_worker(known, b"REGISTERED", registered(known, self._settings))
             return
+        if message.update:
+            # The worker's lease has ended without its knowledge. An update does not begin a lease:
+            # the worker registers again, with the requests that it runs.
+            self._ask(peer, "this connection has no registered worker", now)
+            return
         for other in (self._by_peer.get(peer), self._by_name.get(message.name)):
             if other is not None and self._by_peer.get(other.peer) is other:
                 died = other.pid != message.pid

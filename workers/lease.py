@@ -38,12 +38,15 @@ class Lease:
         self._heard = now
         self._next_beat = now
         self._drain: Drain | None = None
+        self._outdated = False
+        """Whether the registration changed after REGISTER was sent. ``changed`` sets it, and clears
+        it when the update is sent."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
 
     def connected(self, now: float) -> list[Frames]:
         """A new connection was opened: its first message."""
-        self.registered = False
+        self.registered = self._outdated = False
         self._heard = now
         self._next_beat = now + self._heartbeat_s
         registration = self._registration()
@@ -72,7 +75,7 @@ class Lease:
                 self.worker = answer.worker
                 self._heartbeat_s, self._expiry_s = answer.heartbeat_s, answer.expiry_s
                 drain = [self._frames(b"DRAIN", self._drain)] if self._drain else []
-                return False, drain
+                return False, [*(self.changed() if self._outdated else []), *drain]
             case b"ERROR":
                 refused: Error = decode_as(Error, frames[2], "msgpack")
                 raise RefusedError(refused.message)
@@ -95,9 +98,15 @@ class Lease:
         return max(0.0, self._next_beat - now)
 
     def changed(self) -> list[Frames]:
-        """The messages that report a changed registration."""
+        """The messages that report a changed registration. Before the lease is granted there are
+        none: the update follows ``REGISTERED``, because a second REGISTER would end the lease."""
+        # This comes before the check of ``registered``, which another thread may set meanwhile.
+        self._outdated = True
+        if not self.registered:
+            return []
+        self._outdated = False
         registration = self._registration()
-        registration.update = self.registered
+        registration.update = True
         return [self._frames(b"REGISTER", registration)]
 
     def drain(self, reason: str) -> list[Frames]:
