@@ -35,9 +35,9 @@ class Follower:
                     self._loaded[name] = load_model(name, **options)
                 except ModelLoadError as error:
                     log.error("%s", error)  # Rank 0 raises the same error, and reports it.
-            case Open(name, num_blocks, layout, compiled):
+            case Open(name, num_blocks, layout):
                 loaded = self._loaded.pop(name)
-                self._runners[name] = Runner(loaded, num_blocks, layout, compiled)
+                self._runners[name] = Runner(loaded, num_blocks, layout)
             case Forward(name, packed):
                 self._runners[name].follow(packed)
             case Clear(name, blocks):

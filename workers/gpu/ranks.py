@@ -50,7 +50,6 @@ class Open(msgspec.Struct, tag=True):
     name: str
     num_blocks: int
     layout: Layout
-    compiled: bool
 
 
 class Forward(msgspec.Struct, tag=True):
@@ -110,10 +109,10 @@ class Ranks:
             self._send(Load(name, options))
             yield
 
-    def open(self, name: str, num_blocks: int, layout: Layout, compiled: bool) -> None:
+    def open(self, name: str, num_blocks: int, layout: Layout) -> None:
         """The others make their KV caches."""
         with self._together:
-            self._send(Open(name, num_blocks, layout, compiled))
+            self._send(Open(name, num_blocks, layout))
 
     @contextmanager
     def forward(self, name: str, packed: Packed) -> Iterator[None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from .attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
 from .device_queue import DeviceQueue, InlineQueue, Work, on_device
 from .fused import Attend, FusedDecoder
 from .graphs import DecodeGraphs
-from .head import packed_head
+from .head import PackedHead, packed_head
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
-from .loader import FUSED_TOLERANCE, LoadedModel, difference
+from .loader import FUSED_TOLERANCE, PROBE_TOLERANCE, LoadedModel, difference
 from .native_decoder import NativeDecoder, Unsupported, is_native
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
@@ -32,7 +33,10 @@ from .threads import ThreadChooser
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 4
-"""Tokens with which the native code is compared with torch."""
+"""Tokens with which a faster forward is compared with the model's own."""
+MAX_COMPILED_VARIANTS = 64
+"""Compiled forms of one function. torch.compile makes one for each combination of no, one or
+several rows, one or several tokens, and the classes that share a decorator; its default is 8."""
 
 
 @dataclass(slots=True)
@@ -48,9 +52,10 @@ class Forward:
 class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``compiled``: through torch.compile, which makes the first steps slow. ``queue``: where rank 0
-    hands its work to the device. ``fixed_threads``: forwards on a CPU use all threads of torch,
-    even where fewer are faster.
+    ``compiled``: through torch.compile, if its logits are the model's own and there is one rank;
+    the first steps of each kind are then slow. ``queue``: where rank 0 hands its work to the
+    device. ``fixed_threads``: forwards on a CPU use all threads of torch, even where fewer are
+    faster.
     """
 
     def __init__(
@@ -68,41 +73,45 @@ class Runner:
         self._name = loaded.name
         self._layout = layout
         model = loaded.model
-        gathered = NAME_COMPILED if compiled else NAME
-        model.set_attn_implementation(varlen.NAME if layout.in_place else gathered)
+        model.set_attn_implementation(varlen.NAME if layout.in_place else NAME)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        plain = self._ranks is None and self._keeps_logits and not compiled
-        self._decoder = loaded.decoder if plain else None
+        self._model: Any = model
+        self._decoder: FusedDecoder | None = None
+        self._head: PackedHead | None = None
+        self._native: NativeDecoder | None = None
+        self._threads: ThreadChooser | None = None
         self._attend: Attend = varlen.attend if layout.in_place else attend
-        if self._decoder is not None:
-            self._decoder.pack(packing_budget())
-        self._head = packed_head(model) if plain and self._decoder is None else None
-        self._model = torch.compile(model, dynamic=True) if compiled else model
-        # One block more than is allocated: graphs write to it for rows that are padding.
+        self._mirror: dict[int, Mirror] = {}
+        # One block more than is allocated: graphs and probes write to it.
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
+        compiled = compiled and self._compile()
+        plain = self._ranks is None and self._keeps_logits and not compiled
+        if plain:
+            self._decoder = loaded.decoder
+        if self._decoder is not None:
+            self._decoder.pack(packing_budget())
+        elif plain:
+            self._head = packed_head(model)
         self._graphs: DecodeGraphs | None = None
         if layout.in_place and plain:
             width = -(-loaded.context_length // layout.block_size)
             self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
-        self._native: NativeDecoder | None = None
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
         self._mirrors: Mirrors | None = None
-        self._threads: ThreadChooser | None = None
         if self._device.type == "cpu":
             if self._ranks is None and not fixed_threads:
                 self._threads = ThreadChooser(torch.get_num_threads())
             per_token = token_bytes(loaded.layers, loaded.dtype)
             self._mirrors = Mirrors(per_token, layout.block_size)
-        self._mirror: dict[int, Mirror] = {}
         if self._decoder is not None and self._device.type == "cpu" and not layout.in_place:
             try:
                 self._native = self._native_decoder(self._decoder)
             except Unsupported as why:
                 log.info("%s: torch computes all of its steps: %s", self._name, why)
         if self._ranks is not None:
-            self._ranks.open(self._name, num_blocks, layout, compiled)
+            self._ranks.open(self._name, num_blocks, layout)
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
@@ -181,17 +190,60 @@ class Runner:
     def _copy_blocks(self, packed: Packed) -> None:
         self._cache.copy_blocks(packed.copies)
 
+    @torch.inference_mode()
+    def _compile(self) -> bool:
+        """Runs the model through torch.compile from now on. False, with the reason in the log, if
+        its logits differ from the model's own, or if there are several ranks."""
+        if self._ranks is not None:
+            log.warning("%s runs without torch.compile, as it has several ranks", self._name)
+            return False
+        # This import takes more than a second.
+        from torch._dynamo import config
+
+        model, why = self._model, ""
+        prefill, decode = self._probe(0, PROBE_TOKENS), self._probe(PROBE_TOKENS, 1)
+        wanted = [self._compute_probe(packed).clone() for packed in (prefill, decode)]
+        limit = FUSED_TOLERANCE if model.dtype == torch.float32 else PROBE_TOLERANCE
+        config.recompile_limit = MAX_COMPILED_VARIANTS
+        if not self._layout.in_place:
+            model.set_attn_implementation(NAME_COMPILED)
+        self._model = torch.compile(model, dynamic=True)
+        try:
+            found = [self._compute_probe(packed) for packed in (prefill, decode)]
+            for own, other in zip(wanted, found, strict=True):
+                away = difference(other, own)
+                if not away <= limit:
+                    why = f"its logits would be off by {away:.3g} of their spread"
+        except Exception as error:
+            why = f"it failed: {error}"
+        self._cache.clear_blocks([self._cache.num_blocks - 1])
+        if why:
+            log.warning("%s runs without torch.compile: %s", self._name, why)
+            self._model = model
+            model.set_attn_implementation(varlen.NAME if self._layout.in_place else NAME)
+        return not why
+
+    def _probe(self, start: int, count: int) -> Packed:
+        """A forward of ``count`` tokens from position ``start`` in the block that is not
+        allocated. Logits are computed for the last token."""
+        tokens = list(range(start + count))
+        sequence = Sequence(0, 0, tokens, len(tokens), Sampling(), len(tokens))
+        sequence.block_table.blocks.append(self._cache.num_blocks - 1)
+        batch = Batch([Chunk(sequence, start, start + count)])
+        return pack(batch, self._layout.block_size, spans=self._layout.in_place)[1]
+
+    def _compute_probe(self, packed: Packed) -> torch.Tensor:
+        """The logits of a probe, by torch."""
+        ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
+        return self._compute(ids, positions, rows, self._context(packed)).float()
+
     def _native_decoder(self, decoder: FusedDecoder) -> NativeDecoder:
         """What computes forwards of few tokens. Raises Unsupported; also where its logits are not
         those of torch."""
         native = NativeDecoder(decoder, self._cache, self._layout.block_size)
-        sequence = Sequence(0, 0, list(range(PROBE_TOKENS)), PROBE_TOKENS, Sampling(), PROBE_TOKENS)
-        # The block that is not allocated.
-        sequence.block_table.blocks.append(self._cache.num_blocks - 1)
-        _, packed = pack(Batch([Chunk(sequence, 0, PROBE_TOKENS)]), self._layout.block_size)
+        packed = self._probe(0, PROBE_TOKENS)
         found = native.forward(packed.ids, packed, 1)
-        ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
-        wanted = self._compute(ids, positions, rows, self._context(packed))
+        wanted = self._compute_probe(packed)
         self._cache.clear_blocks([self._cache.num_blocks - 1])
         away = difference(found, wanted)
         if not away <= FUSED_TOLERANCE:

@@ -3,11 +3,12 @@ steered, and where it goes on at another worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as worker_module
@@ -79,6 +80,27 @@ def test_drafts_change_nothing(embedded: LoadedModel, overlap: bool) -> None:
         found.append(drained(engine))
     check_same(*found)
     assert accepted(engine) > 0
+
+
+def test_a_model_whose_compiled_logits_differ_is_served_without(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        return lambda *inputs: [
+            out * float("nan") if torch.is_tensor(out) and out.is_floating_point() else out
+            for out in graph(*inputs)
+        ]
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: real(model, backend=wrong))
+    dynamo.reset()
+    engine = make(embedded, compiled=True)
+    assert "embedded runs without torch.compile: its logits would be off by nan" in caplog.text
+    [prompt] = shapes.prompts(1, 60, 4096)
+    engine.add(1, prompt, Sampling(max_tokens=10, ignore_eos=True))
+    got = [o.token for o in run(engine) if o.token is not None]
+    wanted = shapes.greedy(embedded.model, prompt, 10)
+    assert shapes.same_tokens(embedded.model, prompt, wanted, got)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7])
