@@ -14,11 +14,13 @@ from msgspec import UNSET
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
 from tokenbus.protocol.header import Flag, decode_manifest
-from tokenbus.protocol.messages import System, Token
+from tokenbus.protocol.messages import Generate, System, Token
+from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.transcript import encode_transcript
 from tokenbus.workers.gpu.loader import LoadedModel
 
 from .test_worker_loop import Loop
+from .ties import Asked, first_difference, tokens_of
 
 REQUEST = 5
 TURNS = 3000
@@ -83,7 +85,7 @@ class Moving:
         give(second, self._kind, self._body, flags, transcript(before))
         finish(second)
         after = token_messages(second)
-        same_entries([*before, *after], self.messages)
+        same_entries([*before, *after], self.messages, self._loaded, self._body)
         assert second.sent(b"BUFFER") == self.buffers
         check_notice(second)
 
@@ -103,24 +105,63 @@ def check_notice(loop: Loop) -> None:
     assert notice.pause_s >= 0.5
 
 
-def same_entries(got: Sequence[list[Token]], wanted: Sequence[list[Token]]) -> None:
-    """The same entries of each sequence in the same order; steps may divide them otherwise."""
+def same_entries(
+    got: Sequence[list[Token]],
+    wanted: Sequence[list[Token]],
+    loaded: LoadedModel,
+    body: dict[str, Any],
+) -> None:
+    """The same entries of each sequence in the same order, up to its first tie; steps may divide
+    them otherwise. ``body``: the request."""
     first, second = ([e for m in messages for e in m] for messages in (got, wanted))
     seqs = {entry.seq for entry in second}
     assert {entry.seq for entry in first} == seqs
-    for seq in seqs:
-        a, b = ([plain(e) for e in every if e.seq == seq] for every in (first, second))
-        assert a == b
-        c, d = ([e for e in every if e.seq == seq] for every in (first, second))
-        for one, other in zip(c, d, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            if isinstance(one.top_logprobs, dict) and isinstance(other.top_logprobs, dict):
-                near(one.top_logprobs, other.top_logprobs)
+    tied: set[int] = set()
+    for seq in sorted(seqs):
+        one, other = ([e for e in every if e.seq == seq] for every in (first, second))
+        if other[0].parent in tied:
+            tied.add(seq)
+            continue
+        count = _compared(one, other, seq, second, asked_of(loaded, body))
+        if count < len(other):
+            tied.add(seq)
+        one, other = one[:count], other[:count]
+        assert [plain(e) for e in one] == [plain(e) for e in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            if isinstance(a.top_logprobs, dict) and isinstance(b.top_logprobs, dict):
+                near(a.top_logprobs, b.top_logprobs)
     live = len({entry.seq for entry in first}) - sum(entry.parent is not None for entry in first)
     for entry in first:
         live += (entry.parent is not None) - (entry.finish_reason is not None)
         assert entry.finish_reason is None or entry.live == live
     assert live == 0
+
+
+def asked_of(loaded: LoadedModel, body: dict[str, Any]) -> Asked:
+    """What a request asks of the model."""
+    request = msgspec.convert({"stream_id": REQUEST} | body, Generate)
+    prompt = request.prompt or []
+    if isinstance(prompt, str):
+        prompt = loaded.tokenizer.encode(prompt)
+    sampling = {name: getattr(request, name) for name in Sampling.__struct_fields__}
+    return Asked(loaded.model, prompt, Sampling(**sampling))
+
+
+def _compared(
+    one: Sequence[Token], other: Sequence[Token], seq: int, every: Sequence[Token], asked: Asked
+) -> int:
+    """The number of entries of a sequence that must be equal: those before a tie."""
+    whole = max(len(one), len(other))
+    i = first_difference(one, other)
+    if i is None:
+        return whole
+    a, b = one[i].token, other[i].token
+    parent, begun = other[0].parent, other[0].pos
+    before = [e for e in every if e.seq == parent and e.pos < begun] if parent is not None else []
+    if a is None or b is None or not asked.tied(tokens_of([*before, *other[:i]]), seq, a, b):
+        return whole
+    return i
 
 
 def plain(entry: Token) -> Token:

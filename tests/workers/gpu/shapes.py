@@ -116,6 +116,16 @@ def log_probs(model: Any, prompt: Sequence[int], scored: Sequence[int]) -> list[
 
 
 @torch.inference_mode()
+def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """The logits ``[vocab]`` after these tokens by one plain forward."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_own(model))
+    logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0, -1].float()
+    model.set_attn_implementation(before)
+    return logits
+
+
+@torch.inference_mode()
 def same_tokens(
     model: Any, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]
 ) -> bool:
@@ -123,8 +133,7 @@ def same_tokens(
     assert len(wanted) == len(got)
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if a != b:
-            model.set_attn_implementation(_own(model))
-            logits = model(torch.tensor([[*prompt, *wanted[:i]]])).logits[0, -1].float()
+            logits = logits_after(model, [*prompt, *wanted[:i]])
             gap = abs(logits[a].item() - logits[b].item())
             what = f"position {i} of a prompt of {len(prompt)}: {a} or {b}, {gap:.1e} apart"
             print(what)

@@ -12,7 +12,7 @@ import torch
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as worker_module
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.engine import EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
 from torch import _dynamo as dynamo
 
@@ -20,7 +20,16 @@ from . import shapes
 from .moved import Moving
 from .steered import one_thread
 from .test_overlap import loaded_with_everything, run, steered
-from .test_speculation import REQUESTS, accepted, check_same, drained, eager, prompts, sampling_of
+from .test_speculation import (
+    REQUESTS,
+    accepted,
+    check_same,
+    drained_outputs,
+    eager,
+    prompts,
+    sampling_of,
+)
+from .ties import RecordingEngine
 
 pytestmark = pytest.mark.process
 """Each process that runs one of these starts a C++ compiler."""
@@ -33,9 +42,9 @@ def embedded() -> Iterator[LoadedModel]:
         yield load_model("embedded")
 
 
-def make(embedded: LoadedModel, compiled: bool, **config: Any) -> Engine:
+def make(embedded: LoadedModel, compiled: bool, **config: Any) -> RecordingEngine:
     config = {"kv_cache_bytes": 32 * 2**20} | config
-    return Engine(embedded, EngineConfig(compiled=compiled, **config))
+    return RecordingEngine(embedded, EngineConfig(compiled=compiled, **config))
 
 
 def test_greedy_tokens_are_those_of_the_model_itself(embedded: LoadedModel) -> None:
@@ -77,7 +86,7 @@ def test_drafts_change_nothing(embedded: LoadedModel, overlap: bool) -> None:
             for j, name in enumerate(REQUESTS):
                 sampling = sampling_of(embedded, **REQUESTS[name])
                 engine.add(100 * i + j, prompt, sampling, text=True)
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     assert accepted(engine) > 0
 

@@ -157,7 +157,7 @@ def test_a_constrained_stream_is_the_same_with_drafts(
     runs = [Run(tmp_path, embedded, constraints, way, body, shared=shared) for way in WAYS]
     plain, *drafted = [run.finish() for run in runs]
     for messages in drafted:
-        same_entries(messages, plain)
+        same_entries(messages, plain, embedded, body)
     assert runs[0].drafted == 0
     assert runs[1].drafted > 0
     if kind != "rows":
@@ -186,7 +186,7 @@ def test_it_moves_while_it_is_drafted_for(
         if not finished(second.loop):
             second.lose_controllers()
         after = second.finish()
-        same_entries([*before, *after], plain)
+        same_entries([*before, *after], plain, embedded, body)
 
 
 def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
@@ -220,7 +220,7 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
             give(kind, msgspec.msgpack.encode(result), *others, attachments)
 
         run.loop.give = spoiled  # type: ignore[assignment, method-assign]
-        same_entries(run.finish(), plain)
+        same_entries(run.finish(), plain, embedded, body)
         assert run.drafted > 0
 
 

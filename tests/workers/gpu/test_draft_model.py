@@ -17,8 +17,9 @@ from tokenbus.workers.gpu.speculation import drafts
 
 from ...counts import rounds
 from . import shapes
-from .test_speculation import FEW, REQUESTS, ROOM, check_same, drained, eager
+from .test_speculation import FEW, REQUESTS, ROOM, check_same, drained, drained_outputs, eager
 from .test_steering import ClientView, run
+from .ties import Outputs, RecordingEngine
 
 pytestmark = pytest.mark.long
 
@@ -47,12 +48,12 @@ def draft(request: pytest.FixtureRequest, llama: LoadedModel) -> LoadedModel:
 
 def engine_of(
     loaded: LoadedModel, draft: LoadedModel, way: tuple[bool, bool], **options: Any
-) -> Engine:
+) -> RecordingEngine:
     """An engine whose draft model drafts wherever it can, as if that cost nothing, and nothing is
     looked up."""
     speculation, overlap = way
     options = {"kv_cache_bytes": ROOM, "speculation": speculation, "overlap": overlap} | options
-    engine = eager(Engine(loaded, EngineConfig(**options), draft if speculation else None))
+    engine = eager(RecordingEngine(loaded, EngineConfig(**options), draft if speculation else None))
     model = engine._speculation._model
     if model is not None:
         model.forward_cost = 0.01
@@ -84,7 +85,7 @@ def test_a_stream_is_the_same_with_a_draft_model(llama: LoadedModel, draft: Load
         for i, prompt in enumerate(prompts):
             for j, options in enumerate(REQUESTS.values()):
                 engine.add(100 * i + j, prompt, sampling(**options))
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     check_done(engine)
 
@@ -139,7 +140,7 @@ def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel, blocks: i
         engine = engine_of(llama, llama, way, **options)
         for i, prompt in enumerate(shapes.prompts(8, 90, llama.vocab_size)):
             engine.add(i, prompt, sampling(temperature=0.3 * (i % 2), seed=i))
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     check_done(engine)
 
@@ -157,7 +158,7 @@ def test_a_draft_model_that_fails_changes_nothing(llama: LoadedModel) -> None:
             outputs += engine.step()
             assert not model._texts
             model._runner.forward = forward  # type: ignore[method-assign]
-        found.append([*outputs, *drained(engine)])
+        found.append(Outputs.of(engine, [*outputs, *drained(engine)]))
     check_same(*found)
     check_done(engine)
 

@@ -15,6 +15,7 @@ from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
 
 from .steered import one_thread
+from .ties import Outputs, RecordingEngine
 
 WORDS = 4096 // 32
 PROMPT = list(range(5, 45))
@@ -28,8 +29,10 @@ def embedded() -> Iterator[LoadedModel]:
 
 def make(
     embedded: LoadedModel, overlap: bool, kv_cache_bytes: int = 2**21, **config: Any
-) -> Engine:
-    return Engine(embedded, EngineConfig(kv_cache_bytes=kv_cache_bytes, overlap=overlap, **config))
+) -> RecordingEngine:
+    return RecordingEngine(
+        embedded, EngineConfig(kv_cache_bytes=kv_cache_bytes, overlap=overlap, **config)
+    )
 
 
 def run(engine: Engine) -> list[TokenOutput]:
@@ -43,19 +46,23 @@ def run(engine: Engine) -> list[TokenOutput]:
 class Found:
     """What each sequence gave."""
 
-    def __init__(self, outputs: list[TokenOutput]) -> None:
-        self.entries: dict[tuple[int, int], list[Any]] = {}
-        self.logprobs: dict[tuple[int, int], list[float]] = {}
-        for o in outputs:
-            entry = (o.token, o.pos, o.finish_reason, o.text, o.backtrack, o.parent, o.error)
-            self.entries.setdefault((o.request, o.seq), []).append(entry)
-            self.logprobs.setdefault((o.request, o.seq), []).append(o.logprob or 0.0)
+    def __init__(self, engine: RecordingEngine, outputs: list[TokenOutput]) -> None:
+        self.outputs = Outputs.of(engine, outputs)
 
     def check(self, other: Found) -> None:
-        """Fails where the other is different."""
-        assert other.entries == self.entries
-        for key, logprobs in self.logprobs.items():
-            assert other.logprobs[key] == pytest.approx(logprobs, abs=1e-4)
+        """Fails where the other is different, up to the first tie of each sequence."""
+        streams = other.outputs.streams
+        assert streams.keys() == self.outputs.streams.keys()
+        for key, own in self.outputs.streams.items():
+            count = self.outputs.compared(key, streams[key])
+            first, second = own[:count], streams[key][:count]
+            assert [_plain(o) for o in second] == [_plain(o) for o in first], key
+            logprobs = [o.logprob or 0.0 for o in first]
+            assert [o.logprob or 0.0 for o in second] == pytest.approx(logprobs, abs=1e-4)
+
+
+def _plain(o: TokenOutput) -> tuple[Any, ...]:
+    return (o.token, o.pos, o.finish_reason, o.text, o.backtrack, o.parent, o.error)
 
 
 def kinds(rng: random.Random) -> Iterator[Sampling]:
@@ -70,7 +77,7 @@ def kinds(rng: random.Random) -> Iterator[Sampling]:
     yield Sampling(max_tokens=40, temperature=1.5, seed=rng.randrange(99), stop=["e", "a"])
 
 
-def loaded_with_everything(engine: Engine) -> Found:
+def loaded_with_everything(engine: RecordingEngine) -> Found:
     """Requests of all kinds, that arrive in different steps and need more blocks than there are."""
     rng = random.Random(3)
     outputs: list[TokenOutput] = []
@@ -83,7 +90,7 @@ def loaded_with_everything(engine: Engine) -> Found:
             outputs += engine.step()
         engine.score(100 + turn, prompt, prompt[::-1])
     outputs += engine.abort(4)
-    return Found([o for o in [*outputs, *run(engine)] if o.request != 4])
+    return Found(engine, [o for o in [*outputs, *run(engine)] if o.request != 4])
 
 
 def test_everything_at_once_gives_the_same(embedded: LoadedModel) -> None:
@@ -100,7 +107,7 @@ def test_everything_at_once_gives_the_same(embedded: LoadedModel) -> None:
         assert engine.stats()["kv_pages_used"] == 0
 
 
-def steered(engine: Engine) -> Found:
+def steered(engine: RecordingEngine) -> Found:
     """Sequences that are steered by what they have generated, in the same way in every run."""
     outputs: list[TokenOutput] = []
     for request in range(1, 7):
@@ -144,13 +151,13 @@ def steered(engine: Engine) -> Found:
             key = output.request, output.seq
             if output.token is not None and output.logprob is not None:
                 lengths[key] = lengths.get(key, 0) + 1
-    return Found(outputs)
+    return Found(engine, outputs)
 
 
 def test_steered_sequences_give_the_same(embedded: LoadedModel) -> None:
     plain, overlapping = (steered(make(embedded, overlap)) for overlap in (False, True))
     plain.check(overlapping)
-    assert {o[0] for o in plain.entries[3, 0]} <= {
+    assert {o.token for o in plain.outputs.streams[3, 0]} <= {
         w * 32 + b for w in range(20, 80) for b in range(4, 8)
     }
 
@@ -158,12 +165,12 @@ def test_steered_sequences_give_the_same(embedded: LoadedModel) -> None:
 def test_a_step_that_fails_is_computed_again_and_gives_the_same(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def requests(engine: Engine) -> Found:
+    def requests(engine: RecordingEngine) -> Found:
         for number in range(1, 6):
             sampling = Sampling(max_tokens=20, temperature=1.0, seed=number, n=number % 2 + 1)
             engine.add(number, PROMPT[number:], sampling)
         engine.score(9, PROMPT[:9], PROMPT[9:30])
-        return Found(run(engine))
+        return Found(engine, run(engine))
 
     wanted = requests(make(embedded, overlap=False))
     engine = make(embedded, overlap=True)

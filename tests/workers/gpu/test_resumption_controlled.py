@@ -124,7 +124,7 @@ def test_a_controlled_stream_moves_after_any_message(
     second = Run(tmp_path, embedded, storage, rng, overlap)
     give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(before))
     got = [*before, *second.finish()]
-    same_entries(merged(got), merged(wanted))
+    same_entries(merged(got), merged(wanted), embedded, body)
     check_notice(second.loop)
     assert second.loop.sent(b"BUFFER") == whole.loop.sent(b"BUFFER")
     check_nothing_is_left(second.loop)
@@ -150,7 +150,7 @@ def test_lost_controllers_are_started_again_at_any_moment(
             second.lose_controllers()
             lost += 1
         second.turn()
-    same_entries(merged(token_messages(second.loop)), merged(wanted))
+    same_entries(merged(token_messages(second.loop)), merged(wanted), embedded, body)
     assert second.loop.sent(b"BUFFER") == whole.loop.sent(b"BUFFER")
     assert not second.loop.sent(b"ERROR")
     check_nothing_is_left(second.loop)
@@ -199,4 +199,4 @@ def test_logs_and_forks_of_suspended_sequences_are_not_mixed_up(
     for cut in range(len(wanted)):
         second = Run(tmp_path, embedded, storage, Random(0), False)
         give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(wanted[:cut]))
-        same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted))
+        same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted), embedded, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from tokenbus.workers.gpu.speculation.lengths import Costs
 from ...counts import rounds
 from . import shapes
 from .test_architectures import make
+from .ties import Outputs, RecordingEngine
 
 pytestmark = pytest.mark.long
 
@@ -58,12 +59,15 @@ def sampling_of(loaded: LoadedModel, **options: Any) -> Sampling:
     return Sampling(**{"max_tokens": NEW, "ignore_eos": True} | bias | options)
 
 
-def engine_of(loaded: LoadedModel, speculation: bool, overlap: bool = False) -> Engine:
+def engine_of(loaded: LoadedModel, speculation: bool, overlap: bool = False) -> RecordingEngine:
     config = EngineConfig(speculation=speculation, overlap=overlap, kv_cache_bytes=ROOM)
-    return eager(Engine(loaded, config))
+    return eager(RecordingEngine(loaded, config))
 
 
-def eager(engine: Engine) -> Engine:
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
+def eager(engine: AnyEngine) -> AnyEngine:
     """The engine, with drafts wherever there is a match: as if they cost nothing."""
     if engine._speculation._costs is not None:
         engine._speculation._costs = Costs(1, 0.0, 0.01, 0.0, 64)
@@ -85,35 +89,29 @@ def drained(engine: Engine) -> list[TokenOutput]:
     raise AssertionError("the engine does not come to an end")
 
 
-Streams = dict[tuple[int, int], list[TokenOutput]]
+def drained_outputs(engine: RecordingEngine) -> Outputs:
+    """The outputs of all steps until nothing is left."""
+    return Outputs.of(engine, drained(engine))
 
 
-def streams(outputs: Sequence[TokenOutput]) -> Streams:
-    """The outputs of each sequence."""
-    found: Streams = {}
-    for output in outputs:
-        found.setdefault((output.request, output.seq), []).append(output)
-    return found
-
-
-def check_same(plain: Sequence[TokenOutput], *drafted: Sequence[TokenOutput]) -> None:
-    """Fails where a stream has other tokens, log-probabilities, texts or ends."""
+def check_same(plain: Outputs, *drafted: Outputs) -> None:
+    """Fails where a stream has other tokens, log-probabilities, texts or ends, before a tie."""
     for outputs in drafted:
-        _check_same(streams(plain), streams(outputs))
+        assert plain.streams.keys() == outputs.streams.keys()
+        for key, expected in plain.streams.items():
+            count = plain.compared(key, outputs.streams[key])
+            _check_same(expected[:count], outputs.streams[key][:count])
 
 
-def _check_same(one: Streams, other: Streams) -> None:
-    assert one.keys() == other.keys()
-    for key, expected in one.items():
-        found = other[key]
-        assert [o.token for o in found] == [o.token for o in expected]
-        assert [o.pos for o in found] == [o.pos for o in expected]
-        for a, b in zip(found, expected, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-            assert (a.finish_reason, a.stop, a.error) == (b.finish_reason, b.stop, b.error)
-            assert (a.text, a.shortened, a.parent) == (b.text, b.shortened, b.parent)
-            if a.top_logprobs and b.top_logprobs and len(b.top_logprobs) > 1:
-                assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-4)
+def _check_same(expected: Sequence[TokenOutput], found: Sequence[TokenOutput]) -> None:
+    assert [o.token for o in found] == [o.token for o in expected]
+    assert [o.pos for o in found] == [o.pos for o in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert (a.finish_reason, a.stop, a.error) == (b.finish_reason, b.stop, b.error)
+        assert (a.text, a.shortened, a.parent) == (b.text, b.shortened, b.parent)
+        if a.top_logprobs and b.top_logprobs and len(b.top_logprobs) > 1:
+            assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-4)
 
 
 def accepted(engine: Engine) -> int:
@@ -144,7 +142,7 @@ def test_a_stream_is_the_same_with_drafts(loaded: LoadedModel, names: list[str])
             for j, name in enumerate(names):
                 sampling = sampling_of(loaded, **REQUESTS[name])
                 engine.add(100 * i + j, prompt, sampling, text=loaded.tokenizer is not None)
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     assert accepted(engine) > 0
 
@@ -159,7 +157,7 @@ def test_windows_and_soft_caps_hold_within_a_draft(name: str) -> None:
         engine = engine_of(loaded, speculation)
         for i in range(3):
             engine.add(i, [*NUMBERS[i:], *prompts(loaded)[0]], sampling_of(loaded))
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     assert accepted(engine) > 0
 
@@ -185,7 +183,7 @@ def test_a_session_drafts_from_its_earlier_requests_and_no_others(embedded: Load
         plain.add(request, prompt, sampling, client=client)
         engine.add(request, prompt, sampling, client=client)
         before = accepted(engine)
-        found.append((drained(plain), drained(engine)))
+        found.append((drained_outputs(plain), drained_outputs(engine)))
         drafted.append(accepted(engine) - before)
     for expected, outputs in found:
         check_same(expected, outputs)
@@ -210,7 +208,7 @@ def test_an_end_within_a_draft_is_where_it_was(embedded: LoadedModel) -> None:
             for request in range(2):
                 sampling = Sampling(max_tokens=NEW, ignore_eos=True, stop=stop)
                 engine.add(request, prompt, sampling, text=not request)
-            found.append(drained(engine))
+            found.append(drained_outputs(engine))
         check_same(*found)
 
 
@@ -218,7 +216,7 @@ def test_every_length_ends_where_it_should(llama: LoadedModel) -> None:
     engine = engine_of(llama, True)
     for count in range(1, 25):
         engine.add(count, prompts(llama)[0], sampling_of(llama, max_tokens=count))
-    found = streams(drained(engine))
+    found = drained_outputs(engine).streams
     longest = [o.token for o in found[24, 0]]
     for count in range(1, 25):
         outputs = found[count, 0]
@@ -237,13 +235,13 @@ def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel) -> None:
             speculation=speculation,
             overlap=overlap,
         )
-        engine = eager(Engine(llama, config))
+        engine = eager(RecordingEngine(llama, config))
         for i, prompt in enumerate(shapes.prompts(8, 90, llama.vocab_size)):
             sampling = sampling_of(
                 llama, max_tokens=rounds(50, 80), temperature=0.1 * (i % 2), seed=i
             )
             engine.add(i, prompt, sampling)
-        found.append(drained(engine))
+        found.append(drained_outputs(engine))
     check_same(*found)
     assert engine.stats()["preemptions"] > 0
     assert accepted(engine) > 0
@@ -277,7 +275,7 @@ def test_forks_and_splices_beside_drafts(loaded: LoadedModel) -> None:
             new = list(engine.step())
             steer(engine, new, seen)
             outputs += new
-        found.append(outputs)
+        found.append(Outputs.of(engine, outputs))
     check_same(*found)
     assert accepted(engine) > 0
 
@@ -285,7 +283,7 @@ def test_forks_and_splices_beside_drafts(loaded: LoadedModel) -> None:
 Steer = Callable[[Engine], object]
 
 
-def steered_in_step(loaded: LoadedModel, steer: Steer) -> tuple[Engine, list[TokenOutput]]:
+def steered_in_step(loaded: LoadedModel, steer: Steer) -> tuple[RecordingEngine, list[TokenOutput]]:
     """A request that is steered between the forward and the sampling of its first draft."""
     engine = engine_of(loaded, True)
     engine.add(1, prompts(loaded)[0], sampling_of(loaded, max_tokens=30))
@@ -309,8 +307,8 @@ def test_a_mask_is_applied_where_a_draft_is_under_way(llama: LoadedModel) -> Non
 
 
 def test_a_fork_is_sampled_where_a_draft_is_under_way(llama: LoadedModel) -> None:
-    _, outputs = steered_in_step(llama, lambda engine: engine.fork(1, 0, 1))
-    found = streams(outputs)
+    engine, outputs = steered_in_step(llama, lambda engine: engine.fork(1, 0, 1))
+    found = Outputs.of(engine, outputs).streams
     start = found[1, 1][0].pos
     parent = [o.token for o in found[1, 0] if o.token is not None]
     child = [o.token for o in found[1, 1] if o.token is not None]
@@ -348,7 +346,7 @@ def test_nan_behind_a_refused_draft_changes_nothing(llama: LoadedModel) -> None:
     prompt, sampling = prompts(llama)[0], sampling_of(llama)
     plain = engine_of(llama, False)
     plain.add(1, prompt, sampling)
-    expected = drained(plain)
+    expected = drained_outputs(plain)
     engine = engine_of(llama, True)
     engine.add(1, prompt, sampling)
     outputs: list[TokenOutput] = []
@@ -366,4 +364,4 @@ def test_nan_behind_a_refused_draft_changes_nothing(llama: LoadedModel) -> None:
                 spoiled += 1
         outputs += engine.finish(step)
     assert spoiled == 1
-    check_same(expected, outputs)
+    check_same(expected, Outputs.of(engine, outputs))
