@@ -42,7 +42,7 @@ demo: install
 
 # One process of tests per core; each takes over tests of another that has more of them left.
 # make test ARGS='-k name' passes arguments on; ARGS='-n 0' runs all in one process.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --durations 20
 
 test: install
 	$(PYTEST) $(ARGS)
