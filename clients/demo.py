@@ -29,7 +29,7 @@ from rich.text import Text
 from ..protocol.errors import TokenbusError
 from . import AsyncClient, AsyncStream, Client
 
-START_S = 60.0
+START_S = 300.0
 """How long the system may take to start, in seconds."""
 END_S = 40.0
 """How long it may take to end, in seconds."""
