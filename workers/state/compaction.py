@@ -35,10 +35,14 @@ class Compaction:
     ) -> None:
         """Creates the new log at ``path``, with all tables. Raises OSError."""
         self.log = Log.create(path, limits)
-        for table in tables:
-            self.log.append([Record(TABLE, 0, _encode(table))])
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
+        try:
+            for table in tables:
+                self.log.append([Record(TABLE, 0, _encode(table))])
+        except OSError:
+            self.abandon()
+            raise
 
     def save(self, storage: VariableStorage) -> None:
         """Saves some of the pending requests. Raises OSError."""

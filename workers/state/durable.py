@@ -3,6 +3,10 @@
 The log has the operations as they were received; replaying it gives the same answers. If the
 process is killed during an operation, its sender has no answer and repeats it, and it is applied
 exactly once whether it is in the log or not.
+
+A table is synced before it is answered, variables within ``SYNC_S``. After a sync has failed, no
+operation is done until a new log with the whole state is on the disk: the kernel may have dropped
+any part of the old one.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from errno import ENOENT
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +44,7 @@ SYNC_S = 1.0
 operations; a crash of the process loses none."""
 
 _UNBOUNDED = 1 << 62
+_DELETED = FileNotFoundError(ENOENT, "the file was deleted")
 
 _encode = msgpack.Encoder().encode
 _operation = msgpack.Decoder(Variable).decode
@@ -73,7 +79,7 @@ class DurableVariables:
         self._compact_above = compact_floor
         self._synced_at = time.monotonic()
         self.failures = 0
-        """Writes of the log that have failed."""
+        """Writes and syncs of the log that have failed."""
         self._tables = ModuleTables()
         self._folder = Folder(path)
         self._path = path / "log"
@@ -109,8 +115,8 @@ class DurableVariables:
     def apply(self, ops: Sequence[tuple[Variable, bytes]]) -> list[VariableAnswer]:
         """Applies operations in order, each given decoded and as received; their answers.
 
-        All of them are logged with one write. If it fails, the new ones are not applied, and their
-        answers have an ``error`` and ``again``.
+        All of them are logged with one write. If it fails, or a sync of the log has failed, the new
+        ones are not applied, and their answers have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -140,19 +146,19 @@ class DurableVariables:
     def table(self, op: ModuleTable) -> ModuleTableAnswer:
         """Reads or replaces the table of a tenant, which is on the disk when it is answered.
 
-        If it cannot be written, it is not replaced, and the answer has an ``error``.
+        If it cannot be written or synced, it is not replaced, and the answer has an ``error``.
         """
         with self._lock:
             table = self._tables.replacement(op)
             if table is None:
-                return self._tables.read(op)
-            error = self._tables.refusal(table)
-            if error is None:
-                error = self._append([Record(TABLE, 0, _encode(table))])
+                fault = self._log.fault
+                if op.content is None or fault is None:
+                    return self._tables.read(op)
+                return ModuleTableAnswer(op.id, error=_cannot_write(fault))
+            error = self._tables.refusal(table) or self._store(table)
             if error is not None:
                 return ModuleTableAnswer(op.id, error=error)
             self._tables.put(table)
-            self._sync()
             return self._tables.read(op)
 
     def end(self, requests: Iterable[int]) -> None:
@@ -165,9 +171,7 @@ class DurableVariables:
             ended = [request for request in requests if self._storage.end(request)]
             if not ended:
                 return
-            failed = self._append([Record(END, request, _encode(request)) for request in ended])
-            if failed is not None:
-                log.error("%s", failed)
+            self._write([Record(END, request, _encode(request)) for request in ended])
             if self._compaction is not None:
                 self._compaction.pending.difference_update(ended)
 
@@ -179,13 +183,17 @@ class DurableVariables:
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:
-            self._sync()
             self._synced_at = now
+            if self._log.fault is None:
+                self._sync()
             if self._folder.lost:
                 self._write_anew()
+            elif not self._log.in_place:
+                self._log.fault = _DELETED
         if self._compaction is None:
             size = self._storage.bytes + self._tables.bytes
-            if self._log.size <= max(self._compact_above, COMPACT_FACTOR * size):
+            is_long = self._log.size > max(self._compact_above, COMPACT_FACTOR * size)
+            if not is_long and self._log.fault is None:
                 return SYNC_S
             log.debug("rewriting the log of %d bytes", self._log.size)
         try:
@@ -266,31 +274,42 @@ class DurableVariables:
             log.warning("the last %d bytes of %s are damaged and were cut off", cut, self._path)
         took = time.monotonic() - started
         log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
-        if reader.limits == self._limits:
-            return storage, Log.reopen(self._path, reader.size)
-        return storage, self._new_log(storage, self._folder)
+        try:
+            # Parts of the old one may be in the memory of the kernel only, and not on the disk.
+            return storage, self._new_log(storage, self._folder)
+        except OSError as error:
+            self._note("write", error)
+            old = Log.reopen(self._path, reader.size)
+            old.fault = error
+            return storage, old
 
     def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
-        """A new log of the current state, which replaces any other."""
+        """A new log of the current state, which replaces any other. Raises OSError."""
         compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
-        while compaction.pending:
-            compaction.save(storage)
-        compaction.log.sync()
-        compaction.log.rename(self._path)
-        folder.sync()
+        try:
+            while compaction.pending:
+                compaction.save(storage)
+            compaction.log.sync()
+            compaction.log.replace(self._path, folder)
+        except OSError:
+            compaction.abandon()
+            raise
         return compaction.log
 
     # --- writing --------------------------------------------------------------------------------
 
     def _append(self, records: list[Record]) -> str | None:
+        """Writes records of operations to the log; the error message if they cannot be done."""
+        fault = self._log.fault
+        return self._write(records) if fault is None else _cannot_write(fault)
+
+    def _write(self, records: list[Record]) -> str | None:
         """Writes records to the log; the error message if that fails."""
         try:
             self._log.append(records)
         except OSError as error:
-            self.failures += 1
-            if self.failures & (self.failures - 1) == 0:
-                log.error("cannot write the log %s: %s", self._path, error.strerror)
-            return f"the state worker cannot write its log: {error.strerror}; try again"
+            self._note("write", error)
+            return _cannot_write(error)
         if self._compaction is not None:
             try:
                 self._compaction.also(records)
@@ -298,24 +317,48 @@ class DurableVariables:
                 self._abandon(error)
         return None
 
-    def _sync(self) -> None:
+    def _store(self, table: SavedTable) -> str | None:
+        """Writes a table to the disk; the error message if that fails."""
+        size = self._log.size
+        error = self._append([Record(TABLE, 0, _encode(table))])
+        if error is not None:
+            return error
+        error = self._sync()
+        if error is None and (self._folder.lost or not self._log.in_place):
+            self._log.fault = _DELETED
+            error = _cannot_write(_DELETED)
+        if error is not None:
+            self._log.cut(size)
+            if self._compaction is not None:
+                # It has the table too. The log has a fault, so that another one begins.
+                self._compaction.abandon()
+                self._compaction = None
+        return error
+
+    def _sync(self) -> str | None:
+        """Syncs the log; the error message if that fails."""
         try:
             self._log.sync()
         except OSError as error:
-            log.error("cannot sync the log %s to disk: %s", self._path, error.strerror)
+            self._note("sync", error)
+            return _cannot_write(error)
+        return None
 
     def _finish(self, compaction: Compaction) -> None:
-        """Replaces the old log by the new one. Raises OSError."""
+        """Replaces the old log by the new one. Raises OSError if the old one stays."""
+        # Most of it is synced without the lock, so that operations do not wait.
         compaction.log.sync()
         with self._lock:
             if compaction is not self._compaction:
                 return
-            compaction.log.rename(self._path)
+            compaction.log.sync()
+            compaction.log.replace(self._path, self._folder)
             old, self._log = self._log, compaction.log
             self._compaction = None
             self._compact_above = self._compact_floor
         old.close()
-        self._folder.sync()
+        if self._log.fault is not None:
+            self._note("sync the folder of", self._log.fault)
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
@@ -324,7 +367,17 @@ class DurableVariables:
             self._compaction.abandon()
             self._compaction = None
         self._compact_above = 2 * self._log.size
-        log.error("cannot rewrite the log %s: %s", self._path, error.strerror)
+        self._note("rewrite", error)
+
+    def _note(self, what: str, error: OSError) -> None:
+        """Counts a failure, and logs it if it is the first, second, fourth, eighth and so on."""
+        self.failures += 1
+        if self.failures & (self.failures - 1) == 0:
+            log.error("cannot %s the log %s: %s", what, self._path, error.strerror)
+
+
+def _cannot_write(error: OSError) -> str:
+    return f"the state worker cannot write its log: {error.strerror}; try again"
 
 
 def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables) -> int:

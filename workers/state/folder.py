@@ -25,7 +25,10 @@ class Folder:
         """
         self.path = path
         try:
+            missing = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in missing:
+                _sync(folder.parent)
             if path.stat().st_uid != os.getuid():
                 raise FolderError(
                     f"the folder {path} belongs to another user; it must belong to this one"
@@ -58,13 +61,18 @@ class Folder:
         return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
     def sync(self) -> None:
-        """Syncs the directory to disk, after a file was renamed."""
-        number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        """Syncs the directory to disk, after a file was renamed. Raises OSError."""
+        _sync(self.path)
 
     def close(self) -> None:
         """Releases the lock."""
         os.close(self._lock)
+
+
+def _sync(folder: Path) -> None:
+    """Syncs the names in a folder to disk. Raises OSError."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec import DecodeError, Struct, msgpack
 
-from .folder import FolderError
+from .folder import Folder, FolderError
 from .variables import StorageLimits
 
 HEAD = b"H"
@@ -55,9 +56,14 @@ class Log:
         self.path = path
         self.size = size
         """Bytes of complete records."""
+        self.fault: OSError | None = None
+        """Why records may be missing on the disk although they were synced. Set where a sync of the
+        log or of its folder fails: Linux drops pages that it cannot write, and a later sync
+        succeeds without them. Never cleared: a new log has to replace this one."""
         self._number = number
         self._torn = False
-        self._synced = size
+        self._synced = 0
+        self._syncing = threading.Lock()
 
     @classmethod
     def create(cls, path: Path, limits: StorageLimits) -> Log:
@@ -100,17 +106,53 @@ class Log:
         self._torn = False
         self.size += len(data)
 
-    def sync(self) -> None:
-        """Syncs the appended records to disk. Raises OSError. Thread-safe."""
-        size = self.size
-        if size != self._synced:
-            os.fdatasync(self._number)
-            self._synced = size
+    def cut(self, size: int) -> None:
+        """Removes all records after the first ``size`` bytes; before the next append at the latest,
+        if the file cannot be truncated now."""
+        with self._syncing:
+            self.size = size
+            self._synced = 0
+            self._torn = True
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._number, size)
+                self._torn = False
 
-    def rename(self, path: Path) -> None:
-        """Renames the log to ``path``, replacing any file there."""
+    def sync(self) -> None:
+        """Syncs the appended records to disk. Raises OSError, also if a sync has failed before.
+        Thread-safe: the kernel reports an error to one of two syncs at the same time."""
+        with self._syncing:
+            if self.fault is not None:
+                raise OSError(self.fault.errno, self.fault.strerror)
+            size = self.size
+            if size != self._synced:
+                try:
+                    os.fdatasync(self._number)
+                except OSError as error:
+                    self.fault = error
+                    raise
+                self._synced = size
+
+    def replace(self, path: Path, folder: Folder) -> None:
+        """Renames the log to ``path``, replacing any file there, and syncs its folder.
+
+        Raises OSError if the log was not renamed. If only the sync fails, the log has its new name
+        and a ``fault``.
+        """
         self.path.rename(path)
         self.path = path
+        try:
+            folder.sync()
+        except OSError as error:
+            self.fault = error
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the log's path is still that of its file."""
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._number))
 
     def close(self) -> None:
         """Closes the file."""

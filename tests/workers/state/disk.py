@@ -1,0 +1,142 @@
+"""A folder on a disk that can fail and lose power.
+
+Files are written as usual. The model records what a power failure leaves of them: content that was
+synced, and names that a sync of the folder has written. As on Linux, pages whose sync has failed
+count as clean: a later sync succeeds without them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = "."
+"""The name of the folder itself in a call."""
+
+
+@dataclass(eq=False)
+class _File:
+    """A file, and its part that is on the disk."""
+
+    pinned: int
+    """A descriptor, so that its inode is not used again."""
+    size: int = 0
+    """Bytes that no sync has to write: those on the disk, and those whose sync has failed."""
+    durable: bytes = b""
+
+    def sync(self, fails: bool) -> None:
+        """Writes the bytes after ``size``; zeros stay in their place if that fails."""
+        now = os.pread(self.pinned, 1 << 30, 0)
+        self.size = min(self.size, len(now))
+        new = now[self.size :]
+        self.durable = self.durable[: self.size] + (bytes(len(new)) if fails else new)
+        self.size = len(now)
+
+
+@dataclass
+class Disk:
+    """The calls on a folder, and what is on its disk."""
+
+    folder: Path
+    fails: Callable[[int, str, str], bool] = lambda number, call, name: False
+    """Whether a call fails, by its number, what it does, and the name of its file."""
+    after: Callable[[str, str], None] = lambda call, name: None
+    """Called after each call that succeeded."""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    _files: dict[tuple[int, int], _File] = field(default_factory=dict)
+    _durable: dict[str, _File] = field(default_factory=dict)
+
+    def images(self) -> Iterator[dict[str, bytes]]:
+        """The files that may be there after a power failure: the folder has its old names or its
+        new ones, and the files have what was synced or everything."""
+        there = {path.name: self._of(path) for path in self.folder.iterdir()}
+        for names in (self._durable, there):
+            yield {name: file.durable for name, file in names.items()}
+            yield {name: os.pread(f.pinned, 1 << 30, 0) for name, f in names.items()}
+
+    def call(self, what: str, name: str, path: Path | int) -> None:
+        """Records a call before it is made; raises OSError if it fails."""
+        self.calls.append((what, name))
+        if self.fails(len(self.calls), what, name):
+            if what == "sync" and name != FOLDER:
+                self._of(path).sync(fails=True)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def synced(self, number: int) -> None:
+        """A descriptor was synced."""
+        if self.name(number) == FOLDER:
+            self._durable = {path.name: self._of(path) for path in self.folder.iterdir()}
+        else:
+            self._of(number).sync(fails=False)
+
+    def close(self) -> None:
+        """Closes the descriptors of the model."""
+        for file in self._files.values():
+            os.close(file.pinned)
+
+    def _of(self, path: Path | int) -> _File:
+        found = os.stat(path)
+        file = self._files.get((found.st_dev, found.st_ino))
+        if file is None:
+            pinned = os.open(
+                f"/proc/self/fd/{path}" if isinstance(path, int) else path, os.O_RDONLY
+            )
+            file = self._files[found.st_dev, found.st_ino] = _File(pinned)
+        return file
+
+    def name(self, path: Path | int) -> str | None:
+        """The name of a file of the folder, or FOLDER; None for any other file."""
+        if isinstance(path, int):
+            path = Path(os.readlink(f"/proc/self/fd/{path}").removesuffix(" (deleted)"))
+        if path == self.folder:
+            return FOLDER
+        return path.name if path.parent == self.folder else None
+
+
+@contextmanager
+def disk_of(folder: Path) -> Iterator[Disk]:
+    """A model of the disk of this folder, which exists, while the block runs."""
+    disk = Disk(folder)
+    synchronize: dict[str, Any] = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
+    rename, write = os.rename, os.write
+
+    def syncing(call: str) -> Callable[[int], None]:
+        def sync(number: int) -> None:
+            name = disk.name(number)
+            if name is None:
+                return
+            disk.call("sync", name, number)
+            synchronize[call](number)
+            disk.synced(number)
+            disk.after("sync", name)
+
+        return sync
+
+    def renaming(source: Path, target: Path) -> None:
+        name = disk.name(source)
+        if name is not None:
+            disk.call("rename", name, source)
+        rename(source, target)
+        if name is not None:
+            disk.after("rename", name)
+
+    def writing(number: int, data: bytes) -> int:
+        name = disk.name(number)
+        if name is not None:
+            disk.call("write", name, number)
+        return write(number, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for call in synchronize:
+            patch.setattr(os, call, syncing(call))
+        patch.setattr(os, "rename", renaming)
+        patch.setattr(os, "write", writing)
+        yield disk
+    disk.close()
