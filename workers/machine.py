@@ -1,12 +1,16 @@
-"""Which machine this is, so that two processes on one can share memory."""
+"""This machine: its id, so that two processes on one can share memory, and its memory."""
 
 from __future__ import annotations
 
+import re
 import socket
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
 
 @cache
@@ -16,3 +20,40 @@ def machine_id() -> str:
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}"
     except OSError:
         return socket.gethostname()
+
+
+def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """The memory that the processes of this machine may use together, in bytes.
+
+    The smallest limit of this process's cgroups and their parents (version 1 or 2), or ``MemTotal``
+    if that is less. ``proc`` and ``cgroups`` are where the system mounts both.
+    """
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{proc / 'meminfo'} has no line MemTotal")
+    return min([1024 * int(found[1]), *_limits(proc, cgroups)])
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The memory limits of the cgroups of this process and of all their parents."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, file = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = PurePosixPath(path.lstrip("/"))
+        # In a container, the path may be the host's: then only the root is there.
+        for each in (folder, *folder.parents):
+            try:
+                text = (root / each / file).read_text().strip()
+            except OSError:
+                continue
+            if text.isdecimal():
+                yield int(text)
