@@ -108,12 +108,12 @@ class Quotas:
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
 
     def variables(self, request: Request | None) -> Tenant | None:
-        """What the state worker is to know of the tenant of a request: None without a quota."""
+        """What the state worker is to know of the tenant of a request: None without a key."""
         key = request.session.key if request is not None else ""
-        allowed = self._keyring.client(key) if key else None
-        if allowed is None or allowed.variable_bytes is None:
+        if not key:
             return None
-        return Tenant(key, allowed.variable_bytes)
+        allowed = self._keyring.client(key)
+        return Tenant(key, allowed.variable_bytes if allowed is not None else None)
 
     def _check_minute(
         self,

@@ -9,7 +9,7 @@ class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all without a key.
 
     As the last attachment: of ``START``, of what concerns the store of modules, with the quota of
-    the store, and of a ``VARIABLE`` of a tenant that has a quota of variables, with that.
+    the store, and of a ``VARIABLE`` of a tenant with a key, with its quota of variables.
     """
 
     key: str = ""

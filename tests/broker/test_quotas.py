@@ -154,7 +154,9 @@ def test_the_state_worker_learns_the_quota_of_variables() -> None:
         message = [b"VARIABLE", encode_header(header.request), b"op"]
         bench.sent += bench.broker.on_worker(peer_of("c"), message, bench.now)
     sent = [m.frames[2:] for m in bench.sent if m.frames[0] == b"VARIABLE"]
-    assert sent == [(b"op", Tenant(ANN, 5_000).encode()), (b"op",)]
+    assert sent == [
+        (b"op", Tenant(key, quota).encode()) for key, quota in ((ANN, 5_000), (BEN, None))
+    ]
 
 
 def test_a_quota_that_is_changed_holds_at_once() -> None:

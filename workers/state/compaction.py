@@ -8,12 +8,12 @@ each can be saved at a different time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msgspec import msgpack
 
-from .log import REQUEST, TABLE, Log, Record
+from .log import REQUEST, TABLE, TENANT, Log, Record
 from .module_tables import SavedTable
 from .variables import MIB, StorageLimits, VariableStorage
 
@@ -44,13 +44,16 @@ class Compaction:
             self.abandon()
             raise
 
-    def save(self, storage: VariableStorage) -> None:
-        """Saves some of the pending requests. Raises OSError."""
+    def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
+        """Saves some of the pending requests, with the key of each one's tenant. Raises OSError."""
         size = 0
         while self.pending and size < SLICE:
             request = self.pending.pop()
             body = _encode(storage.save(request))
-            self.log.append([Record(REQUEST, request, body)])
+            records = [Record(REQUEST, request, body)]
+            if key(request):
+                records.append(Record(TENANT, request, _encode((request, key(request)))))
+            self.log.append(records)
             size += len(body)
 
     def also(self, records: Iterable[Record]) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from msgspec import msgpack, structs
 
+from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     ModuleTable,
     ModuleTableAnswer,
@@ -29,8 +30,9 @@ from ...protocol.worker_messages import (
 )
 from .compaction import Compaction
 from .folder import Folder, FolderError
-from .log import END, OPERATION, REQUEST, TABLE, Log, Reader, Record
+from .log import END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
 from .module_tables import ModuleTables, SavedTable
+from .shares import Shares
 from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ _operation = msgpack.Decoder(Variable).decode
 _request = msgpack.Decoder(int).decode
 _saved = msgpack.Decoder(SavedRequest).decode
 _table = msgpack.Decoder(SavedTable).decode
+_tenant = msgpack.Decoder(tuple[int, str]).decode
 
 
 class Counts(NamedTuple):
@@ -80,7 +83,8 @@ class DurableVariables:
         self._synced_at = time.monotonic()
         self.failures = 0
         """Writes and syncs of the log that have failed."""
-        self._tables = ModuleTables()
+        self._tables = ModuleTables(self._limits.table_bytes)
+        self._shares = Shares(self._limits.total_bytes)
         self._folder = Folder(path)
         self._path = path / "log"
         self._new_path = path / "log.new"
@@ -108,28 +112,24 @@ class DurableVariables:
         """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown one."""
         return self._storage.size(request)
 
-    def answered(self, op: Variable) -> bool:
-        """Whether the operation was already applied, so that it only gets the same answer again."""
-        return self._storage.answered(op)
-
-    def apply(self, ops: Sequence[tuple[Variable, bytes]]) -> list[VariableAnswer]:
+    def apply(
+        self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
+    ) -> list[VariableAnswer]:
         """Applies operations in order, each given decoded and as received; their answers.
 
+        ``tenants`` has the tenant of each operation, None if the broker did not name one.
         All of them are logged with one write. If it fails, or a sync of the log has failed, the new
         ones are not applied, and their answers have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
-        records = []
-        ahead = 0
+        records: list[Record] = []
         with self._lock:
-            for op, body in ops:
+            keys = {op.request: self._shares.key(op.request) for op, _ in ops}
+            for (op, body), tenant in zip(ops, tenants or [None] * len(ops), strict=True):
                 error = None
                 if not storage.answered(op):
-                    error = storage.refusal(op, ahead)
-                    if error is None:
-                        records.append(Record(OPERATION, op.request, body))
-                        ahead += storage.cost(op)
+                    error = storage.refusal(op) or self._reserve(op, body, tenant, records)
                 refusals.append(error)
             failed = self._append(records) if records else None
             answers = []
@@ -141,7 +141,28 @@ class DurableVariables:
                     answers.append(VariableAnswer(*name, error=error, again=again))
                 else:
                     answers.append(storage.apply(op))
+            for request, key in keys.items():
+                key = self._shares.key(request) if failed is None else key
+                self._shares.put(request, key, storage.size(request))
         return answers
+
+    def _reserve(
+        self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
+    ) -> str | None:
+        """Counts the cost of an operation for its tenant and adds its records; the error if there
+        is no room for it."""
+        shares, request = self._shares, op.request
+        known = shares.key(request)
+        tenant = tenant or Tenant(known)
+        cost = self._storage.cost(op)
+        error = shares.refusal(tenant, request, cost)
+        if error is not None:
+            return error
+        if tenant.key != known:
+            records.append(Record(TENANT, request, _encode((request, tenant.key))))
+        records.append(Record(OPERATION, request, body))
+        shares.put(request, tenant.key, shares.size(request) + cost)
+        return None
 
     def table(self, op: ModuleTable) -> ModuleTableAnswer:
         """Reads or replaces the table of a tenant, which is on the disk when it is answered.
@@ -171,6 +192,8 @@ class DurableVariables:
             ended = [request for request in requests if self._storage.end(request)]
             if not ended:
                 return
+            for request in ended:
+                self._shares.put(request, "", 0)
             self._write([Record(END, request, _encode(request)) for request in ended])
             if self._compaction is not None:
                 self._compaction.pending.difference_update(ended)
@@ -203,7 +226,7 @@ class DurableVariables:
                         self._new_path, self._limits, self.requests, self._tables
                     )
                 compaction = self._compaction
-                compaction.save(self._storage)
+                compaction.save(self._storage, self._shares.key)
             if not compaction.pending:
                 self._finish(compaction)
                 return SYNC_S
@@ -265,7 +288,7 @@ class DurableVariables:
                 return storage, self._new_log(storage, self._folder)
             # Logged operations are replayed under the limits of that time.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
-            count = _replay(reader, storage, self._tables)
+            count = _replay(reader, storage, self._tables, self._shares)
             storage.limits = self._limits
         finally:
             reader.close()
@@ -288,7 +311,7 @@ class DurableVariables:
         compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
         try:
             while compaction.pending:
-                compaction.save(storage)
+                compaction.save(storage, self._shares.key)
             compaction.log.sync()
             compaction.log.replace(self._path, folder)
         except OSError:
@@ -380,9 +403,10 @@ def _cannot_write(error: OSError) -> str:
     return f"the state worker cannot write its log: {error.strerror}; try again"
 
 
-def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables) -> int:
+def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables, shares: Shares) -> int:
     """Replays the records of a log; their number."""
     count = 0
+    keys: dict[int, str] = {}
     for kind, body in reader:
         count += 1
         if kind == OPERATION:
@@ -393,4 +417,8 @@ def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables) -> i
             storage.restore(_saved(body))
         elif kind == TABLE:
             tables.put(_table(body))
+        elif kind == TENANT:
+            keys.update([_tenant(body)])
+    for request in storage.requests:
+        shares.put(request, keys.get(request, ""), storage.size(request))
     return count

@@ -25,6 +25,7 @@ OPERATION = b"V"
 END = b"E"
 REQUEST = b"R"
 TABLE = b"T"
+TENANT = b"N"
 
 FORMAT = 1
 
@@ -43,7 +44,8 @@ class Record(NamedTuple):
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
-    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, of no request."""
+    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, of no request. ``TENANT``: the
+    request and the key of its tenant, as msgpack; there is none for tenants without a key."""
     request: int
     body: bytes
 

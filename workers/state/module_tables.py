@@ -18,7 +18,9 @@ from .variables import MIB
 TABLE_BYTES = 8 * MIB
 """The most bytes of a table: as many modules and tags as a tenant may have, with usual names."""
 TOTAL_BYTES = 256 * MIB
-"""The most bytes of all tables."""
+"""The most bytes of all tables, on a machine with memory for them."""
+PARTS = 8
+"""A table has at most this part of the bytes of all tables."""
 
 
 class SavedTable(Struct, array_like=True):
@@ -34,8 +36,14 @@ class SavedTable(Struct, array_like=True):
 class ModuleTables:
     """All tables by tenant."""
 
-    def __init__(self, clock: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
-        """``clock``: the time in microseconds."""
+    def __init__(
+        self,
+        total_bytes: int = TOTAL_BYTES,
+        clock: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        """``total_bytes``: the most of all tables. ``clock``: the time in microseconds."""
+        self._max_total_bytes = total_bytes
+        self._max_bytes = min(TABLE_BYTES, total_bytes // PARTS)
         self._clock = clock
         self._tables: dict[str, SavedTable] = {}
         self.bytes = 0
@@ -69,17 +77,17 @@ class ModuleTables:
     def refusal(self, table: SavedTable) -> str | None:
         """Why there is no room for a table; None where there is."""
         size = len(table.content)
-        if size > TABLE_BYTES:
+        if size > self._max_bytes:
             return (
                 f"the table of this tenant's modules and tags would have {size} bytes; at most "
-                f"{TABLE_BYTES} are allowed; delete some first"
+                f"{self._max_bytes} are allowed; delete some first"
             )
         before = self._tables.get(table.tenant)
         total = self.bytes + size - (len(before.content) if before is not None else 0)
-        if total > TOTAL_BYTES:
+        if total > self._max_total_bytes:
             return (
                 f"the tables of all tenants' modules and tags would have {total} bytes; at most "
-                f"{TOTAL_BYTES} are allowed; delete some first"
+                f"{self._max_total_bytes} are allowed; delete some first"
             )
         return None
 

@@ -47,6 +47,8 @@ class StorageLimits(Struct, frozen=True, kw_only=True):
     """Bytes of one request: about 32,000 operations if its values are small."""
     total_bytes: int = KIB * MIB
     """Bytes of all requests."""
+    table_bytes: int = 256 * MIB
+    """Bytes of all tables of modules."""
 
 
 class SavedRequest(Struct, array_like=True):

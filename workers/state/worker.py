@@ -30,14 +30,17 @@ from ...protocol.worker_messages import (
     VariableAnswer,
 )
 from ..bus import LEASE_ENDED, Bus, FromBus
+from ..machine import machine_memory
 from .durable import DurableVariables
-from .tenant_requests import TenantRequests
-from .variables import VariableStorage
+from .variables import StorageLimits
 
 log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
 """Capacity in requests, practically unlimited: storage is bounded by bytes instead."""
+VARIABLES_PART, TABLES_PART = 8, 32
+"""Variables have at most an eighth of the memory of this machine, tables of modules a quarter of
+that. The log, which may be on a file system in memory, takes up to three times as much."""
 
 
 class _Name(Struct, array_like=True):
@@ -60,7 +63,7 @@ class StateWorker:
     def __init__(self, settings: Settings, name: str = "") -> None:
         """Replays the log; raises FolderError if its folder or a file in it cannot be used."""
         self._name = name or f"state-{socket.gethostname()}-{os.getpid()}"
-        self._variables = DurableVariables(settings.run_folder / "state")
+        self._variables = DurableVariables(settings.run_folder / "state", _limits())
         self._bus = Bus(
             settings.back_endpoint,
             self._registration,
@@ -76,7 +79,6 @@ class StateWorker:
         """By request: the links to the brokers that may have it, those over which operations of it
         came; of one that was in the log, all. One that has gone on behind another broker is ended
         by the first one too."""
-        self._tenants = TenantRequests()
         self._ops = 0
         self._stop_reason = ""
 
@@ -149,13 +151,13 @@ class StateWorker:
                 self._links.pop(request, None)
                 over.append(request)
         self._variables.end(over)
-        self._tenants.end(over)
 
     def _do(self, messages: list[FromBus]) -> None:
         """Applies operations and posts their answers."""
         if not messages:
             return
         ops: list[tuple[Variable, bytes]] = []
+        tenants: list[Tenant | None] = []
         asked: list[FromBus] = []
         for message in messages:
             try:
@@ -170,15 +172,15 @@ class StateWorker:
                     f"{message.header.request} in its header; both must be the same",
                 )
                 continue
-            beyond = self._beyond_quota(op, message)
-            if beyond is not None:
-                self._refuse(message, beyond)
+            try:
+                tenants.append(_tenant_of(message))
+            except ValueError:
+                self._refuse(message, "the tenant of the operation is not well-formed")
                 continue
-            self._links.setdefault(op.request, set()).add(message.link)
             ops.append((op, message.body))
             asked.append(message)
         try:
-            answers = self._variables.apply(ops)
+            answers = self._variables.apply(ops, tenants)
         except Exception as error:
             log.exception("%d operations failed", len(ops))
             text = f"the state worker failed: {error!r}"
@@ -187,6 +189,8 @@ class StateWorker:
             ]
         self._ops += len(answers)
         for message, answer in zip(asked, answers, strict=True):
+            if self._variables.size(answer.request):
+                self._links.setdefault(answer.request, set()).add(message.link)
             self._post(message, answer)
 
     def _table(self, message: FromBus) -> None:
@@ -194,17 +198,6 @@ class StateWorker:
         answer = self._variables.table(_table(message.body))
         header = encode_header(0, message.header.address)
         self._bus.post([b"MODULE_TABLE_ANSWER", header, _encode(answer)], message.link)
-
-    def _beyond_quota(self, op: Variable, message: FromBus) -> str | None:
-        """Why an operation is refused that its tenant's quota has no room for."""
-        if not message.attachments or self._variables.answered(op):
-            return None
-        try:
-            tenant = Tenant.decode(message.attachments[-1])
-        except ValueError:
-            return "the tenant of the operation is not well-formed"
-        cost = VariableStorage.cost(op)
-        return self._tenants.refusal(tenant, op.request, cost, self._variables.size)
 
     def _refuse(self, message: FromBus, error: str) -> None:
         """Answers an operation with an error, if its ids can be decoded."""
@@ -243,3 +236,21 @@ class StateWorker:
             "ops": float(self._ops),
             "log_failures": float(self._variables.failures),
         }
+
+
+def _tenant_of(message: FromBus) -> Tenant | None:
+    """The tenant that the broker names in a message; None if it does not. Raises ValueError."""
+    return Tenant.decode(message.attachments[-1]) if message.attachments else None
+
+
+def _limits() -> StorageLimits:
+    """The usual limits, or less if this machine has less memory."""
+    usual = StorageLimits()
+    try:
+        memory = machine_memory()
+    except OSError:
+        return usual
+    return StorageLimits(
+        total_bytes=min(usual.total_bytes, memory // VARIABLES_PART),
+        table_bytes=min(usual.table_bytes, memory // TABLES_PART),
+    )

@@ -34,7 +34,7 @@ def test_operations_that_fail_by_a_defect_are_answered_with_an_error(
 ) -> None:
     worker = StateWorker(Settings(run_dir=str(tmp_path)))
 
-    def fails(ops: Sequence[object]) -> list[VariableAnswer]:
+    def fails(ops: Sequence[object], tenants: object) -> list[VariableAnswer]:
         raise MemoryError("no memory left")
 
     with monkeypatch.context() as patch:

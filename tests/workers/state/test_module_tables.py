@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from msgspec import msgpack
 from tokenbus.protocol.worker_messages import ModuleTable, ModuleTableAnswer, Variable
-from tokenbus.workers.state import module_tables
 from tokenbus.workers.state.durable import DurableVariables
+from tokenbus.workers.state.variables import StorageLimits
 
 
 def test_of_two_that_know_the_same_version_one_replaces_the_table(tmp_path: Path) -> None:
@@ -62,15 +61,11 @@ def test_tables_are_there_after_a_restart_and_after_the_log_was_rewritten(tmp_pa
     again.close()
 
 
-def test_what_is_too_large_changes_nothing_and_is_answered_with_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = DurableVariables(tmp_path)
-    monkeypatch.setattr(module_tables, "TABLE_BYTES", 10)
-    monkeypatch.setattr(module_tables, "TOTAL_BYTES", 15)
+def test_what_is_too_large_changes_nothing_and_is_answered_with_why(tmp_path: Path) -> None:
+    state = DurableVariables(tmp_path, StorageLimits(table_bytes=80))
     assert "11 bytes; at most 10" in (state.table(ModuleTable(1, "a", 0, bytes(11))).error or "")
-    version = state.table(ModuleTable(2, "a", 0, bytes(10))).version
-    assert "16 bytes; at most 15" in (state.table(ModuleTable(3, "b", 0, bytes(6))).error or "")
-    assert state.table(ModuleTable(4, "a", version, bytes(2))).written
-    assert state.table(ModuleTable(5, "b", 0, bytes(6))).written
+    versions = [state.table(ModuleTable(n, f"{n}", 0, bytes(10))).version for n in range(2, 10)]
+    assert "86 bytes; at most 80" in (state.table(ModuleTable(99, "b", 0, bytes(6))).error or "")
+    assert state.table(ModuleTable(100, "2", versions[0], bytes(2))).written
+    assert state.table(ModuleTable(101, "b", 0, bytes(6))).written
     state.close()

@@ -1,0 +1,81 @@
+"""The shares of tenants and of their requests in the memory of the state worker.
+
+A tenant may have as much as it leaves free: one alone gets half of the room, each of n that take
+all they can gets 1 / (n + 1). A request may likewise have as much as it leaves to its tenant.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...protocol.pace import RETRY_AFTER_S
+from ...protocol.tenants import Tenant
+
+
+class _Part(NamedTuple):
+    """A request: the key of its tenant, and its bytes."""
+
+    key: str = ""
+    bytes: int = 0
+
+
+_NOTHING = _Part()
+
+
+class Shares:
+    """The bytes of live requests, by request and by tenant."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._bytes = 0
+        self._requests: dict[int, _Part] = {}
+        self._tenants: dict[str, int] = {}
+
+    def key(self, request: int) -> str:
+        """The key of the tenant of a request; ``""`` for all without a key."""
+        return self._requests.get(request, _NOTHING).key
+
+    def size(self, request: int) -> int:
+        """The bytes of a request; 0 for an unknown one."""
+        return self._requests.get(request, _NOTHING).bytes
+
+    def refusal(self, tenant: Tenant, request: int, cost: int) -> str | None:
+        """The error for an operation of a request that adds up to ``cost`` bytes, if its tenant or
+        the request has no room for it; None otherwise."""
+        used = self._tenants.get(tenant.key, 0)
+        quota = tenant.quota_bytes
+        if quota is not None and used + cost > quota:
+            return (
+                "the quota variable_bytes of this key is used up: the variables of its live "
+                f"requests take {used} bytes, this operation up to {cost}, and it is {quota}; try "
+                f"again when other requests have ended, in {RETRY_AFTER_S:g} s or later"
+            )
+        free = self._total_bytes - self._bytes
+        if used + cost > free:
+            return (
+                f"the state worker is full: the variables of this key's live requests take {used} "
+                f"bytes, this operation up to {cost}, and {free} bytes are free; a key may have as "
+                "much as is free; try again when other requests have ended"
+            )
+        own = self.size(request)
+        if own + cost > free - used:
+            return (
+                f"the state worker is full: the variables of this request take {own} bytes, this "
+                f"operation up to {cost}, and {free - used} bytes are free for its key; a request "
+                "may have as much as is free; try again when other requests have ended"
+            )
+        return None
+
+    def put(self, request: int, key: str, size: int) -> None:
+        """Sets the tenant and the bytes of a request; one of 0 bytes is forgotten."""
+        before = self._requests.pop(request, _NOTHING)
+        self._add(before.key, -before.bytes)
+        if size:
+            self._requests[request] = _Part(key, size)
+            self._add(key, size)
+
+    def _add(self, key: str, size: int) -> None:
+        self._bytes += size
+        used = self._tenants.pop(key, 0) + size
+        if used:
+            self._tenants[key] = used
