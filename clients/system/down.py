@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 from ...protocol.settings import Settings
-from .conf import STOP_MARGIN_S
+from .conf import CLUSTER, STOP_MARGIN_S
 from .faults import FAILED, NOT_RUNNING, SystemFault
-from .processes import alive, started_by
+from .processes import alive, arguments, send, started_by, supervisor_of
 from .run_dir import RunDir
+from .started import started_settings
 from .supervisor import Control, end_leftovers
+
+BROKER = "tokenbus.broker"
+"""The module of the program."""
 
 
 def end_system(settings: Settings) -> int:
     """Stops the system in the run directory of these settings, in the stop order; the exit code.
 
-    Processes whose supervisord was killed are ended too. Raises SystemFault if no system runs, or
-    if it does not stop.
+    A supervisord whose socket was deleted is ended by its process id, and processes whose
+    supervisord was killed too. Raises SystemFault if no system runs, or if it does not stop in the
+    time that the system was started with (``drain_s``).
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
-    pid = control.pid()
+    answering = control.pid()
+    pid = answering if answering is not None else supervisor_of(run_dir)
+    started = started_by(run_dir)
+    settings = next(filter(None, map(started_settings, started)), settings)
     if pid is None:
         left = end_leftovers(run_dir, settings.drain_s + STOP_MARGIN_S)
         if not left:
             raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
         print(f"ended {_count(len(left))} whose supervisord was gone, in {run_dir.path}")
         return 0
-    names = [p.name for p in control.processes() or [] if p.pid]
-    control.shutdown()
+    names = [p.name for p in control.processes() or [] if p.pid] or [_count(len(started))]
+    if answering is not None:
+        control.shutdown()
+    else:
+        _shut_down(pid, started)
     deadline = time.monotonic() + settings.drain_s + 3 * STOP_MARGIN_S
     while alive(pid) or started_by(run_dir):
         if time.monotonic() > deadline:
@@ -40,8 +52,16 @@ def end_system(settings: Settings) -> int:
             # Gateways that have left their place: all streams have ended with the broker.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
-    print(f"ended {', '.join(names) or 'an idle supervisord'} in {run_dir.path}")
+    print(f"ended {', '.join(names)} in {run_dir.path}")
     return 0
+
+
+def _shut_down(supervisor: int, started: list[int]) -> None:
+    """Ends a supervisord that takes no commands as ``Control.shutdown`` does: it stops all others
+    in the stop order."""
+    modules = {BROKER.encode(), CLUSTER.encode()}
+    send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
+    send([supervisor], signal.SIGTERM)
 
 
 def _count(number: int) -> str:

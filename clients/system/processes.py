@@ -39,6 +39,51 @@ def started_by(run_dir: RunDir) -> list[int]:
     return sorted(found)
 
 
+def supervisor_of(run_dir: RunDir) -> int | None:
+    """The id of the supervisord of this run directory, also if its socket was deleted; None if it
+    does not run. Needs ``/proc``.
+
+    It is the parent of the processes that it started, or it has the file of the run directory.
+    """
+    started = started_by(run_dir)
+    candidates = {parent for pid in started if (parent := _parent(pid)) not in (0, *started)}
+    for pid in sorted(candidates):
+        if _is_supervisord(pid):
+            return pid
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if os.fsencode(run_dir.conf) in arguments(pid) and _is_supervisord(pid):
+            return pid
+    return None
+
+
+def arguments(pid: int) -> list[bytes]:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _parent(pid: int) -> int:
+    """The id of the parent of a process; 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _is_supervisord(pid: int) -> bool:
+    """Whether a process is a supervisord of this user that runs."""
+    try:
+        own = os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        return False
+    named = any(argument.endswith(b"supervisord") for argument in arguments(pid)[:4])
+    return own and named and alive(pid)
+
+
 def in_session(leader: int) -> list[int]:
     """Ids of the running processes in the session of process ``leader``; needs ``/proc``."""
     found = []

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
+from ...protocol.keys import KeyFault
 from ...protocol.settings import Settings
 from .conf import STOP_MARGIN_S
-from .faults import FAILED, NOT_RUNNING, SystemFault
+from .faults import FAILED, NOT_RUNNING, WRONG_SETTING, SystemFault
+from .processes import arguments, supervisor_of
 from .run_dir import RunDir
+from .started import started_settings
 from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""How long a process that was replaced may take until it is ready: a model may be loaded."""
+"""How long a worker that was replaced may take until it is ready: a model may be loaded."""
+OTHERS_READY_S = 120.0
+"""The same of a broker or a gateway, which load nothing."""
+ANSWER_S = 10.0
+"""How long the broker may take to answer before anything is replaced."""
 LOOK_EVERY_S = 0.1
 LINGERS = "--lingers"
 """The flag of such a gateway."""
@@ -24,15 +30,22 @@ def roll(settings: Settings) -> int:
 
     A worker hands its streams over to another of its kind; where it is the only one, its
     successor continues them. The broker's successor adopts what the workers report. A gateway
-    leaves its place, and finishes its streams beside its successor. Raises SystemFault if no system
-    runs, or a process does not come back.
+    leaves its place, and finishes its streams beside its successor. All other settings are those
+    with which the system was started. Raises SystemFault if no system runs, if its broker does not
+    answer, or if a process does not come back.
     """
     control = Control(RunDir.of(settings))
     processes = control.processes()
     if processes is None:
-        raise SystemFault(f"no system runs in {control.run_dir.path}", NOT_RUNNING)
-    watcher = Watcher(control, settings)
+        raise _unreachable(control.run_dir)
+    running = [process.pid for process in processes if process.pid]
+    settings = next(filter(None, map(started_settings, running)), settings)
     try:
+        watcher = Watcher(control, settings)
+    except KeyFault as fault:
+        raise SystemFault(str(fault), WRONG_SETTING) from None
+    try:
+        _check_broker(watcher, processes, settings)
         for process in processes:
             if process.pid:
                 began = time.monotonic()
@@ -43,11 +56,37 @@ def roll(settings: Settings) -> int:
     return 0
 
 
+def _unreachable(run_dir: RunDir) -> SystemFault:
+    """Why no supervisord answers in a run directory."""
+    pid = supervisor_of(run_dir)
+    if pid is None:
+        return SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
+    return SystemFault(
+        f"supervisord (process {pid}) does not answer at {run_dir.supervisor_socket}, which may "
+        "have been deleted; stop the system with 'tokenbus down' and start it again"
+    )
+
+
+def _check_broker(watcher: Watcher, processes: list[ProcessState], settings: Settings) -> None:
+    """Raises SystemFault if the system has a broker that does not answer."""
+    if settings.join or not any(process.group == "broker" for process in processes):
+        return
+    deadline = time.monotonic() + ANSWER_S
+    while not watcher.answers():
+        if time.monotonic() > deadline:
+            raise SystemFault(
+                f"no broker answers at {settings.front_endpoint}, so that nothing was replaced; "
+                f"see the logs in {watcher.run_dir.logs}"
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
 def _replace(control: Control, watcher: Watcher, process: ProcessState, settings: Settings) -> None:
     """Replaces one process, and waits until its successor is ready."""
     control.signal(process, "USR2" if _lingers(process.pid) else "TERM")
     gone_by = time.monotonic() + settings.drain_s + 2 * STOP_MARGIN_S
-    ready_by = gone_by + READY_S
+    loads = process.group not in ("broker", "gateway")
+    ready_by = gone_by + (READY_S if loads else OTHERS_READY_S)
     while True:
         shown = next((s for s in watcher.look().shown if s.process.name == process.name), None)
         replaced = shown is not None and shown.process.pid not in (0, process.pid)
@@ -66,7 +105,4 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
 
 def _lingers(pid: int) -> bool:
     """Whether a process leaves its place on SIGUSR2; one of an older release would be killed."""
-    try:
-        return LINGERS.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return LINGERS.encode() in arguments(pid)

@@ -59,7 +59,7 @@ class Watcher:
 
     def __init__(self, control: Control, settings: Settings) -> None:
         self._control = control
-        self._run_dir = control.run_dir
+        self.run_dir = control.run_dir
         self._front = settings.front_endpoint
         self._key = None if settings.join else own_key(settings, "client")
         self._http = settings.http
@@ -79,6 +79,10 @@ class Watcher:
         status = self._status() if up else None
         load = "ending" if self.ending else "joined" if self._joins else load_line(status)
         return Picture([self._shown(p, status) for p in processes], load)
+
+    def answers(self) -> bool:
+        """Whether a broker answers; takes at most about a second."""
+        return self._status() is not None
 
     def client(self) -> Client:
         """The client of the broker, which is made at the first call."""
@@ -161,7 +165,7 @@ class Watcher:
             what = ", ".join(worker.models) or "models on demand"
             load = f"{worker.requests} of {worker.capacity} requests"
             return Shown(process, True, f"serves {what}", load=load)
-        part = LOADING.search(self._run_dir.last_line(process.name))
+        part = LOADING.search(self.run_dir.last_line(process.name))
         progress = int(part[1]) / 100 if part else 0.0
         return Shown(process, False, "loading the model", progress)
 

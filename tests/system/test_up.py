@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from tokenbus.clients import Client, GenerateOptions, UnavailableError
 from tokenbus.clients.system.processes import alive
 
-from ..processes import clean_environment, until
+from ..processes import clean_environment, free_port, until
 from .foreground import TOKENBUS, Foreground, tokenbus
 
 pytestmark = pytest.mark.process
@@ -93,6 +94,58 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         assert len(after) == 5
         assert not before & after
     assert system.end() == 0
+
+
+def test_rolling_finds_the_addresses_of_the_system_that_runs(start: Start, folder: Path) -> None:
+    """The command has only the run directory, and settings of another system."""
+    system = start("up", "--http", "none", "--controller-workers", "0")
+    system.wait_until_ready()
+    rolling = ("up", "--rolling", "--run-dir", str(system.run_dir.path))
+    before = set(system.processes())
+    [broker] = [pid for pid in before if "tokenbus.broker" in command_of(pid)]
+    os.kill(broker, signal.SIGSTOP)
+    try:
+        done = tokenbus(*rolling, cwd=folder)
+        assert done.returncode == 1
+        assert f"no broker answers at {system.front}" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert set(system.processes()) == before
+    finally:
+        os.kill(broker, signal.SIGCONT)
+    done = tokenbus(*rolling, cwd=folder, front=f"tcp://127.0.0.1:{free_port()}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("replaced") == 2
+    assert len(set(system.processes()) - before) == 2
+    assert system.end() == 0
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_down_ends_a_system_whose_run_directory_was_deleted(start: Start, folder: Path) -> None:
+    system = start("up", "--http", "none", "--controller-workers", "0")
+    system.wait_until_ready()
+    pids = system.processes()
+    [supervisord] = {parent_of(pid) for pid in pids}
+    gone = folder / "gone"
+    system.run_dir.path.rename(gone)
+    shutil.rmtree(gone)
+    run_dir = str(system.run_dir.path)
+    rolled = tokenbus("up", "--rolling", "--run-dir", run_dir, cwd=folder)
+    assert rolled.returncode == 1
+    assert "tokenbus down" in rolled.stderr
+    done = tokenbus("down", "--run-dir", run_dir, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert not [pid for pid in (*pids, *system.processes(), supervisord) if alive(pid)]
+    assert system.process.wait(60) == 0
+    assert tokenbus("down", "--run-dir", run_dir, cwd=folder).returncode == 3
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:

@@ -1,0 +1,51 @@
+"""The settings with which a running system was started, wherever a command is given."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.endpoints import separate
+from ...protocol.settings import CONFIG, SettingError, Settings, resolve
+
+IPC = "ipc://"
+
+
+def started_settings(pid: int) -> Settings | None:
+    """The settings of a process of a system, from its environment and its file, with full paths.
+
+    None if they cannot be read: the process has ended, it belongs to another user, or there is no
+    ``/proc``.
+    """
+    process = Path("/proc") / str(pid)
+    try:
+        folder = Path(os.readlink(process / "cwd"))
+        entries = (process / "environ").read_bytes().split(b"\0")
+        given = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
+        name = given.get(CONFIG, "")
+        path = folder / (name or "tokenbus.toml")
+        file: dict[str, Any] = {}
+        if name or path.is_file():
+            file = tomllib.loads(path.read_text())
+        return _absolute(resolve({}, given, file, str(path)), folder)
+    except (OSError, ValueError, SettingError):
+        return None
+
+
+def _absolute(settings: Settings, folder: Path) -> Settings:
+    """The settings with the paths that a client needs; relative ones are of ``folder``."""
+    fronts = [
+        IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
+        for front in separate(settings.front)
+    ]
+    return msgspec.structs.replace(
+        settings,
+        front=",".join(fronts),
+        run_dir=str(folder / settings.run_folder),
+        keys=str(folder / settings.keys) if settings.keys else "",
+        key=str(folder / settings.key) if settings.key else "",
+    )
