@@ -36,8 +36,9 @@ def end_system(settings: Settings) -> int:
             raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
         print(f"ended {_count(len(left))} whose supervisord was gone, in {run_dir.path}")
         return 0
-    names = [p.name for p in control.processes() or [] if p.pid] or [_count(len(started))]
+    names = [_count(len(started))]
     if answering is not None:
+        names = [p.name for p in control.processes() or [] if p.pid] or names
         control.shutdown()
     else:
         _shut_down(pid, started)

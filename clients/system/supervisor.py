@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 START_S = 20.0
 """How long supervisord may take to answer, in seconds."""
+ANSWER_S = 10.0
+"""How long a supervisord that runs may take to answer a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
 """Only the log of supervisord has the exit codes of processes that end early."""
 
@@ -60,6 +63,20 @@ class Exit(NamedTuple):
 
     name: str
     code: int
+
+
+class _UnixConnection(HTTPConnection):
+    """An HTTP connection to a Unix socket. It raises TimeoutError if supervisord stands still."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        """Opens the connection; raises OSError."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 class Control:
@@ -96,6 +113,7 @@ class Control:
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
         transport = SupervisorTransport(serverurl=self._address)
+        transport._get_connection = lambda: _UnixConnection(str(self.run_dir.supervisor_socket))
         try:
             proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
             return question(proxy.supervisor)
