@@ -51,6 +51,9 @@ class Waiting:
     attachments: list[bytes] = field(default_factory=list)
     sent: list[Token] | None = None
     """Of a request that has moved here: what its client was sent before."""
+    attempt: int = 0
+    """Of a request that was here before: as in ``Start``. Decisions for the earlier attempt may
+    still arrive."""
 
     @property
     def resumption(self) -> Resumption | None:
@@ -101,7 +104,9 @@ class Arrivals:
         return [waiting.stream for waiting in list(self._waiting.values())]
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Takes one request in."""
+        """Takes one request in. It replaces an earlier attempt of the same request, of which
+        nothing is sent any more."""
+        earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
         try:
@@ -111,6 +116,7 @@ class Arrivals:
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
             waiting = Waiting(stream, request, message.attachments)
+            waiting.attempt = next(self._attempts) if earlier else 0
             if message.header.flags & Flag.MOVED:
                 _take_transcript(waiting)
             self._take(waiting)
@@ -144,6 +150,16 @@ class Arrivals:
         """Ends a request that waits for its model; nothing is sent."""
         if self._waiting.pop(request, None) is not None:
             logs.end(request)
+
+    def _drop_earlier(self, number: int) -> bool:
+        """Ends an earlier attempt of a request that has arrived; nothing is sent. Returns whether
+        there was one."""
+        self.drop(number)
+        if self._streams.get(number) is None and self._streams.kept(number) is None:
+            return False
+        log.info("request %d has arrived again: its earlier attempt is dropped", number)
+        self._streams.drop(number)
+        return True
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
         """Ends a request that waits for its model with an ERROR; whether it is such a request."""
@@ -209,7 +225,7 @@ class Arrivals:
             )
         else:
             stream.save, stream.prompt, stream.message = message.save, prompt, message
-            self._generate(stream, message, engine, resumption)
+            self._generate(stream, message, engine, resumption, waiting.attempt)
         self._streams.add(stream)
 
     def _generate(

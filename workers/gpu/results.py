@@ -51,19 +51,30 @@ class Results:
             if sequence.request not in others:
                 sequence.tokens.append(sampled.tokens[i])
                 plain.append(i)
-            elif i in sampled.errors:
-                self._live.fail(sequence, sampled.errors[i])
-            else:
-                self._append(i, sequence, rows, sampled, pushed.get(i))
+                continue
+            try:
+                if i in sampled.errors:
+                    self._live.fail(sequence, sampled.errors[i])
+                else:
+                    self._append(i, sequence, rows, sampled, pushed.get(i))
+            except Exception as error:
+                self._live.fail_defect(sequence, error)
         if not plain:
             return None
         return _columns(sequences, rows, sampled, pushed).of(plain)
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
         """The log-probabilities of the tokens that follow a chunk's rows become outputs."""
-        sequence, live = chunk.sequence, self._live
-        if live.find(sequence.request, sequence.seq) is not sequence:
+        sequence = chunk.sequence
+        if self._live.find(sequence.request, sequence.seq) is not sequence:
             return
+        try:
+            self._take_scores(chunk, scores)
+        except Exception as error:
+            self._live.fail_defect(sequence, error)
+
+    def _take_scores(self, chunk: Chunk, scores: Scores) -> None:
+        sequence, live = chunk.sequence, self._live
         tokens = chunk.scored_tokens
         first = chunk.first_row + 1 - sequence.num_prompt
         found, tops = scores.fetch()

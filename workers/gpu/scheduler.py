@@ -344,7 +344,7 @@ class Scheduler:
             self.waiting.put_back(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the table that it is in."""
+        """Takes a sequence out of the table that it is in, if any."""
         if sequence in self.running:
             del self.running[sequence]
             self.waiting.count_running(sequence.client, -1)
@@ -354,7 +354,7 @@ class Scheduler:
             if self.deferred.pop(sequence):
                 self.waiting.count_running(sequence.client, -1)
         else:
-            del self.suspended[sequence]
+            self.suspended.pop(sequence, None)
         self.changed()
 
 

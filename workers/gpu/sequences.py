@@ -58,19 +58,26 @@ class LiveSequences:
     # --- the table ------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:
-        """Takes in the first sequence of a request."""
+        """Takes in the first sequence of a request. Sequences of an earlier attempt are dropped."""
+        self._drop_request(sequence.request)
         self.requests[sequence.request] = {sequence.seq: sequence}
         self._made[sequence.request] = 1 + sequence.pending_forks
         self._scheduler.add(sequence)
 
     def restore(self, sequences: Tokens[Sequence], made: int) -> None:
         """Takes in the live sequences of a request that began elsewhere; so many of it there have
-        been."""
+        been. Sequences of an earlier attempt are dropped."""
         request = sequences[0].request
+        self._drop_request(request)
         self.requests[request] = {sequence.seq: sequence for sequence in sequences}
         self._made[request] = made
         for sequence in sequences:
             self._scheduler.add(sequence)
+
+    def _drop_request(self, request: int) -> None:
+        """Removes all sequences of a request, those in a step too. They have no last output."""
+        if request in self.requests:
+            self.abort(request, "cancelled")
 
     def find(self, request: int, seq: int) -> Sequence | None:
         """A live sequence; None where it has ended or never was."""
@@ -97,14 +104,19 @@ class LiveSequences:
         return any(self.find(s.request, s.seq) is s for s in chunks)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the table and of every step; its blocks are given back."""
+        """Takes a sequence out of the table and of every step; its blocks are given back.
+
+        The sequence may be in some of the tables only: then it is taken out of these.
+        """
         computed = min(sequence.num_computed_tokens, len(sequence.tokens))
         self._blocks.commit(sequence.block_table, sequence.tokens, computed)
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         self._scheduler.remove(sequence)
         self._ended(sequence)
-        left = self.requests[sequence.request]
+        left = self.requests.get(sequence.request, {})
+        if left.get(sequence.seq) is not sequence:
+            return
         del left[sequence.seq]
         if not left:
             del self.requests[sequence.request]
@@ -323,6 +335,12 @@ class LiveSequences:
         log.error(what, sequence.request, exc_info=error, extra=about(sequence.request))
         sequence.text = None
         self.fail(sequence, f"decoding its text failed: {error}")
+
+    def fail_defect(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose result could not be taken, so that the others of its step go on."""
+        number, what = sequence.request, "taking a result of request %d failed"
+        log.error(what, number, exc_info=error, extra=about(number))
+        self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
 
     def take_outputs(self) -> list[TokenOutput]:
         """What is to be returned now."""

@@ -303,13 +303,14 @@ class GpuWorker:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """A request for this worker; refused where those of other brokers leave no room for it."""
+        """A request for this worker; refused where those of other brokers leave no room for it. A
+        later attempt of a request that is here takes the place of the earlier one."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
-        if known is not None:
+        if known is not None and known.link != message.link:
             # That broker could not be notified, and thinks that it was lost.
             self._leave_to_another([known.request], message.link)
-        elif elsewhere and self._num_requests >= self._settings.capacity:
+        elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
         else:
             self._arrivals.request(message, kind)

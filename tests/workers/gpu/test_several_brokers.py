@@ -184,6 +184,22 @@ def test_a_broker_that_sends_a_stream_which_is_behind_another_is_notified(loop: 
     assert streams(loop, 1) != []
 
 
+def test_a_broker_that_sends_its_own_stream_again_gets_it_from_its_beginning(loop: Loop) -> None:
+    """The worker is full. The earlier attempt makes room for the later one, and is not released."""
+    loop.generate(1, link=0)
+    loop.generate(2, link=1)
+    for _ in range(3):
+        loop.turn()
+    clear(loop)
+    loop.generate(1, link=0)
+    loop.turn()
+    assert loop.sent(b"RELEASED", 0) == loop.sent(b"REFUSED", 0) == []
+    assert streams(loop, 0) == [1]
+    [frames] = loop.sent(b"TOKEN", 0)
+    [entry] = msgspec.json.decode(frames[2])
+    assert entry["prompt_tokens"] == 3, "its first entry"
+
+
 def test_a_broker_registers_and_counts_only_what_is_its_own(loop: Loop) -> None:
     loop.generate(1, link=0)
     loop.generate(2, link=1)

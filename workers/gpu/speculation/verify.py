@@ -86,7 +86,10 @@ class Verifier:
         first = 0
         for sequence in verification.sequences:
             count = len(sequence.draft) + 1
-            self._take(sequence, sequence.draft, sampled, first)
+            try:
+                self._take(sequence, sequence.draft, sampled, first)
+            except Exception as failure:
+                self._live.fail_defect(sequence, failure)
             first += count
 
     def _take(self, sequence: Sequence, draft: Tokens[int], sampled: Sampled, first: int) -> None:
