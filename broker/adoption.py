@@ -262,7 +262,7 @@ class Adoption:
             self._sessions.claim(session, token, key)
         session.recovering = True
         # They need the client's key, which says which modules are its own.
-        self._dispatcher.controllers.start_waiting()
+        self._dispatcher.controllers.start_of(session)
         return session
 
     def pick_up(self, token: str, key: str, now: float) -> Session | None:
@@ -301,7 +301,7 @@ class Adoption:
         for worker in workers:
             self._out.to_worker(worker, b"CLAIM", Claim(session=number))
         self._finish_claim(number)
-        self._dispatcher.controllers.start_waiting()
+        self._dispatcher.controllers.start_of(session)
         return session
 
     def on_registered(self, worker: Worker) -> None:

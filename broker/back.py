@@ -420,7 +420,7 @@ class Back:
         self._dispatcher.pools.note(worker)
         if elsewhere < before:
             self._dispatcher.resume(worker)
-            self._dispatcher.controllers.start_waiting()
+            self._dispatcher.controllers.fill(worker)
 
     def _on_refused(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
         """A worker has no room for what it was sent."""

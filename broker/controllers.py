@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header
@@ -15,18 +14,10 @@ from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pools
 from .recovery import MISSING, Recovery
 from .settings import BrokerSettings
-from .tables import RETRY_AFTER_S, Request, Worker, WorkerState
+from .tables import RETRY_AFTER_S, Request, Session, Worker, WorkerState
+from .waiting_starts import HELD, WaitingStarts
 
 _MODULE_ID = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A START that no controller worker can take at the moment."""
-
-    request: Request
-    body: bytes
-    since: float
 
 
 class Controllers:
@@ -54,8 +45,7 @@ class Controllers:
         self._recovery = recovery
         self._pace = Pace()
         """At which requests that have a controller end."""
-        self._waiting: dict[int, _Waiting] = {}
-        """By request."""
+        self._waiting = WaitingStarts()
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may not have
@@ -137,17 +127,15 @@ class Controllers:
         That is the reserved one, or another one where it was lost or drains. Where there is none
         for now, the START waits for one; where there can be none, the GPU worker is notified.
         """
-        if not request.session.token or self._may_come_back(request):
-            # Its client has not come back yet, and the modules that it may use are not known; or
-            # its controller worker may not have.
-            self._waiting[request.id] = _Waiting(request, body, now)
+        if self._is_held(request):
+            self._waiting.add(request, body, now, HELD)
             return
         if request.steered_by is None:
             try:
                 self._assign(request, self.choose(request.controller, request.served_as))
             except TokenbusError as error:
                 if isinstance(error, UnavailableError) or self._may_register(error):
-                    self._waiting[request.id] = _Waiting(request, body, now)
+                    self._waiting.add(request, body, now, self._pattern_of(request))
                 else:
                     self._refuse(request, error)
                 return
@@ -170,6 +158,19 @@ class Controllers:
             if request.open and request.worker is not None:
                 self.start(request, body, self._now())
 
+    def _is_held(self, request: Request) -> bool:
+        """Whether the START of a request waits for something else than a place: its client has not
+        come back yet, and the modules that it may use are not known; or its controller worker may
+        come back."""
+        return not request.session.token or self._may_come_back(request)
+
+    def _pattern_of(self, request: Request) -> str:
+        """What a controller worker has to serve that a request goes to, as in ``choose``."""
+        name = request.controller
+        if request.served_as:
+            return request.served_as
+        return name if self._pools.steering(name).workers else ANY_MODULE
+
     def _may_come_back(self, request: Request) -> bool:
         """Whether another worker may have served the controller of a request under an earlier run
         of the broker, and may not have registered yet, which takes a heartbeat: it has a name that
@@ -183,16 +184,47 @@ class Controllers:
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
 
     def start_waiting(self) -> None:
-        """Starts what waits for a controller worker and has one now."""
-        for number, waiting in list(self._waiting.items()):
-            del self._waiting[number]
-            self.start(waiting.request, waiting.body, waiting.since)
+        """Starts what waits for a controller worker and has one now. The workers have changed, or
+        time has passed: this looks at every START that waits."""
+        for waiting in self._waiting:
+            request = waiting.request
+            if self._is_held(request):
+                continue
+            pattern = self._pattern_of(request)
+            pool = self._pools.steering(pattern)
+            if pool.workers and pool.least_loaded() is None:
+                self._waiting.move(waiting, pattern)
+                continue
+            self._waiting.remove(request.id)
+            self.start(request, waiting.body, waiting.since)
+
+    def start_of(self, session: Session) -> None:
+        """Starts what waits of a session, whose client has come."""
+        for request in list(session.streams.values()) if self._waiting else ():
+            waiting = self._waiting.remove(request.id)
+            if waiting is not None:
+                self.start(request, waiting.body, waiting.since)
+
+    def fill(self, worker: Worker) -> None:
+        """A controller worker may have room: starts what waits for one like it, as far as it has.
+
+        This looks at no START that is not started.
+        """
+        while worker.role == "controller" and self._pools.has_place(worker):
+            waiting = self._waiting.first(worker.patterns)
+            if waiting is None:
+                return
+            request = waiting.request
+            self._waiting.remove(request.id)
+            self.start(request, waiting.body, waiting.since)
+            if request.id in self._waiting:
+                return
 
     def refuse_waiting(self, now: float) -> None:
         """Refuses what has waited for ``move_wait_s`` for a controller worker, and what came before
         any that serves it once none is awaited."""
         self.start_waiting()
-        for number, waiting in list(self._waiting.items()):
+        for waiting in self._waiting:
             request = waiting.request
             overdue = now - waiting.since >= self._settings.move_wait_s
             if not overdue and not request.controller_awaited:
@@ -202,11 +234,11 @@ class Controllers:
             except TokenbusError as error:
                 in_vain = error.code in MISSING and not self._may_register(error)
                 if overdue or in_vain:
-                    del self._waiting[number]
+                    self._waiting.remove(request.id)
                     self._refuse(request, error)
             else:
                 if overdue:
-                    del self._waiting[number]
+                    self._waiting.remove(request.id)
 
     def _refuse(self, request: Request, error: TokenbusError) -> None:
         """Notifies a request's GPU worker that its controller cannot start."""
@@ -225,9 +257,9 @@ class Controllers:
         worker = request.steered_by
         self._release(request)
         self._pace.note(self._now())
-        self._waiting.pop(request.id, None)
-        if self._waiting:
-            self.start_waiting()
+        self._waiting.remove(request.id)
+        if worker is not None:
+            self.fill(worker)
         if not request.served_as:
             return
         body = End(requests=[request.id])
@@ -259,7 +291,7 @@ class Controllers:
         That is at the same controller worker, where it does not drain; it has no END, as the
         answers that its variable operations got are needed for the replay.
         """
-        self._waiting.pop(request.id, None)
+        self._waiting.remove(request.id)
         request.controller_started = False
         if request.steered_by is not None and request.steered_by.state is WorkerState.DRAINING:
             self._release(request)

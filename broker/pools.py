@@ -233,7 +233,7 @@ class Pools:
         pool = self._pools.get(key)
         if pool is None:
             kind, name, _ = key
-            accepts = self._has_place if kind == STEERS else self.accepts
+            accepts = self.has_place if kind == STEERS else self.accepts
             pool = self._pools[key] = Pool(name if kind in ("gpu", DEFAULT) else "", accepts)
             for worker in self.of_role(ROLES.get(kind, kind)).values():
                 if _belongs(worker, key):
@@ -261,7 +261,7 @@ class Pools:
         return ready and not self._is_hung(worker)
 
     @staticmethod
-    def _has_place(worker: Worker) -> bool:
+    def has_place(worker: Worker) -> bool:
         """Whether a controller worker takes one more controller."""
         return worker.state is WorkerState.READY and worker.fill < 1
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -13,6 +16,7 @@ from tokenbus.protocol.messages import MAX_MODULE_BYTES, Token
 from tokenbus.protocol.worker_messages import (
     End,
     FetchModule,
+    Heartbeat,
     LiveRequest,
     Lost,
     ModuleBytes,
@@ -446,3 +450,81 @@ def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
     controller_worker(bench, "a")
     header = begun(bench)
     assert bench.send("gpu", "START", START, Header(header.request)) == []
+
+
+# --- STARTs that wait -----------------------------------------------------------------------------
+
+
+def waiting_starts(number: int) -> tuple[Bench, list[Header]]:
+    """A broker with so many STARTs, of which a controller worker with one place runs the first."""
+    bench = Bench(expiry_s=1000.0)
+    bench.worker("gpu", capacity=number)
+    controller_worker(bench, "a", capacity=number)
+    headers = [accepted(bench, stream) for stream in range(number)]
+    bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
+    for header in headers:
+        assert bench.send("gpu", "START", START, Header(header.request)) == []
+    controller_worker(bench, "b", capacity=1)
+    return bench, headers
+
+
+def started(bench: Bench, name: str = "b") -> list[int]:
+    return [header.request for kind, header in bench.to_worker(name) if kind == "START"]
+
+
+def calls_of_an_end(number: int) -> int:
+    """Calls of the broker's functions as a request ends and the next START goes to its place."""
+    bench, headers = waiting_starts(number)
+    assert started(bench) == [headers[0].request]
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
+    end = Token(token=None, stream_id=0, logprob=None, finish_reason="cancelled")
+    sys.setprofile(count)
+    try:
+        bench.tokens("gpu", headers[0], end, final=True)
+    finally:
+        sys.setprofile(None)
+    assert started(bench) == [headers[1].request]
+    assert calls["Controllers.end"] == 1
+    return calls.total()
+
+
+def test_a_request_that_ends_costs_the_same_however_many_starts_wait() -> None:
+    assert calls_of_an_end(400) == calls_of_an_end(4)
+
+
+def test_starts_that_wait_go_on_in_their_order_one_for_each_free_place() -> None:
+    bench, headers = waiting_starts(6)
+    for number, header in enumerate(headers):
+        assert started(bench) == [header.request]
+        end = Token(token=None, stream_id=number, logprob=None, finish_reason="cancelled")
+        bench.pass_time(1.0)
+        bench.tokens("gpu", header, end, final=True)
+    assert started(bench) == []
+
+
+def test_a_start_that_waits_for_a_name_goes_to_the_worker_that_registers_it() -> None:
+    """It waited for a worker that runs any module before; the name goes before that."""
+    bench, headers = waiting_starts(3)
+    controller_worker(bench, "named", "mine", capacity=1)
+    assert started(bench, "named") == [headers[1].request]
+    end = Token(token=None, stream_id=0, logprob=None, finish_reason="cancelled")
+    bench.tokens("gpu", headers[0], end, final=True)
+    assert started(bench) == [headers[0].request], "the place at the other one stays free"
+    end = Token(token=None, stream_id=1, logprob=None, finish_reason="cancelled")
+    bench.tokens("gpu", headers[1], end, final=True)
+    assert started(bench, "named") == [headers[2].request]
+
+
+def test_a_worker_with_fewer_controllers_of_other_brokers_takes_what_waits() -> None:
+    bench, headers = waiting_starts(3)
+    end = Token(token=None, stream_id=0, logprob=None, finish_reason="cancelled")
+    bench.send("b", "HEARTBEAT", Heartbeat(elsewhere=1))
+    bench.tokens("gpu", headers[0], end, final=True)
+    assert started(bench) == [headers[0].request]
+    bench.send("b", "HEARTBEAT", Heartbeat(elsewhere=0))
+    assert started(bench) == [headers[1].request]
