@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -280,26 +281,39 @@ class BrokerServer:
             self._loop.call_soon(self._drain)
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
+        """Sends messages, and then those to which each failure leads.
+
+        A failure can lead to the next one, as where a request goes from one worker that is gone to
+        another: the failures wait in a queue, because thousands of workers may go at once.
+        """
         to_front, to_back = self._to_front, self._to_back
-        failed: list[tuple[Sent, Outgoing]] = []
+        failed: deque[tuple[Sent, Outgoing]] = deque()
+        self._send(messages, failed)
+        while failed:
+            # Behind all others: what the core sends now must not overtake what it sent before.
+            sent, message = failed.popleft()
+            if sent is Sent.GONE:
+                more = self._on_gone(message.side, message.peer, message.frames)
+            else:
+                more = self.core.on_full(message)
+            self._send(more, failed)
+        if (to_front.waiting or to_back.waiting) and not self._flush_due and self._loop:
+            self._flush_due = True
+            self._loop.call_later(RETRY_S[0], self._flush)
+
+    def _send(self, messages: Sequence[Outgoing], failed: deque[tuple[Sent, Outgoing]]) -> None:
+        """Passes messages to the outboxes, and adds those that cannot be sent to ``failed``."""
+        to_front, to_back = self._to_front, self._to_back
         for message in messages:
             outbox = to_front if message.side is _FRONT else to_back
             sent = outbox.post(message)
             if sent is not _OK:
                 failed.append((sent, message))
-        # Behind all of them: what the core sends now must not overtake what it sent before.
-        for sent, message in failed:
-            if sent is Sent.GONE:
-                self._gone(message.side, message.peer, message.frames)
-            else:
-                self._post(self.core.on_full(message))
-        if (to_front.waiting or to_back.waiting) and not self._flush_due and self._loop:
-            self._flush_due = True
-            self._loop.call_later(RETRY_S[0], self._flush)
 
-    def _gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> None:
+    def _on_gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> Sequence[Outgoing]:
+        """A peer has no connection any more; the messages to which that leads."""
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
-        self._post(self.core.on_gone(side, peer, time.monotonic(), unsent))
+        return self.core.on_gone(side, peer, time.monotonic(), unsent)
 
     def _probe(self) -> None:
         """A worker's connection has closed. What it sent before is taken first."""
@@ -389,7 +403,7 @@ class BrokerServer:
         for side, outbox in ((Side.FRONT, self._to_front), (Side.BACK, self._to_back)):
             before = outbox.sent
             for peer in outbox.flush():
-                self._gone(side, peer)
+                self._post(self._on_gone(side, peer))
             went += outbox.sent - before
         return went
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from tokenbus.broker.outbox import Outbox, Sent
 from tokenbus.broker.outgoing import Outgoing, Side
 from tokenbus.broker.server import BrokerServer
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import encode_header
+from tokenbus.protocol.worker_messages import Register
+
+from .bench import generate
 
 
 class Core:
@@ -38,3 +46,37 @@ def test_what_the_loss_of_a_peer_leads_to_overtakes_nothing(tmp_path: Path) -> N
     server._front.close(0)
     server._back.close(0)
     assert arrived == [b"first", b"second"]
+
+
+GONE = 2_000
+
+
+def test_a_request_that_finds_thousands_of_workers_gone_at_once_ends_up_waiting(
+    tmp_path: Path,
+) -> None:
+    """Each send to a worker that is gone moves the request to the next one. The chain of these was
+    as deep as there are workers, and raised RecursionError at some 500."""
+    settings = BrokerSettings(max_queued=10)
+    back = f"ipc://{tmp_path}/back.sock"
+    server = BrokerServer(f"ipc://{tmp_path}/front.sock", back, settings)
+    try:
+        core, now = server.core, time.monotonic()
+        for number in range(GONE):
+            # Registered, and its connection is closed by the time that anything is sent to it.
+            body = Register(
+                name=f"w{number}", role="gpu", version=1, pid=number, host="h", capacity=1,
+                patterns=["m"],
+            )  # fmt: skip
+            peer = b"\0%04d" % number
+            core.on_worker(peer, [b"REGISTER", encode_header(), encode_body(body, "msgpack")], now)
+        assert len(core.dispatcher.workers) == GONE
+        asked = msgspec.json.encode(generate(1))
+        server._post(core.on_client(b"\0client", [b"GENERATE", asked], now))
+        assert core.dispatcher.workers == {}
+        assert core.counters.internal_errors == 0
+        [request] = core.dispatcher.requests.values()
+        assert request.worker is None
+        assert not server._to_back.waiting
+    finally:
+        server._front.close(0)
+        server._back.close(0)
