@@ -26,13 +26,16 @@ class Outcome:
     error: str | None = None
 
     def difference(self, other: Outcome) -> str | None:
-        """Where the other first differs from this one; None: nowhere."""
+        """Where the other first differs from this one, in each of its parts; None: nowhere."""
         if self.error is not None or other.error is not None:
             return f"errors: {self.error!r}, and {other.error!r}"
+        different = []
         for name in sorted(self.parts.keys() | other.parts.keys()):
             ours, theirs = self.parts.get(name), other.parts.get(name)
             if ours != theirs:
-                return f"{name}: {_first_difference(ours, theirs)}"
+                different.append(f"{name}: {_first_difference(ours, theirs)}")
+        if different:
+            return "; ".join(different)
         for name, numbers in self.logprobs.items():
             for i, (a, b) in enumerate(zip(numbers, other.logprobs[name], strict=True)):
                 if not _close(a, b):
