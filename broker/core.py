@@ -207,12 +207,6 @@ class Broker:
             self._guarded(self._back.on_gone, peer, now, unsent)
         return self._taken()
 
-    def probe(self, now: float) -> list[Outgoing]:
-        """Some connection of a worker has closed: what is sent to all shows which."""
-        self._at(now)
-        self._guarded(self._back.beat)
-        return self._taken()
-
     def on_full(self, message: Outgoing) -> list[Outgoing]:
         """A message was dropped: those that wait for its peer have reached their bound."""
         if message.side is Side.FRONT:

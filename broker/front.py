@@ -79,6 +79,10 @@ class Front:
     def on_frames(self, peer: bytes, frames: list[bytes], key: str, now: float) -> None:
         """One message of a client's connection; only its sender receives the error, if any."""
         session = self._table.by_peer.get(peer)
+        if session is not None and session.key != key:
+            # Another client has the routing id: the connection of this session has closed.
+            self._sessions.on_gone(peer, now)
+            session = None
         if session is not None:
             session.last_seen = now
         message_type = frames[0] if frames else b""

@@ -22,7 +22,7 @@ import zmq
 from ..protocol.health_file import READY, HealthFile
 from ..protocol.ids import new_boot
 from ..protocol.keys import KeyFolder
-from .closings import Closings
+from .connections import Connections
 from .core import Broker
 from .key_watch import KeyWatch
 from .outbox import Outbox, Sent
@@ -30,10 +30,10 @@ from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
 from .sockets import (
     bind_router,
-    keyed_receiver,
     listen_again,
     packing_sender,
     receive,
+    receive_keyed,
     sender,
 )
 from .unread import PIPE_MESSAGES
@@ -57,6 +57,10 @@ RETRY_S = (0.001, 0.05)
 """How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
 
 
+CLOSED_S = 0.01
+"""How long after a connection has closed its session or lease learns so: ZeroMQ's thread passes on
+the last messages right after it has reported the end."""
+
 M = TypeVar("M")
 Take = Callable[[float], int]
 """Takes and routes what a socket has at a time; how many messages these were."""
@@ -73,48 +77,49 @@ class BrokerServer:
         front: str,
         back: str,
         settings: BrokerSettings | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         health: HealthFile | None = None,
         keys: KeyFolder | None = None,
     ) -> None:
         """Binds both sockets; raises BindError where that fails or is not allowed.
 
         With ``keys`` only peers whose keys that folder allows may connect, and all is encrypted;
-        raises KeyFault where it cannot be read. ZeroMQ has one authenticator in a context: then the
+        raises KeyFault where it cannot be read. ZeroMQ has one authenticator in a context, so the
         broker has a context of its own.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
-        self._context = context or (zmq.Context() if keys else zmq.Context.instance())
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.core = Broker(self.settings, boot=new_boot(), now=time.monotonic())
         self._keys = KeyWatch(keys) if keys is not None else None
-        key, self._zap = None, None
+        key = None
         if keys is not None and self._keys is not None:
             key = keys.broker()
             self.core.on_keys(*self._keys.read(), time.monotonic())
-            self._zap = Zap(self._context, self.core.keyring)
+        self._zap = Zap(self._context, self.core.keyring if keys is not None else None)
         try:
-            self._front = bind_router(
+            self._clients = bind_router(
                 self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
             )
             try:
-                self._back = bind_router(self._context, back, key=key, role="worker")
+                self._workers = bind_router(self._context, back, key=key, role="worker")
             except Exception:
-                self._front.close(0)
+                self._clients.close()
+                self._clients.socket.close(0)
                 raise
         except Exception:
-            if self._zap is not None:
-                self._zap.close()
+            self._zap.close()
             raise
+        self._front, self._back = self._clients.socket, self._workers.socket
         self.front_endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
         core = self.core
-        self._take_front: Take = partial(self._take, self._front, receive, core.on_clients)
-        self._take_back: Take = partial(self._take, self._back, receive, core.on_workers)
+        clients, workers = self._clients, self._workers
+        self._take_front: Take = partial(self._take, clients, receive, core.on_clients)
+        self._take_back: Take = partial(self._take, workers, receive, core.on_workers)
         if keys is not None:
-            clients, workers = core.on_keyed_clients, core.on_keyed_workers
-            self._take_front = partial(self._take, self._front, keyed_receiver(), clients)
-            self._take_back = partial(self._take, self._back, keyed_receiver(), workers)
+            to_clients, to_workers = core.on_keyed_clients, core.on_keyed_workers
+            self._take_front = partial(self._take, clients, receive_keyed, to_clients)
+            self._take_back = partial(self._take, workers, receive_keyed, to_workers)
         limit = self.settings.max_pending_bytes
         self._to_front = Outbox(sender(self._front), limit, MUST_FACTOR * limit)
         self._to_back = Outbox(packing_sender(self._back), limit)
@@ -144,10 +149,12 @@ class BrokerServer:
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
             loop.add_reader(sock.fileno(), self._drain)
-        closings = Closings(self._back, self._probe, loop)
-        if self._zap is not None:
-            loop.add_reader(self._zap.fd, self._zap.answer)
-            self._zap.answer()
+        for side, connections in self._sides():
+            connections.closed = partial(loop.call_later, CLOSED_S, self._bury, side, connections)
+            loop.add_reader(connections.fd, connections.look)
+            connections.look()
+        loop.add_reader(self._zap.fd, self._zap.answer)
+        self._zap.answer()
         log.info("clients on %s, workers on %s", self.front_endpoint, self.back_endpoint)
         self._drain()
         self._tick()
@@ -157,13 +164,14 @@ class BrokerServer:
         else:
             await self._finish("draining", self.core.drain, lambda: self.core.drained)
         self._closed = True
-        closings.close()
+        for _, connections in self._sides():
+            loop.remove_reader(connections.fd)
+            connections.close()
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         self._post(self.core.left() if self._leaving else self.core.stop())
-        if self._zap is not None:
-            loop.remove_reader(self._zap.fd)
-            self._zap.close()
+        loop.remove_reader(self._zap.fd)
+        self._zap.close()
         self._front.close()
         self._back.close()
         for endpoint in (self.front_endpoint, self.back_endpoint):
@@ -256,15 +264,15 @@ class BrokerServer:
 
     def _take(
         self,
-        socket: zmq.Socket[bytes],
-        receive: Callable[[zmq.Socket[bytes], int], list[M]],
+        connections: Connections,
+        receive: Callable[[Connections, int], list[M]],
         route: Callable[[list[M], float], list[Outgoing]],
         now: float,
     ) -> int:
         """Takes and routes up to ``BURST`` messages of a socket; how many these were."""
         taken = 0
         while taken < BURST:
-            messages = receive(socket, PASS)
+            messages = receive(connections, PASS)
             taken += len(messages)
             self._post(route(messages, now))
             if len(messages) < PASS:
@@ -315,13 +323,19 @@ class BrokerServer:
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
         return self.core.on_gone(side, peer, time.monotonic(), unsent)
 
-    def _probe(self) -> None:
-        """A worker's connection has closed. What it sent before is taken first."""
+    def _sides(self) -> tuple[tuple[Side, Connections], ...]:
+        return (Side.FRONT, self._clients), (Side.BACK, self._workers)
+
+    def _bury(self, side: Side, connections: Connections) -> None:
+        """Connections have closed. Their last messages are taken first."""
+        if self._stopped:
+            return
         self._drain()
         try:
-            self._post(self.core.probe(time.monotonic()))
+            for peer in connections.take_closed():
+                self._gone(side, peer)
         except Exception:
-            self._on_defect("looking for the connection that has closed")
+            self._on_defect("ending the connections that have closed")
         self._drain_soon()
 
     # --- timers ---------------------------------------------------------------------------------

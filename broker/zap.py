@@ -1,13 +1,14 @@
-"""ZAP, ZeroMQ's authentication protocol (RFC 27): asks the keyring about each new connection.
+"""ZAP, ZeroMQ's authentication protocol (RFC 27): numbers connections, and asks the keyring.
 
 ZeroMQ asks once for each handshake, through a socket within the process, and encrypts by itself
-(CURVE, RFC 26): no message costs the broker more. Its answer names the peer's public key, with
-which each message of the connection arrives as the metadata ``User-Id``.
+(CURVE, RFC 26). The answer becomes the metadata ``User-Id`` of each message of the connection: a
+number that no other connection has, and the peer's public key if the broker has keys.
 """
 
 from __future__ import annotations
 
 import logging
+from itertools import count
 
 import zmq
 
@@ -18,15 +19,19 @@ log = logging.getLogger(__name__)
 
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
-FRAMES = 7
-"""Of a request with CURVE: version, request id, domain, address, routing id, mechanism, key."""
+FRAMES = 6
+"""Of a request: version, request id, domain, address, routing id, mechanism. CURVE adds the key."""
 
 
 class Zap:
     """Answers ZeroMQ's questions of one context. ``answer`` is called when ``fd`` is readable."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring | None = None
+    ) -> None:
+        """``keyring``: the keys that may connect; None where the broker has no keys."""
         self._keyring = keyring
+        self._numbers = count(1)
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ENDPOINT)
@@ -47,21 +52,43 @@ class Zap:
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         number = frames[1] if len(frames) > 1 else b""
-        if len(frames) == FRAMES and frames[0] == VERSION and frames[5] == b"CURVE":
+        if len(frames) < FRAMES or frames[0] != VERSION:
+            return [VERSION, number, b"400", b"this request is not one of ZAP 1.0", b"", b""]
+        if self._keyring is None and frames[5] == b"NULL":
+            return [VERSION, number, b"200", b"OK", self._user(""), b""]
+        if self._keyring is not None and frames[5] == b"CURVE" and len(frames) > FRAMES:
             role: Role = "worker" if frames[2] == _domain("worker") else "client"
             key = frames[6].hex()
             if self._keyring.admits(role, key):
-                return [VERSION, number, b"200", b"OK", key.encode(), b""]
+                return [VERSION, number, b"200", b"OK", self._user(key), b""]
             address = frames[3].decode("ascii", "replace")
             log.warning("a %s at %s was refused: its key %s is not allowed", role, address, key)
         return [VERSION, number, b"400", b"this key is not allowed", b"", b""]
 
+    def _user(self, key: str) -> bytes:
+        """The ``User-Id`` of the next connection."""
+        return f"{next(self._numbers)} {key}".encode()
 
-def require_keys(socket: zmq.Socket[bytes], key: OwnKey, role: Role) -> None:
-    """Lets only peers with an allowed key of this role connect. Before the socket is bound."""
+
+def number_of(user: str) -> int:
+    """The number of the connection with a ``User-Id``: later connections have larger ones."""
+    return int(user.partition(" ")[0])
+
+
+def key_of(user: str) -> str:
+    """The public key of the peer with a ``User-Id``; empty without keys."""
+    return user.partition(" ")[2]
+
+
+def number_connections(socket: zmq.Socket[bytes], role: Role) -> None:
+    """Has ZeroMQ ask about each connection of a socket. Before the socket is bound."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, _domain(role))
+
+
+def require_keys(socket: zmq.Socket[bytes], key: OwnKey) -> None:
+    """Lets only peers with an allowed key connect. Before the socket is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
-    socket.setsockopt(zmq.ZAP_DOMAIN, _domain(role))
 
 
 def _domain(role: Role) -> bytes:

@@ -41,7 +41,9 @@ class KeyedBroker:
         self.keys = KeyFolder(self.path / "keys")
         self.keys.make(new_pair)
         # Its own ticks look at the folder of keys; no lease is to end in a test.
-        settings = BrokerSettings(expiry_s=600, session_expiry_s=600, tick_s=0.02, drain_s=0)
+        settings = BrokerSettings(
+            expiry_s=600, session_expiry_s=600, session_grace_s=600, tick_s=0.02, drain_s=0
+        )
         self.server = BrokerServer(
             "tcp://127.0.0.1:*", back or f"ipc://{self.path}/back.sock", settings, keys=self.keys
         )

@@ -109,8 +109,9 @@ class Network:
         for pipe, peer, frames in left:
             for message in frames:
                 self._take(pipe.side, peer, message)
-        if left and self.broker is not None:
-            self._route(self.broker.probe(self.now))
+        for pipe, peer, _ in left:
+            if self.broker is not None:
+                self._route(self.broker.on_gone(pipe.side, peer, self.now))
 
     def tick(self, seconds: float) -> None:
         """Time passes at the broker."""

@@ -1,0 +1,171 @@
+"""The connections of a bound ROUTER: which routing id each one has, and when it closes.
+
+A routing id does not say who sends. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq gives
+the id of a closed connection to the next peer that chooses it. So a message is known by the number
+that ZAP gave to its connection (``zap.py``), and a routing id belongs to one connection only.
+
+libzmq's monitor reports a closed connection by its descriptor. The first message of a connection
+names its descriptor, and so its events are matched with its routing id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket as sockets
+import stat
+import struct
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from .zap import key_of, number_of
+
+log = logging.getLogger(__name__)
+
+EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+EVENT = struct.Struct("=HI")
+"""An event of libzmq's monitor: its type and its value, here a descriptor."""
+
+
+class Connection:
+    """A connection that libzmq has accepted."""
+
+    __slots__ = ("fd", "inode", "key", "peer", "refused", "user")
+
+    def __init__(self, fd: int, inode: int) -> None:
+        self.fd = fd
+        self.inode = inode
+        """The inode of the socket, as another one may get the descriptor."""
+        self.peer: bytes | None = None
+        """The routing id; None before the first message."""
+        self.user = ""
+        """The ``User-Id`` of all messages; empty before the first one."""
+        self.key = ""
+        """The public key of the peer; empty without CURVE."""
+        self.refused = False
+        """Whether the peer chose a routing id that belonged to another connection."""
+
+    def is_newer_than(self, user: str) -> bool:
+        """Whether the connection was established after the one with the ``User-Id`` ``user``."""
+        return bool(self.user) and number_of(self.user) > number_of(user)
+
+
+class Connections:
+    """All connections of one socket. Made before the socket is bound, so that no event is missed.
+
+    ``closed`` is called when ``take_closed`` has something to return.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.by_peer: dict[bytes, Connection] = {}
+        self.closed: Callable[[], object] = lambda: None
+        self._by_fd: dict[int, Connection] = {}
+        self._closed: list[Connection] = []
+        address = f"inproc://connections-{id(self)}"
+        socket.monitor(address, EVENTS)
+        self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        # Without a bound: ZeroMQ's thread waits where there is no room for an event.
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        self._events.connect(address)
+        self.fd = int(self._events.getsockopt(zmq.FD))
+        """Readable when ``look`` is to be called."""
+
+    def __iter__(self) -> Iterator[Connection]:
+        """The open connections."""
+        return iter(self._by_fd.values())
+
+    def close(self) -> None:
+        """Ends the watch; before the socket itself is closed."""
+        self.socket.monitor(None, 0)
+        self._events.close(0)
+
+    def look(self) -> None:
+        """Takes the events of the monitor."""
+        before = len(self._closed)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                kind, fd = EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._by_fd[fd] = Connection(fd, _inode(fd))
+                elif (connection := self._by_fd.pop(fd, None)) is not None:
+                    self._closed.append(connection)
+        if len(self._closed) > before:
+            self.closed()
+
+    def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
+        """The connection of a message that came with another ``User-Id`` than the routing id had.
+
+        None where its peer chose an id that belongs to another connection, which must have closed
+        then: the message is dropped and the new connection is shut.
+        """
+        self.look()
+        connection = self._by_fd.get(fd)
+        if connection is not None and connection.user and connection.user != user:
+            if connection.is_newer_than(user):
+                connection = None
+            else:
+                # The first message of the connection before on this descriptor was taken late.
+                self._end(connection)
+                connection = self._by_fd[fd] = Connection(fd, connection.inode)
+        if connection is None:
+            connection = Connection(fd, 0)
+            self._end(connection)
+        connection.user, connection.key = user, key_of(user)
+        owner = self.by_peer.get(peer)
+        if owner is not None or connection.refused:
+            if not connection.refused:
+                log.warning("a connection chose the routing id of another one, %s", peer.hex())
+            if owner is not None:
+                self._end(owner)
+            connection.refused = True
+            shut(connection)
+            return None
+        connection.peer = peer
+        self.by_peer[peer] = connection
+        return connection
+
+    def take_closed(self) -> list[bytes]:
+        """The routing ids whose connections have closed; they belong to nobody then."""
+        closed, self._closed = self._closed, []
+        peers = []
+        for connection in closed:
+            peer = connection.peer
+            if peer is not None and self.by_peer.get(peer) is connection:
+                del self.by_peer[peer]
+                peers.append(peer)
+        return peers
+
+    def _end(self, connection: Connection) -> None:
+        self._closed.append(connection)
+        self.closed()
+
+
+def shut(connection: Connection) -> None:
+    """Closes a connection; libzmq notices that it was closed."""
+    with contextlib.suppress(OSError), open_socket(connection) as socket:
+        socket.shutdown(sockets.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def open_socket(connection: Connection) -> Iterator[sockets.socket]:
+    """The socket of a connection, under a descriptor of its own. Raises OSError where it is closed
+    and its descriptor is another one's."""
+    if not connection.inode or _inode(connection.fd) != connection.inode:
+        raise OSError("the connection is closed")
+    # libzmq's thread may close the descriptor at any time, and this one stays what it is.
+    with sockets.socket(fileno=os.dup(connection.fd)) as socket:
+        if _inode(socket.fileno()) != connection.inode:
+            raise OSError("the connection is closed")
+        yield socket
+
+
+def _inode(fd: int) -> int:
+    """The inode of an open socket, or 0."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return 0
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0

@@ -1,0 +1,109 @@
+"""A routing id belongs to one connection: no other one gets the session or the lease under it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from tokenbus.broker.server import BrokerServer
+from tokenbus.broker.settings import BrokerSettings
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import encode_header
+from tokenbus.protocol.keys import OwnKey
+from tokenbus.protocol.packing import pack, unpack
+from tokenbus.protocol.worker_messages import Heartbeat
+
+from ..processes import until
+from .bench import Bench
+from .keyed import KeyedBroker, registration
+from .running import RawPeer, intrude, running
+
+pytestmark = pytest.mark.process
+
+SETTINGS = BrokerSettings(session_grace_s=600, expiry_s=600, drain_s=0)
+Broker = tuple[BrokerServer, list[OwnKey | None]]
+
+
+@pytest.fixture(params=["tcp", "ipc", "keys"])
+def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """A broker, and the keys of two clients if it has keys."""
+    if request.param == "keys":
+        with KeyedBroker() as keyed:
+            keys = [keyed.new_key("victim"), keyed.new_key("attacker")]
+            admits = keyed.server.core.keyring.admits
+            until(lambda: all(admits("client", key.public) for key in keys), 60.0, "admitted")
+            yield keyed.server, list(keys)
+        return
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        front = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{folder}/front.sock"
+        with running(BrokerServer(front, f"ipc://{folder}/back.sock", SETTINGS)) as server:
+            yield server, [None, None]
+
+
+def session_token(peer: RawPeer) -> str:
+    """Opens a session; returns its token."""
+    peer.send(b"HELLO", {})
+    token: str = peer.receive(b"WELCOME")["session"]
+    return token
+
+
+def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_own(
+    broker: Broker,
+) -> None:
+    server, (key, other_key) = broker
+    victim = RawPeer(server.front_endpoint, key)
+    token = session_token(victim)
+    [session] = server.core.session_table
+    routing_id = session.peer
+    assert routing_id is not None
+    victim.close()
+    hello = [b"HELLO", b"{}"]
+    attacker, answer = intrude(server.front_endpoint, routing_id, hello, b"WELCOME", other_key)
+    other = msgspec.json.decode(answer[1])["session"]
+    assert other != token
+    opened = server.core.session_table.by_token[other]
+    assert opened.key == (other_key.public if other_key is not None else "")
+    # The victim comes back with its token, and has what it had.
+    again = RawPeer(server.front_endpoint, key)
+    again.send(b"HELLO", {"session": token})
+    assert again.receive(b"WELCOME")["resumed"]
+    again.close()
+    attacker.close()
+
+
+def test_a_session_has_no_connection_once_that_has_closed(broker: Broker) -> None:
+    # Else a connection that chooses its routing id, and sends nothing, would receive its tokens.
+    server, (key, _) = broker
+    victim = RawPeer(server.front_endpoint, key)
+    session_token(victim)
+    [session] = server.core.session_table
+    victim.close()
+    until(lambda: session.peer is None, 60.0, "the broker notices")
+
+
+def test_a_connection_with_the_routing_id_of_a_worker_does_not_get_its_lease() -> None:
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        server = BrokerServer("tcp://127.0.0.1:*", f"ipc://{folder}/back.sock", SETTINGS)
+        with running(server):
+            worker = RawPeer(server.back_endpoint)
+            worker.socket.send_multipart(pack(registration("w")))
+            assert unpack(worker.socket.recv_multipart())[0] == b"REGISTERED"
+            [lease] = server.core.dispatcher.workers.values()
+            worker.close()
+            beat = pack([b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack")])
+            # The broker does not know it, and asks it to register.
+            attacker, _ = intrude(server.back_endpoint, lease.peer, beat, b"REREGISTER")
+            assert lease not in server.core.dispatcher.workers.values()
+            attacker.close()
+
+
+def test_a_session_answers_its_own_key_only() -> None:
+    bench = Bench()
+    [(_, first)] = bench.client("c", "HELLO", {}, "a" * 64)
+    [(_, second)] = bench.client("c", "HELLO", {}, "b" * 64)
+    assert second["session"] != first["session"]
+    token = {"session": first["session"]}
+    [(_, back)] = bench.client("elsewhere", "HELLO", token, "a" * 64)
+    assert back["resumed"]
