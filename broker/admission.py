@@ -124,6 +124,7 @@ class Admission:
             trace=fields.trace,
             request_id=fields.request_id,
         )
+        self._check_priority(request)
         self._check_streams(request, now)
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
@@ -165,6 +166,20 @@ class Admission:
                 f"the last answers to this connection have {unread} bytes, which it "
                 f"may not have read, and {most} are allowed before another tokenizer; keep the "
                 "tokenizer of a model, or ask on a new connection",
+            )
+
+    def _check_priority(self, request: Request) -> None:
+        """Raises where a client would be served before others without the right to."""
+        most = self._quotas.max_priority(request.session.key)
+        what = "the max_priority of this key"
+        if most is None:
+            most, what = self._settings.max_priority, "the setting max_priority"
+        if request.priority > most:
+            raise RequestError(
+                Code.NOT_ALLOWED,
+                f"the priority {request.priority} is above {what}, which is {most}; give at most "
+                f"{most}, or ask the operator for more",
+                path="$.priority",
             )
 
     def _check_streams(self, request: Request, now: float) -> None:

@@ -22,7 +22,16 @@ from .prefixes import Prefixes
 from .recovery import Recovery
 from .settings import BrokerSettings
 from .spans import record_span
-from .tables import RETRY_AFTER_S, CancelReason, Request, SessionTable, Worker, WorkerState
+from .tables import (
+    RETRY_AFTER_S,
+    CancelReason,
+    KeyUse,
+    Request,
+    Session,
+    SessionTable,
+    Worker,
+    WorkerState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -540,18 +549,38 @@ class Dispatcher:
                 f"or be more than {most}; try again later",
                 retry_after_s=self._pace.retry_after_s(self.now),
             )
-        if not (
-            fits_share(session.queued, number, most)
-            and fits_share(session.queued_bytes, size, most_bytes, request.bytes)
-        ):
-            raise UnavailableError(
-                Code.CLIENT_LIMIT,
-                f"{session.queued} requests of this session wait for a worker already, with "
-                f"{session.queued_bytes} bytes; with this one it would have more than it leaves to "
-                f"others, of {most} requests and {most_bytes} bytes; wait until one of them ends",
-                retry_after_s=session.pace.retry_after_s(self.now),
-            )
+        if session.key:
+            use = session.use
+            self._check_share("key", use, request, (number, size), (most, most_bytes))
+            # The key may have half of the room that other keys leave, and divides it likewise.
+            most = (most - number + use.queued) // 2
+            most_bytes = (most_bytes - size + use.queued_bytes) // 2
+            number, size = use.queued, use.queued_bytes
+        self._check_share("session", session, request, (number, size), (most, most_bytes))
         self._check_wait(request)
+
+    def _check_share(
+        self,
+        whose: str,
+        own: Session | KeyUse,
+        request: Request,
+        total: tuple[int, int],
+        most: tuple[int, int],
+    ) -> None:
+        """Raises ``client_limit`` where a request would exceed the share of its key or session, in
+        requests or in bytes."""
+        if own.queued == 0 or (
+            fits_share(own.queued, total[0], most[0])
+            and fits_share(own.queued_bytes, total[1], most[1], request.bytes)
+        ):
+            return
+        raise UnavailableError(
+            Code.CLIENT_LIMIT,
+            f"{own.queued} requests of this {whose} wait for a worker already, with "
+            f"{own.queued_bytes} bytes; with this one it would have more than it leaves to others, "
+            f"of {most[0]} requests and {most[1]} bytes; wait until one of them ends",
+            retry_after_s=request.session.pace.retry_after_s(self.now),
+        )
 
     def _check_wait(self, request: Request) -> None:
         """Raises ``queue_full`` where a request would use up most of its time waiting: it would be

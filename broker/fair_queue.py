@@ -1,5 +1,5 @@
-"""The queue of a model: by priority, then in turn between sessions, then between the users of one,
-then by arrival."""
+"""The queue of a model: by priority, then in turn between keys, between the sessions of one key,
+and between the users of one session, then by arrival."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from .tables import Request
 
 Users = OrderedDict[str, OrderedDict[int, Request]]
 """What a session has waiting: by user, the next one first, and by the request's id."""
+Sessions = OrderedDict[int, Users]
+"""What the sessions of a key have waiting, the next one first. Clients without keys are one key."""
 
 
 class FairQueue:
     """Requests that wait for a worker.
 
-    Within a priority, sessions take turns: a session that sends a thousand requests at once
-    delays the first request of another session by one place. In the turns of a session that serves
-    several users (``Request.by``), as a gateway's does, these take turns likewise.
+    Within a priority, keys take turns, and in the turns of a key its sessions: a session that sends
+    a thousand requests at once delays the first request of another session by one place, and a
+    thousand sessions of one key delay that of another key by one place. In the turns of a session
+    that serves several users (``Request.by``), as a gateway's does, these take turns likewise.
     """
 
     def __init__(self) -> None:
-        self._levels: dict[int, OrderedDict[int, Users]] = {}
-        """By priority and session."""
+        self._levels: dict[int, OrderedDict[str, Sessions]] = {}
+        """By priority, key and session."""
         self._lengths: dict[int, int] = {}
         """By priority."""
         self._length = 0
@@ -44,21 +47,26 @@ class FairQueue:
     def __iter__(self) -> Iterator[Request]:
         """All requests, in any order."""
         for level in self._levels.values():
-            for users in level.values():
-                for waiting in users.values():
-                    yield from waiting.values()
+            for sessions in level.values():
+                for users in sessions.values():
+                    for waiting in users.values():
+                        yield from waiting.values()
 
     def push(self, request: Request) -> None:
         """Puts a request behind those of its user, session and priority."""
         level = self._levels.setdefault(request.priority, OrderedDict())
-        users = level.setdefault(request.session.id, OrderedDict())
+        request.queued_for = request.session.key
+        sessions = level.setdefault(request.queued_for, OrderedDict())
+        users = sessions.setdefault(request.session.id, OrderedDict())
         users.setdefault(request.by, OrderedDict())[request.id] = request
         self._count(request, 1)
 
     def remove(self, request: Request) -> bool:
         """Removes a request from any place in the queue; whether it was there."""
+        key = request.queued_for
         level = self._levels.get(request.priority, OrderedDict())
-        users = level.get(request.session.id, OrderedDict())
+        sessions = level.get(key, OrderedDict())
+        users = sessions.get(request.session.id, OrderedDict())
         waiting = users.get(request.by)
         if waiting is None or waiting.pop(request.id, None) is None:
             return False
@@ -66,7 +74,9 @@ class FairQueue:
         if not waiting:
             del users[request.by]
         if not users:
-            del level[request.session.id]
+            del sessions[request.session.id]
+        if not sessions:
+            del level[key]
         if not level:
             del self._levels[request.priority]
         return True
@@ -74,38 +84,49 @@ class FairQueue:
     def pop(self, now: float) -> Request:
         """Takes out the request whose turn it is, for a worker; the queue must not be empty."""
         level = self._levels[self.priority]
-        session, users = next(iter(level.items()))
+        key, sessions = next(iter(level.items()))
+        session, users = next(iter(sessions.items()))
         user, waiting = next(iter(users.items()))
         request = next(iter(waiting.values()))
         self.remove(request)
         if user in users:
             users.move_to_end(user)
-        if session in level:
-            level.move_to_end(session)
+        if session in sessions:
+            sessions.move_to_end(session)
+        if key in level:
+            level.move_to_end(key)
         self.pace.note(now)
         return request
 
     def ahead(self, request: Request) -> int:
         """How many requests will go before a newcomer, at the most: those of higher priorities, and
-        as many turns of the sessions as it has to wait for."""
+        as many turns of the keys and sessions as it has to wait for."""
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
-        users = level.get(request.session.id, OrderedDict())
+        session = request.session
+        sessions = level.get(session.key, OrderedDict())
+        users = sessions.get(session.id, OrderedDict())
         rivals = len(users) + (request.by not in users)
         turns = (len(users.get(request.by, ())) + 1) * rivals
-        others = len(level) + (request.session.id not in level)
+        turns *= len(sessions) + (session.id not in sessions)
+        others = len(level) + (session.key not in level)
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
         """Every request and its place, from 1, as of now: what changes meanwhile is not seen."""
         levels = [
             [
-                [list(waiting.values()) for waiting in users.values()]
-                for users in self._levels[priority].values()
+                [
+                    [list(waiting.values()) for waiting in users.values()]
+                    for users in sessions.values()
+                ]
+                for sessions in self._levels[priority].values()
             ]
             for priority in sorted(self._levels, reverse=True)
         ]
-        in_order = chain.from_iterable(_in_turn(map(_in_turn, level)) for level in levels)
+        in_order = chain.from_iterable(
+            _in_turn(_in_turn(map(_in_turn, sessions)) for sessions in level) for level in levels
+        )
         return ((request, place) for place, request in enumerate(in_order, 1))
 
     def _count(self, request: Request, change: int) -> None:
@@ -114,6 +135,8 @@ class FairQueue:
         self.bytes += size
         request.session.queued += change
         request.session.queued_bytes += size
+        request.session.use.queued += change
+        request.session.use.queued_bytes += size
         left = self._lengths.get(request.priority, 0) + change
         if left:
             self._lengths[request.priority] = left

@@ -102,6 +102,16 @@ class Quotas:
                 "sandbox_ms_per_minute", what, self._sandbox, session.key, allowed, now
             )
 
+    def max_priority(self, key: str) -> int | None:
+        """The highest priority of a request of a client with this key; None where the setting
+        ``max_priority`` decides, as the broker has no keys."""
+        if not key:
+            return None
+        allowed = self._keyring.client(key)
+        if allowed is None:
+            return 0
+        return allowed.max_priority or (100 if allowed.operator else 0)
+
     def tenant(self, key: str) -> Tenant:
         """What the store of modules is to know of the tenant with this key."""
         allowed = self._keyring.client(key)

@@ -8,6 +8,7 @@ from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token, session_id
 from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Bye, Hello, Ping, Pong, Welcome
+from ..protocol.shares import fits_share
 from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
@@ -48,9 +49,9 @@ class Sessions:
         """Streams that may still end with their sessions before the next tick."""
 
     def open(self, peer: bytes, key: str, encoding: Encoding, now: float) -> Session:
-        """A new session on the connection ``peer``; raises ``queue_full`` where none is free."""
-        if len(self._table) >= self._settings.max_sessions:
-            self._make_room()
+        """A new session on the connection ``peer``; raises ``client_limit`` where its key has its
+        share of them, and ``queue_full`` where none is free."""
+        self._check_room(key)
         token = new_session_token()
         number = session_id(token, key)
         session = Session(
@@ -132,8 +133,8 @@ class Sessions:
             return known if known.key == key else None
         if not recovers:
             return None
-        if known is None and len(self._table) >= self._settings.max_sessions:
-            self._make_room()
+        if known is None:
+            self._check_room(key)
         if hello.elsewhere:
             if known is not None:
                 self._buffers.drop_all(known)
@@ -239,14 +240,30 @@ class Sessions:
         for request in known.streams.values():
             request.resumed = True
 
-    def _make_room(self) -> None:
-        idle = [s for s in self._table if not s.streams]
-        if not idle:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"all {len(self._table)} sessions that this broker allows have live streams; "
-                "try again later",
-                retry_after_s=1.0,
+    def _check_room(self, key: str) -> None:
+        """Makes room for one more session of a key. Idle sessions end where there is none."""
+        most = self._settings.max_sessions
+        own = self._table.num_of_key(key)
+        if key and not fits_share(own, min(len(self._table), most - 1), most):
+            self._make_room(
+                self._table.of_key(key),
+                Code.CLIENT_LIMIT,
+                f"this key has {own} sessions, all with live streams, and with one more it would "
+                f"have more than it leaves to others, of {most}",
             )
+        elif len(self._table) >= most:
+            keys = self._table.keys()
+            crowd = max(keys, key=keys.__getitem__, default="")
+            self._make_room(
+                self._table.of_key(crowd) if crowd else list(self._table),
+                Code.QUEUE_FULL,
+                f"all {most} sessions that this broker allows have live streams",
+            )
+
+    def _make_room(self, sessions: list[Session], code: Code, full: str) -> None:
+        """Ends the sessions among these that are idle for longest; raises where none is idle."""
+        idle = [s for s in sessions if not s.streams]
+        if not idle:
+            raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)
         for session in sorted(idle, key=lambda s: s.last_seen)[: max(1, len(idle) // 10)]:
             self.end(session)

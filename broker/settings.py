@@ -30,6 +30,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """How long after its start a broker adopts streams of an earlier run, which workers report."""
     session_idle_s: float = 3600.0
     """A session without streams and messages ends after this long."""
+    max_priority: int = 0
+    """The highest priority of a request where the broker has no keys."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Requests that wait for a worker, of all models together."""

@@ -30,6 +30,14 @@ class WorkerState(Enum):
     DRAINING = "draining"
 
 
+@dataclass(slots=True, eq=False)
+class KeyUse:
+    """What all sessions of one key have waiting. Clients without keys have none in common."""
+
+    queued: int = 0
+    queued_bytes: int = 0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
     """A client, over whichever connection it has at the moment.
@@ -77,6 +85,8 @@ class Session:
     queued: int = 0
     """Its requests that wait for a worker."""
     queued_bytes: int = 0
+    use: KeyUse = field(default_factory=KeyUse)
+    """Of its key; set by the table of sessions."""
     pace: Pace = field(default_factory=Pace)
     """At which its streams end."""
     journal: Journal
@@ -112,6 +122,8 @@ class SessionTable:
         self.by_token: dict[str, Session] = {}
         self._by_key: dict[str, dict[int, Session]] = {}
         """Those of clients with a key."""
+        self._uses: dict[str, KeyUse] = {}
+        """By key, as long as it has a session."""
         self.unread = UnreadAnswers()
 
     def __len__(self) -> int:
@@ -149,16 +161,28 @@ class SessionTable:
         """The sessions of the clients with a key."""
         return list(self._by_key.get(key, {}).values())
 
+    def num_of_key(self, key: str) -> int:
+        """The number of sessions of the clients with a key."""
+        return len(self._by_key.get(key, ()))
+
+    def keys(self) -> dict[str, int]:
+        """The number of sessions of each key."""
+        return {key: len(sessions) for key, sessions in self._by_key.items()}
+
     def _add_key(self, session: Session) -> None:
         if session.key:
             self._by_key.setdefault(session.key, {})[session.id] = session
+            use = self._uses.setdefault(session.key, KeyUse())
+            use.queued += session.queued
+            use.queued_bytes += session.queued_bytes
+            session.use = use
 
     def _remove_key(self, session: Session) -> None:
         same = self._by_key.get(session.key)
         if same is not None:
             same.pop(session.id, None)
             if not same:
-                del self._by_key[session.key]
+                del self._by_key[session.key], self._uses[session.key]
 
     def attach(self, session: Session, peer: bytes) -> None:
         """Gives a session the connection ``peer`` in place of the one it had, if any."""
@@ -297,6 +321,8 @@ class Request:
     """Once its controller has begun: the pattern of the worker that served it."""
     cancelled: CancelReason | None = None
     """Why its worker was asked to end it; ``deadline`` is then when the broker ends it itself."""
+    queued_for: str = ""
+    """The key in whose turn it waits in its queue: that of its session when it came there."""
     place: int = 0
     """The place in its queue that was last reported to its client."""
     open: bool = True

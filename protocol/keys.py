@@ -107,6 +107,8 @@ class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Variables of all its live requests together."""
     sandbox_ms_per_minute: Bound | None = None
     """CPU time of its controllers."""
+    max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
+    """The highest priority of its requests; None: 0, or 100 for an operator."""
 
 
 class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):

@@ -162,6 +162,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     session_cut_s: Positive = 30.0
     recover_s: Positive = 30.0
     session_idle_s: Positive = 3600.0
+    max_priority: Annotated[int, Meta(ge=0, le=100)] = 0
+    """The highest priority of a request where the broker has no keys."""
     max_sessions: AtLeastOne = 10_000
     max_queued: AtLeastZero = 10_000
     max_queued_bytes: AtLeastOne = 1024 * 1024 * 1024

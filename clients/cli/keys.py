@@ -19,6 +19,7 @@ Subparsers = Any
 QUOTAS = {
     "streams": "live streams of all sessions together",
     "tokens_per_minute": "tokens that are generated",
+    "max_priority": "the highest priority of its requests, up to 100",
     "upload_bytes": "controller modules in the store",
     "variable_bytes": "variables of all live requests together",
     "sandbox_ms_per_minute": "CPU time of controllers, in milliseconds",

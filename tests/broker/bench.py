@@ -24,12 +24,13 @@ from tokenbus.protocol.worker_messages import Register, Registered
 class Bench:
     """A broker with a clock of its own. Clients and workers have names.
 
-    It awaits no workers of an earlier run, unless ``recover_s`` is given.
+    It awaits no workers of an earlier run, unless ``recover_s`` is given, and lets clients without
+    keys raise the priority, unless ``max_priority`` is.
     """
 
     def __init__(self, **settings: Any) -> None:
         self.now = 100.0
-        given = {"recover_s": 0.0, **settings}
+        given = {"recover_s": 0.0, "max_priority": 100, **settings}
         self.broker = Broker(BrokerSettings(**given), boot=1, now=self.now)
         self.sent: list[Outgoing] = []
         self._msgpack: set[str] = set()

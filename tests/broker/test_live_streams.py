@@ -71,12 +71,12 @@ def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: 
         found = None
         while found is None:
             stream = client.generate(
-                "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=2
+                "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=-2
             )
             next(streams.enter_context(stream))
             # None where it is over already.
             live = client.status(streams=True).live
-            found = next((s for s in live if s.priority == 2), None)
+            found = next((s for s in live if s.priority == -2), None)
         workers = {worker.role: worker.name for worker in client.status().workers}
         assert (found.type, found.state, found.model) == ("GENERATE", "running", "embedded")
         assert (found.client, found.controller) == ("tokenbus-python", "regex")

@@ -93,7 +93,7 @@ overEachTransport((test, address) => {
     const sampled = { max_tokens: 12, temperature: 1.5, seed: 7, n: 2, ignore_eos: true } as const;
     const [first, again] = await Promise.all([
       client.generate(PROMPT, sampled).wait(),
-      client.generate(PROMPT, { ...sampled, priority: 3, timeout_s: 100, stall_s: 90 }).wait(),
+      client.generate(PROMPT, { ...sampled, priority: -3, timeout_s: 100, stall_s: 90 }).wait(),
     ]);
     assert.deepEqual(
       first.map((one) => one.tokens),

@@ -261,12 +261,12 @@ def test_the_system_and_the_streams_of_all_clients_are_shown(
     with steered.client() as client:
         # More than will be generated before the page has asked for the status.
         streams = [
-            client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=7)
+            client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-7)
             for _ in range(2)
         ]
         for stream in streams:
             next(stream)
-        rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="7", exact=True))
+        rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-7", exact=True))
         expect(rows).to_have_count(2)
         for row in rows.all():
             expect(row).to_contain_text("running")

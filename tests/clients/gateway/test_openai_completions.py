@@ -199,7 +199,7 @@ def test_sampling_fields_reach_the_engine(api: openai.OpenAI, gateway: Gateway) 
         "min_p": 0.1,
         "repetition_penalty": 1.1,
         "ignore_eos": True,
-        "priority": -3,
+        "priority": 3,
     }
     sampled = complete(
         api, temperature=1, top_p=0.9, presence_penalty=0.5, frequency_penalty=1, extra_body=more

@@ -1,0 +1,108 @@
+"""No client is served before others without the right to, and none takes the room of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenbus.protocol.header import Header
+from tokenbus.protocol.keys import Allowed
+from tokenbus.protocol.messages import Token
+
+from .bench import Bench, generate
+
+ANN, BEN, OPERATOR = "a" * 64, "b" * 64, "d" * 64
+
+
+def keyed(**settings: Any) -> Bench:
+    """A broker with the keys of two tenants and of the operator, and a worker with one place."""
+    bench = Bench(expiry_s=600, **settings)
+    clients = {
+        "ann": Allowed(public=ANN),
+        "ben": Allowed(public=BEN, max_priority=3),
+        "operator": Allowed(public=OPERATOR, operator=True),
+    }
+    bench.broker.on_keys(clients, {}, bench.now)
+    bench.worker("w", capacity=1)
+    return bench
+
+
+def ask(bench: Bench, client: str, stream: int, key: str = "", **fields: Any) -> str:
+    """Sends a request; returns the code of the error that answers it, or ``""``."""
+    answers = bench.client(client, "GENERATE", generate(stream, **fields), key)
+    return next((body["code"] for kind, body in answers if kind == "ERROR"), "")
+
+
+def served(bench: Bench, count: int) -> list[int]:
+    """The streams that the worker gets next, as each one ends."""
+    found = []
+    for _ in range(count):
+        [worker] = bench.broker.dispatcher.workers.values()
+        [running] = worker.requests.values()
+        found.append(running.stream_id)
+        entry = Token(token=1, stream_id=running.stream_id, logprob=0.0, finish_reason="stop")
+        bench.tokens("w", Header(running.id, running.session.id), entry, final=True)
+    return found
+
+
+def test_without_keys_the_setting_bounds_the_priority() -> None:
+    bench = Bench(max_priority=0)
+    bench.worker("w", capacity=1)
+    assert ask(bench, "c", 1, priority=1) == "not_allowed"
+    assert ask(bench, "c", 1, priority=0) == ""
+    assert ask(bench, "c", 2, priority=-5) == ""
+
+
+def test_only_a_key_with_the_right_raises_the_priority() -> None:
+    bench = keyed()
+    assert ask(bench, "ann", 1, ANN, priority=1) == "not_allowed"
+    assert ask(bench, "ben", 1, BEN, priority=3) == ""
+    assert ask(bench, "ben", 2, BEN, priority=4) == "not_allowed"
+    assert ask(bench, "operator", 1, OPERATOR, priority=100) == ""
+
+
+def test_keys_take_turns_however_many_sessions_they_have() -> None:
+    bench = keyed()
+    ask(bench, "ann 0", 1, ANN)
+    for number in range(4):
+        ask(bench, f"ann {number}", 10 + number, ANN)
+    for stream in (20, 21):
+        ask(bench, "ben", stream, BEN)
+    [queue] = bench.broker.dispatcher.queues.values()
+    places = [request.stream_id for request, _ in queue.places()]
+    assert places == [10, 20, 11, 21, 12, 13]
+    assert served(bench, 7) == [1, *places]
+
+
+def test_the_room_in_the_queue_is_shared_by_keys() -> None:
+    bench = keyed(max_queued=16)
+    ask(bench, "ann 0", 1, ANN)
+    codes = [ask(bench, f"ann {number}", 2, ANN) for number in range(1, 14)]
+    # The requests of this priority have 14 places: alone, the key has half of them.
+    assert codes == [""] * 7 + ["client_limit"] * 6
+    assert [ask(bench, f"ben {number}", 1, BEN) for number in range(3)] == [""] * 3
+
+
+def test_a_session_leaves_room_to_the_others_of_its_key() -> None:
+    bench = keyed(max_queued=32)
+    ask(bench, "ann 0", 1, ANN)
+    # Of 28 places a key has at most 14, and a session of it half of these.
+    assert [ask(bench, "ann 0", 2 + n, ANN) for n in range(9)].count("") == 7
+    assert ask(bench, "ann 1", 1, ANN) == ""
+
+
+def test_a_key_leaves_sessions_to_others() -> None:
+    bench = keyed(max_sessions=8)
+    for number in range(6):
+        ask(bench, f"ann {number}", 1, ANN)
+    assert len(bench.broker.session_table.of_key(ANN)) == 4
+    assert ask(bench, "ann 7", 1, ANN) == "client_limit"
+    assert ask(bench, "ben", 1, BEN) == ""
+
+
+def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
+    bench = keyed(max_sessions=8)
+    [(_, welcome)] = bench.client("ben", "HELLO", {}, BEN)
+    for number in range(20):
+        bench.client(f"ann {number}", "HELLO", {}, ANN)
+    assert len(bench.broker.session_table.of_key(ANN)) <= 4
+    assert welcome["session"] in bench.broker.session_table.by_token
