@@ -129,6 +129,8 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
+        # If one of this number has ended, its client does not attach to it, but begins another.
+        self._dispatcher.ends.drop(session, request.stream_id)
         self._counters.requests += 1
         try:
             self._dispatcher.submit(request)
@@ -184,10 +186,6 @@ class Admission:
 
     def _check_streams(self, request: Request, now: float) -> None:
         streams = request.session.streams
-        before = streams.get(request.stream_id)
-        if before is not None and before.kept is not None:
-            # It has ended, and its client does not attach to it, but begins another one.
-            del streams[request.stream_id]
         if request.stream_id in streams:
             raise RequestError(
                 Code.DUPLICATE_STREAM,

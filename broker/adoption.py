@@ -148,15 +148,15 @@ class Adoption:
             entries=count,
             moves=body.moves,
         )
+        self._adopted += 1
         if body.ended:
-            self._attaches.keep(request, sent)
-        else:
-            self._dispatcher.adopt(request, worker, sent)
+            self._attaches.on_adopted_end(request, sent, count)
+            return
+        self._dispatcher.adopt(request, worker, sent)
         self._unclaimed[request.id] = request
         if session.id in self._claims:
             due = max(now + self._settings.session_grace_s, self._recovery.until)
             self._due.append((due, request.id))
-        self._adopted += 1
         flags = header.flags & FORM
         self._attaches.on_adopted(request, sent, flags)
 
@@ -173,8 +173,7 @@ class Adoption:
         if request is not None:
             return request.worker is worker
         session = self._sessions.by_id.get(header.address)
-        kept = session.streams.get(stream_id) if session is not None else None
-        return kept is not None and kept.id == header.request and kept.kept is not None
+        return session is not None and session.ends.of(header.request, stream_id) is not None
 
     def _is_unclaimed(self, number: int) -> bool:
         request = self._unclaimed.get(number)
@@ -206,7 +205,8 @@ class Adoption:
             # A session that began here has all of its streams: what a worker that was cut off has
             # of them has moved, or was delivered.
             begun_before = session.recovering or not session.token
-            return session if begun_before and stream_id not in session.streams else None
+            known = stream_id in session.streams or stream_id in session.ends.by_stream
+            return session if begun_before and not known else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
         session = Session(
@@ -363,6 +363,11 @@ class Adoption:
             if reached < (message.moves, message.received):
                 # Its worker was cut off, and the request went on elsewhere.
                 self._withdraw(request)
+        end = session.ends.by_stream.get(message.stream_id)
+        if end is not None and end.count:
+            reached = end.moves, end.count
+            if reached < (message.moves, message.received):
+                self._dispatcher.ends.drop(session, message.stream_id)
         self._attaches.on_attach(session, message, hold=self.waits_for(session, now))
 
     def waits_for(self, session: Session, now: float) -> bool:
@@ -409,11 +414,7 @@ class Adoption:
         ended += islice(others, MOST_ENDED - len(ended))
         for number in ended:
             request = self._unclaimed.pop(number, None)
-            if request is None or not request.unclaimed:
-                continue
-            if request.kept is not None:
-                self._attaches.on_cancel(request.session, request.stream_id)
-            else:
+            if request is not None and request.unclaimed:
                 self._dispatcher.abandon(request)
 
 

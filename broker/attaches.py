@@ -8,17 +8,14 @@ another one, is held until then, and answered from that report.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 
-from ..protocol.bodies import encode_body, error_body
-from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.bodies import error_body
+from ..protocol.errors import Code, RequestError
 from ..protocol.messages import Attach
 from .dispatch import Dispatcher
 from .outgoing import Outgoings
 from .tables import Request, Session
-
-log = logging.getLogger(__name__)
 
 
 class Attaches:
@@ -40,6 +37,8 @@ class Attaches:
         request = session.streams.get(message.stream_id)
         if request is not None:
             self._pass_on(request, message)
+        elif self._dispatcher.ends.attach(session, message.stream_id, message.received):
+            pass
         elif hold:
             self._held[session.id, message.stream_id] = message
         else:
@@ -49,18 +48,12 @@ class Attaches:
         """A client does not want a stream any more: whether it is one that has ended or is not
         there yet."""
         self._held.pop((session.id, stream_id), None)
-        request = session.streams.get(stream_id)
-        if request is not None and request.kept is None:
-            return False
-        session.streams.pop(stream_id, None)
-        return True
+        self._dispatcher.ends.drop(session, stream_id)
+        return stream_id not in session.streams
 
     def _pass_on(self, request: Request, message: Attach) -> None:
         request.unclaimed = request.resumed = False
-        if request.kept is not None:
-            del request.session.streams[request.stream_id]
-            self._dispatcher.moves.answer(request, request.kept, message.received)
-        elif request.worker is None:
+        if request.worker is None:
             self._dispatcher.moves.attach(request, message.received if request.loss else 0)
         else:
             request.attaching.append(message.received)
@@ -86,32 +79,18 @@ class Attaches:
             self._dispatcher.moves.answer(request, sent, held.received)
 
     def on_finished(self, request: Request) -> None:
-        """The last entries of a stream were routed.
-
-        Where its client may not have received them, as it has no connection or its ATTACH is not
-        answered, they are kept until it has attached, or its session ends.
-        """
-        received = request.attaching
-        away = request.session.detached_at is not None or request.unclaimed or request.resumed
-        if not (received or away):
-            self._dispatcher.forget(request)
-            return
-        wanted = request.open and request.cancelled != "cancelled"
-        sent = self._routed(request) if wanted else None
+        """The last entries of a stream were routed."""
+        if request.open:
+            self._dispatcher.ends.finished(request)
         self._dispatcher.forget(request)
-        if sent is None:
-            if wanted and received:
-                self._out.error(request, _unknown(request.stream_id))
-        elif received:
-            for number in received:
-                self._dispatcher.moves.answer(request, sent, number)
-        else:
-            self.keep(request, sent)
 
-    def keep(self, request: Request, sent: bytes) -> None:
-        """Keeps all that was sent of a stream that has ended, until its client attaches."""
-        request.worker, request.kept = None, sent
-        request.session.streams[request.stream_id] = request
+    def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
+        """A worker has reported a stream that has ended, of which it has sent ``count`` entries."""
+        session, stream_id = request.session, request.stream_id
+        self._dispatcher.ends.keep(request, sent, count)
+        held = self._held.pop((session.id, stream_id), None)
+        if held is not None:
+            self._dispatcher.ends.attach(session, stream_id, held.received)
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
         """The ATTACH for a stream that is held."""
@@ -126,17 +105,6 @@ class Attaches:
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)
                 self._out.to_session(session, b"ERROR", error)
-
-    def _routed(self, request: Request) -> bytes | None:
-        """What was routed for a stream, as a body of TOKEN; None where that was not kept."""
-        if not request.movable:
-            return None
-        try:
-            entries = request.session.journal.entries([request.id])[request.id]
-        except TokenbusError as error:
-            log.error("what was sent of request %d cannot be read: %s", request.id, error)
-            return None
-        return encode_body(entries, "msgpack")
 
 
 def _unknown(stream_id: int) -> RequestError:

@@ -340,12 +340,14 @@ class Back:
             # What follows it comes again.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
             self._dispatcher.moves.keep_bounds()
+        if request is not None and header.flags & Flag.FINAL:
+            self._dispatcher.ends.answered(request, (message_type, *frames[2:]))
+            self._dispatcher.forget(request)
+            return
         session = self._sessions.by_id.get(header.address)
         if session is not None and session.peer is not None:
             self._sessions.unread.add(session.peer, sum(map(len, frames[2:])))
             self._out.append(Outgoing(_FRONT, session.peer, (message_type, *frames[2:]), True))
-        if request is not None and header.flags & Flag.FINAL:
-            self._dispatcher.forget(request)
 
     def _on_worker_message(
         self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]

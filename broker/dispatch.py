@@ -14,6 +14,7 @@ from ..protocol.pace import BOUNDS_S, Pace
 from ..protocol.shares import fits_share
 from .controllers import Controllers
 from .deadlines import Deadlines
+from .ends import Ends
 from .fair_queue import FairQueue
 from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
@@ -88,6 +89,7 @@ class Dispatcher:
             settings, self.workers, self.pools, out, lambda: self.now, recovery
         )
         self.moves = Moves(settings, sessions, self.requests, out)
+        self.ends = Ends(settings, sessions, out, lambda: self.now)
         self.deadlines = Deadlines()
         self._pace = Pace()
         """At which requests leave the queues for a worker."""
@@ -165,7 +167,7 @@ class Dispatcher:
         worker sends none in time, as one whose step hangs.
         """
         if request.worker is None:
-            self._out.finish(request, reason)
+            self.ends.finish(request, reason)
             self.forget(request)
         elif request.cancelled is None:
             request.cancelled = reason
@@ -183,7 +185,7 @@ class Dispatcher:
             return
         if error is not None:
             request.error = error.message
-            self._out.error(request, error)
+            self.ends.error(request, error)
         request.open = False
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
@@ -239,7 +241,7 @@ class Dispatcher:
             elif request.cancelled is None:
                 self.cancel(request, now, "timeout")
             else:
-                self._out.finish(request, request.cancelled)
+                self.ends.finish(request, request.cancelled)
                 self.abandon(request)
 
     # --- workers --------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class Dispatcher:
                 running.append(request)
                 continue
             if request.open and request.cancelled is not None:
-                self._out.finish(request, request.cancelled)
+                self.ends.finish(request, request.cancelled)
             self.forget(request)
         ended = self.moves.take(worker, running, why, died, self.now, returns=returns)
         for request in running:
@@ -339,7 +341,7 @@ class Dispatcher:
         self.pools.note(worker)
         if not request.open or request.cancelled is not None:
             if request.open and request.cancelled is not None:
-                self._out.finish(request, request.cancelled)
+                self.ends.finish(request, request.cancelled)
             request.worker = None
             self.forget(request)
             return
@@ -390,7 +392,7 @@ class Dispatcher:
     def _refuse(self, requests: list[Request], error: TokenbusError) -> None:
         for request in requests:
             request.error = error.message
-            self._out.error(request, error)
+            self.ends.error(request, error)
             self.forget(request)
 
     def refill(self, worker: Worker) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..protocol.bodies import body_type, decode_as, encoding_of, error_body
+from ..protocol.bodies import body_type, decode_as, encode_body, encoding_of, error_body
 from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.messages import (
@@ -128,17 +128,23 @@ class Front:
         session = self._table.by_peer.get(dropped.peer)
         if session is None:
             return
-        ended = _ended_streams(dropped.frames) - session.streams.keys()
-        if not session.streams and not ended:
-            return
-        self._counters.slow_clients += 1
         error = TokenbusError(
             Code.SLOW_CLIENT,
             f"this client left more than {self._settings.max_pending_bytes} bytes unread, so its "
             "streams were ended; read faster, or open fewer streams",
         )
+        closed = _closed_stream(dropped.frames)
+        if closed is not None and closed not in session.streams:
+            closing = dropped.frames
+            if closing[0] != b"ERROR":
+                closing = b"ERROR", encode_body(error_body(error, closed), session.encoding)
+            self._dispatcher.ends.lost(session, closed, closing)
+        ended = _ended_streams(dropped.frames) - session.streams.keys()
+        if not session.streams and not ended:
+            return
+        self._counters.slow_clients += 1
         for stream_id in ended:
-            self._out.to_session(session, b"ERROR", error_body(error, stream_id))
+            self._dispatcher.ends.fail(session, stream_id, error)
         for request in list(session.streams.values()):
             self._dispatcher.abandon(request, error)
 
@@ -249,6 +255,17 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
         )
 
 
+def _closed_stream(frames: Sequence[bytes]) -> int | None:
+    """The stream that an ERROR or a MSG ends; None of another message."""
+    if frames[0] not in (b"ERROR", b"MSG"):
+        return None
+    try:
+        closing: _Closing = decode_as(_Closing, frames[1])
+    except RequestError:
+        return None
+    return closing.stream_id if closing.attached is None else None
+
+
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     """The streams that end with a TOKEN message, but for those that were cancelled.
 
@@ -273,6 +290,14 @@ def _ended_streams(frames: Sequence[bytes]) -> set[int]:
 
 class _StreamIdOnly(Struct):
     stream_id: StreamId
+
+
+class _Closing(Struct):
+    """An ERROR or a MSG, as far as it shows which stream it ends."""
+
+    stream_id: StreamId | None = None
+    attached: int | None = None
+    """Of a MSG that answers an ATTACH."""
 
 
 def _stream_id(body: bytes) -> int | None:

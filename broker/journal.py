@@ -97,15 +97,15 @@ class Journal:
         "_next",
         "_reached",
         "_recent",
-        "_session",
         "json",
+        "session",
         "size",
         "tail",
     )
 
     def __init__(self, recent: Recent, session: int) -> None:
         self._recent = recent
-        self._session = session
+        self.session = session
         self.tail: list[bytes] = []
         """Bodies that are not packed yet; empty but while ``recent`` distributes."""
         self.json = False
@@ -144,13 +144,13 @@ class Journal:
         place.segment = None
         place.first = self._next + len(self.tail)
         self._reached += 1
-        self._recent.journals[self._session] = self
+        self._recent.journals[self.session] = self
         if sent:
-            self._recent.deliver(self._session, (sent,))
+            self._recent.deliver(self.session, (sent,))
 
     def append(self, body: bytes) -> None:
         """A body was routed that no worker's TOKEN has."""
-        self._recent.note(len(body), partial(self._recent.deliver, self._session, (body,)))
+        self._recent.note(len(body), partial(self._recent.deliver, self.session, (body,)))
 
     def repeats(self, request: int, received: int) -> None:
         """The worker of a request sends its entries again, from number ``received`` on."""
@@ -160,6 +160,21 @@ class Journal:
 
     def _repeats(self, place: _Place, received: int) -> None:
         place.again = [*(place.again or ()), (self._next + len(self.tail), received)]
+
+    def has(self, request: int) -> bool:
+        """Whether the entries of a request are here."""
+        return request in self._begun
+
+    def stream_of(self, request: int) -> int:
+        """The stream of a request that is here."""
+        return self._begun[request].stream_id
+
+    def finish(self, request: int, size: int) -> None:
+        """A request has ended. Its entries stay until ``end``; in place of its frames, ``size``
+        bytes are kept as long."""
+        place = self._begun[request]
+        self._grow(size - place.size)
+        place.size = size
 
     def end(self, request: int) -> None:
         """A request has ended, or cannot move any more: what only it needed is dropped."""
@@ -179,9 +194,9 @@ class Journal:
     def _drop(self, place: _Place) -> None:
         """Drops the chunks that only the request needed that began at a place."""
         if not self._reached:
-            if self._recent.journals.get(self._session) is self:
+            if self._recent.journals.get(self.session) is self:
                 # Not so where the session was made again while streams of before were being ended.
-                del self._recent.journals[self._session]
+                del self._recent.journals[self.session]
             self._grow(-sum(chunk.size for chunk in self._chunks))
             self._chunks.clear()
             return

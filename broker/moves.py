@@ -14,7 +14,7 @@ from itertools import islice
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.messages import ModelInfo, Msg, System, Token
+from ..protocol.messages import ModelInfo, System, Token
 from ..protocol.transcript import transcript_of
 from .journal import Journal
 from .outgoing import Outgoings
@@ -103,7 +103,8 @@ class Moves:
         """A request has ended, for its client at least."""
         self._stop_waiting(request)
         self.quarantine.forget(request)
-        request.session.journal.end(request.id)
+        if request.session.ends.of(request.id, request.stream_id) is None:
+            request.session.journal.end(request.id)
 
     def settle(self) -> None:
         """Keeps what was routed in the event that ends."""
@@ -145,8 +146,15 @@ class Moves:
         """The request that began first in a journal cannot move any more."""
         number = journal.oldest
         assert number is not None
+        stream_id = journal.stream_of(number)
         journal.end(number)
-        request = self._requests[number]
+        session = self._sessions.by_id.get(journal.session)
+        end = session.ends.of(number, stream_id) if session is not None else None
+        if session is not None and end is not None:
+            session.ends.drop(end)
+        request = self._requests.get(number)
+        if request is None:
+            return
         request.movable = False
         request.frames = []
         if request.type not in STREAMS or not request.open:
@@ -286,10 +294,7 @@ class Moves:
         the first ``received`` entries."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
-        answer = Msg(stream_id=request.stream_id, attached=received, moves=request.moves)
-        self._out.to_session(request.session, b"MSG", answer)
-        if entries[received:]:
-            self._out.to_session(request.session, b"TOKEN", entries[received:])
+        self._out.attached(request.session, request.stream_id, request.moves, entries, received)
 
     @staticmethod
     def fits(request: Request, worker: Worker) -> bool:

@@ -32,8 +32,8 @@ class Outbox:
 
     ``send(peer, frames)`` sends without waiting. ``post`` returns OK where the message was sent or
     waits, FULL where it was dropped because its peer's queue is full, and GONE where its peer has
-    no connection. A message that ``must`` go out may wait beyond the bound, up to
-    ``max_must_bytes`` (None: no bound).
+    no connection. A message that ``must`` go out may wait beyond the bound: of any size, while less
+    than ``max_must_bytes`` wait before it (None: no bound).
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Outbox:
                 return sent
         size = sum(map(len, frames))
         held = self._bytes.get(peer, 0)
-        bound = self._max_must_bytes if message.must else self._max_bytes
-        if bound is not None and held + size > bound:
+        if message.must:
+            if self._max_must_bytes is not None and held >= self._max_must_bytes:
+                return _FULL
+        elif held + size > self._max_bytes:
             return _FULL
         if queue is None:
             queue = self.waiting[peer] = deque()

@@ -11,9 +11,9 @@ from msgspec import Struct
 from ..protocol.bodies import Encoding, encode_body, error_body
 from ..protocol.errors import TokenbusError
 from ..protocol.header import encode_header
-from ..protocol.messages import FinishReason, Token
+from ..protocol.messages import Msg, Token
 from ..protocol.metrics import Tally
-from .tables import Request, Session, Worker
+from .tables import Session, Worker
 
 
 class Side(Enum):
@@ -101,10 +101,18 @@ class Outgoings(list[Outgoing]):
         frames = (message_type, encode_header(request, 0, flags), encode_body(body, "msgpack"))
         self.append(Outgoing(Side.BACK, peer, frames, True))
 
-    def error(self, request: Request, error: TokenbusError) -> None:
-        """The ERROR that ends a stream."""
+    def count_error(self, error: TokenbusError) -> None:
+        """Counts an ERROR."""
         self._errors.add(error.code)
-        self.to_session(request.session, b"ERROR", error_body(error, request.stream_id))
+
+    def attached(
+        self, session: Session, stream_id: int, moves: int, entries: list[Token], received: int
+    ) -> None:
+        """The answer to an ATTACH: ``entries``, but for the first ``received``."""
+        answer = Msg(stream_id=stream_id, attached=received, moves=moves)
+        self.to_session(session, b"MSG", answer)
+        if entries[received:]:
+            self.to_session(session, b"TOKEN", entries[received:])
 
     def refuse(
         self,
@@ -117,8 +125,3 @@ class Outgoings(list[Outgoing]):
         """The ERROR that answers a message."""
         self._errors.add(error.code)
         self.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """The TOKEN that ends a stream which never reached a worker."""
-        entry = Token(token=None, stream_id=request.stream_id, logprob=None, finish_reason=reason)
-        self.to_session(request.session, b"TOKEN", [entry])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
@@ -13,6 +14,7 @@ from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .journal import Journal
+from .kept_ends import End
 from .outgoing import Outgoings
 from .settings import BrokerSettings
 from .sweep import Sweep
@@ -43,8 +45,8 @@ class Sessions:
         self._buffers = buffers
         self._out = out
         self._visited = Sweep(table.by_id, SESSIONS_AT_ONCE)
-        self._ending: deque[Request] = deque()
-        """Streams of sessions that have ended, which are to end too."""
+        self._ending: deque[tuple[Session, Request | End]] = deque()
+        """Streams and kept ends of sessions that have ended, which are to end too."""
         self._room = MOST_ENDED
         """Streams that may still end with their sessions before the next tick."""
 
@@ -95,6 +97,7 @@ class Sessions:
         session.greeted = True
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.recovers = "recover" in hello.capabilities
+        session.acks = "ack" in hello.capabilities
         session.pings = "ping" in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
         session.texts = session.columns and "text_columns" in hello.capabilities
@@ -105,6 +108,7 @@ class Sessions:
             "columns": session.columns,
             "text_columns": session.texts,
             "bodies": session.bodies,
+            "ack": session.acks,
         }
         granted = [name for name, given in optional.items() if given]
         recovering = self._adoption.waits_for(session, now)
@@ -114,7 +118,7 @@ class Sessions:
             session=session.token,
             # Its buffers are those of an earlier run of the broker, or of another one.
             resumed=known is not None and not recovering and not hello.elsewhere,
-            streams=list(session.streams) if known is not None else [],
+            streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
             recovering=recovering,
             server="tokenbus",
             capabilities=["buffers", "attach", "text", *granted],
@@ -147,7 +151,11 @@ class Sessions:
         encoding = session.encoding if session is not None else encoding_of(frames[1])
         known = session is not None and session.greeted
         self._table.unread.add(peer, 0)
-        self._out.to_peer(peer, b"PONG", Pong(n=ping.n, session=known), encoding)
+        pong = Pong(n=ping.n, session=known)
+        if session is not None and session.acks:
+            self._dispatcher.ends.acknowledge(session, ping.ack)
+            pong.position = session.ends.position
+        self._out.to_peer(peer, b"PONG", pong, encoding)
 
     def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:
         """Ends a session; with ``keep``, only its connection."""
@@ -188,6 +196,8 @@ class Sessions:
         for session in self._visited.part():
             if self._table.by_id.get(session.id) is not session:
                 continue
+            if session.ends.by_stream:
+                self._dispatcher.ends.tick(session)
             silent = now - session.last_seen
             if session.detached_at is not None:
                 grace_s = settings.session_cut_s if session.cut else settings.session_grace_s
@@ -216,16 +226,22 @@ class Sessions:
         that follow."""
         self._table.remove(session)
         self._buffers.drop_all(session)
-        self._ending.extend(session.streams.values())
+        ending: Iterable[Request | End] = (
+            *session.streams.values(),
+            *session.ends.by_stream.values(),
+        )
+        self._ending.extend((session, each) for each in ending)
         self._end_streams()
 
     def _end_streams(self) -> None:
         """Ends streams of sessions that have ended."""
         while self._ending and self._room > 0:
             self._room -= 1
-            request = self._ending.popleft()
-            if self._dispatcher.requests.get(request.id) is request:
-                self._dispatcher.abandon(request)
+            session, ending = self._ending.popleft()
+            if isinstance(ending, End):
+                self._dispatcher.ends.forget(session, ending)
+            elif self._dispatcher.requests.get(ending.id) is ending:
+                self._dispatcher.abandon(ending)
 
     def _take_over(self, known: Session, peer: bytes, session: Session | None) -> None:
         if session is not None and session is not known:
@@ -237,6 +253,7 @@ class Sessions:
             self._out.to_session(known, b"ERROR", error_body(taken))
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
+        known.ends.on_taken_over(self._dispatcher.now)
         for request in known.streams.values():
             request.resumed = True
 

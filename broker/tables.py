@@ -15,6 +15,7 @@ from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
 from ..protocol.pace import Pace
 from .journal import Journal
+from .kept_ends import KeptEnds
 from .recent import Recent
 from .unread import UnreadAnswers
 
@@ -91,6 +92,10 @@ class Session:
     """At which its streams end."""
     journal: Journal
     """What was routed for its live streams."""
+    acks: bool = False
+    """Whether its client acknowledges the ends that it has received."""
+    ends: KeptEnds = field(default_factory=KeptEnds)
+    """The ends that its client may not have received."""
 
     @property
     def tenant(self) -> bytes:
@@ -356,9 +361,6 @@ class Request:
     until when the request is not given to any worker for that."""
     pages: list[bytes] | None = None
     """The keys of its prompt's pages, from when they are first needed until it is sent."""
-    kept: bytes | None = None
-    """Of a stream that ended before its client had attached: its entries, as a body of TOKEN. It is
-    nowhere but in ``Session.streams`` then."""
 
     @property
     def bytes(self) -> int:

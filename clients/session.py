@@ -70,7 +70,7 @@ class ClientSession:
     """
 
     encodings: tuple[str, ...] = ("msgpack", "json")
-    capabilities: tuple[str, ...] = ("ping", "bodies", "columns", "text_columns", "recover")
+    capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
     """What its HELLO offers."""
 
     def __init__(self, front: str, patience_s: float, now: float) -> None:
@@ -97,6 +97,8 @@ class ClientSession:
         self._ping_s = 2.0
         self._silence_s = 6.0
         self._ping_at = now
+        self._position = 0
+        """The last ``Pong.position`` on this connection, which the next PING acknowledges."""
         self._look_at = now
 
     # --- the connection -------------------------------------------------------------------------
@@ -126,6 +128,7 @@ class ClientSession:
 
     def _hello(self, now: float) -> None:
         self._welcomed = False
+        self._position = 0
         self._hello_at = self._heard = now
         self.outgoing.clear()
         self._send(
@@ -194,7 +197,7 @@ class ClientSession:
                 self._buffers[message.name] = (message, call.attachments)
             self._barriers[call.number] = call
             self._send(b"BUFFER", message, call.attachments)
-            self._send(b"PING", Ping(n=call.number))
+            self._send(b"PING", Ping(n=call.number, ack=self._position))
         else:
             self._send(call.type, message, call.attachments)
 
@@ -345,6 +348,8 @@ class ClientSession:
 
     def _on_pong(self, pong: Pong, now: float) -> None:
         barrier = self._barriers.get(pong.n)
+        if self._welcomed and pong.position:
+            self._position = pong.position
         if not pong.session and self._welcomed:
             self._offline_since = now
             self._hello(now)
@@ -402,7 +407,7 @@ class ClientSession:
         """Sends what is due, and ends calls that have waited for too long."""
         if self._welcomed and now >= self._ping_at:
             self._ping_at = now + self._ping_s
-            self._send(b"PING", Ping())
+            self._send(b"PING", Ping(ack=self._position))
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S

@@ -69,9 +69,9 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
     """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
-    ``bodies`` (it takes several bodies in one TOKEN); ``columns`` (it takes TOKEN in columns, which
-    are only sent in msgpack); ``text_columns`` (with columns: it takes rows with text); ``recover``
-    (it knows ``Welcome.recovering``)."""
+    ``ack`` (its PINGs have ``ack``); ``bodies`` (it takes several bodies in one TOKEN); ``columns``
+    (it takes TOKEN in columns, which are only sent in msgpack); ``text_columns`` (with columns: it
+    takes rows with text); ``recover`` (it knows ``Welcome.recovering``)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):
@@ -265,6 +265,8 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
     """``PING``: answered by ``PONG`` with the same number; renews the lease of the session."""
 
     n: Count = 0
+    ack: Count = 0
+    """The last ``Pong.position`` on this connection: the client has received what precedes it."""
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
@@ -533,6 +535,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
     session: bool = True
     """Whether this connection has a session that began with ``HELLO``. If not (the broker was
     restarted, or the session expired), send ``HELLO`` again."""
+    position: Count = 0
+    """Number of requests whose ends were sent to a client that acknowledges them."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {

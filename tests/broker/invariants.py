@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tokenbus.broker.core import Broker
+from tokenbus.broker.kept_ends import MAX_ENDS
+from tokenbus.broker.tables import Session
 
 
 def check(broker: Broker) -> None:
@@ -25,6 +27,7 @@ def check_empty(broker: Broker) -> None:
     assert not dispatcher.moves.waiting
     for session in broker.session_table:
         assert not session.streams
+        assert not session.ends.by_stream
         assert session.journal.oldest is None
         assert session.journal.size == 0
     recent = broker.session_table.recent
@@ -44,14 +47,28 @@ def _check_sessions(broker: Broker) -> None:
         assert session.buffer_bytes == sum(map(len, session.buffers.values()))
         for stream_id, request in session.streams.items():
             assert request.stream_id == stream_id
-            if request.kept is not None:
-                assert request.id not in broker.dispatcher.requests, "a stream that ended lives on"
-                continue
             assert request.open
             assert broker.dispatcher.requests[request.id] is request
+            assert stream_id not in session.ends.by_stream, "a stream that ended lives on"
+        _check_ends(session)
     for peer, session in table.by_peer.items():
         assert session.peer == peer
         assert table.by_id[session.id] is session
+
+
+def _check_ends(session: Session) -> None:
+    ends = session.ends
+    assert len(ends.by_stream) <= MAX_ENDS
+    times = [end.since for end in ends.by_stream.values()]
+    assert times == sorted(times)
+    for stream_id, end in ends.by_stream.items():
+        assert end.stream_id == stream_id
+        assert end.position <= ends.position
+        assert not (end.position and stream_id in ends.lost)
+        assert end.position or session.peer is None or session.greeted or stream_id in ends.lost
+    assert ends.lost.keys() <= ends.by_stream.keys()
+    sent = {end.position: end for end in ends.by_stream.values() if end.position}
+    assert ends._sent == dict(sorted(sent.items()))
 
 
 def _check_journals(broker: Broker) -> None:

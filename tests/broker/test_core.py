@@ -470,11 +470,13 @@ def test_messages_for_a_full_pipe_wait_in_order_up_to_their_bound() -> None:
     assert post(b"3333") is Sent.OK
     assert post(b"4444") is Sent.FULL
     assert post(b"5555", must=True) is Sent.OK
+    # A large answer waits too, where less than the bound waits before it.
+    assert post(b"a large answer", must=True) is Sent.OK
     assert post(b"6666", must=True) is Sent.FULL
     assert outbox.flush() == []
     pipe.state = Sent.OK
     assert outbox.flush() == []
-    assert pipe.got == [b"1111", b"2222", b"3333", b"5555"]
+    assert pipe.got == [b"1111", b"2222", b"3333", b"5555", b"a large answer"]
     assert not outbox.waiting
     pipe.state = Sent.GONE
     assert post(b"7") is Sent.GONE

@@ -47,7 +47,7 @@ class World:
             self.recent.distribute(rng.choice([1, 10, None]))
         elif what < 0.37:
             entries = self.entries(3)
-            self.recent.keep([self.journals[0]._session], [self.body(0, entries)])
+            self.recent.keep([self.journals[0].session], [self.body(0, entries)])
             self.routed(0, entries)
         elif what < 0.4 and live is not None:
             received = rng.randrange(len(self.wanted[live]) + 1)
@@ -62,7 +62,7 @@ class World:
 
     def message(self, numbers: list[int], size: int = 0) -> None:
         """A worker's TOKEN with a body for each of these sessions, or, now and then, none."""
-        head = encode_token_header([self.journals[n]._session for n in numbers])
+        head = encode_token_header([self.journals[n].session for n in numbers])
         bodies = []
         for number in numbers:
             entries = self.entries(size or self.rng.choice([0, 1, 2, 40]))
@@ -142,7 +142,7 @@ def test_more_than_there_is_memory_for_goes_through_it() -> None:
         other.begin(request, 2, 10)
         large = b"\x90" + bytes(59_999)
         for _ in range(2 * SEGMENT_BYTES // len(large)):
-            head = encode_token_header([other._session])
+            head = encode_token_header([other.session])
             [packed] = pack([b"TOKEN", head, large])
             world.recent.pending.append(packed)
             world.recent.settle()

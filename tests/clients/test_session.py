@@ -125,6 +125,18 @@ def test_it_pings_and_notices_a_silent_broker(bench: Bench) -> None:
     assert bench.session.lost(bench.now)
 
 
+def test_a_ping_acknowledges_the_position_of_the_last_pong_on_its_connection(bench: Bench) -> None:
+    bench.hear("PONG", {"position": 3})
+    bench.pass_time(2.1)
+    assert bench.sent() == [("PING", {"ack": 3})]
+    bench.session.connected(bench.now)
+    bench.hear("PONG", {"position": 4})
+    bench.welcome(resumed=True)
+    bench.sent()
+    bench.pass_time(2.1)
+    assert bench.sent() == [("PING", {})], "a broker counts on each connection by itself"
+
+
 def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
     bench: Bench,
 ) -> None:

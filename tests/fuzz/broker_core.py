@@ -58,7 +58,8 @@ class Play:
         for _ in range(100):
             self.now += 2.0
             self._out(self.broker.tick(self.now))
-            sessions = any(session.streams for session in self.broker.session_table)
+            table = self.broker.session_table
+            sessions = any(session.streams or session.ends.by_stream for session in table)
             if not self.broker.dispatcher.requests and not sessions:
                 break
         check(self.broker)
@@ -89,9 +90,10 @@ class Play:
             body |= {"session": self._token(), "keep": True, "metrics": True, "streams": True}
         if given & 32:
             body |= {"encodings": ["msgpack"]}
-            body |= {"capabilities": ["ping", "bodies", "columns", "text_columns"]}
+            body |= {"capabilities": ["ping", "ack", "bodies", "columns", "text_columns"]}
         if given & 64:
             body |= {"reason": "timeout", "module": "named", "tags": ["t"], "n": draws.number(2)}
+            body |= {"ack": given % 5}
         attached = [draws.take(draws.number() % 20)] if given & 128 else []
         encode = draws.pick([msgspec.json.encode, msgspec.msgpack.encode])
         frames = [word, encode(body), *attached]

@@ -137,10 +137,10 @@ export interface Hello {
   /** Name and version of the program, for the operator. */
   readonly client?: string | undefined;
   /**
-   * Optional features of the client: `ping` (it sends PING, and its session may expire); `bodies`
-   * (it takes several bodies in one TOKEN); `columns` (it takes TOKEN in columns, which are only
-   * sent in msgpack); `text_columns` (with columns: it takes rows with text); `recover` (it knows
-   * `Welcome.recovering`).
+   * Optional features of the client: `ping` (it sends PING, and its session may expire); `ack` (its
+   * PINGs have `ack`); `bodies` (it takes several bodies in one TOKEN); `columns` (it takes TOKEN
+   * in columns, which are only sent in msgpack); `text_columns` (with columns: it takes rows with
+   * text); `recover` (it knows `Welcome.recovering`).
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -427,6 +427,11 @@ export interface DrainWorker {
 export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
+  /**
+   * The last `Pong.position` on this connection: the client has received what precedes it. At least
+   * 0. Default: 0.
+   */
+  readonly ack?: number | undefined;
 }
 
 /** `BYE`: ends the session and its streams. */
@@ -941,13 +946,16 @@ export interface Pong {
    * restarted, or the session expired), send `HELLO` again.
    */
   readonly session: boolean;
+  /** Number of requests whose ends were sent to a client that acknowledges them. */
+  readonly position: number;
 }
 
 /** `Pong` as it was sent, with the defaults of the fields that are absent. */
-export function readPong(sent: Sent<Pong, "n" | "session">): Pong {
+export function readPong(sent: Sent<Pong, "n" | "session" | "position">): Pong {
   return {
     n: sent.n ?? 0,
     session: sent.session ?? true,
+    position: sent.position ?? 0,
   };
 }
 

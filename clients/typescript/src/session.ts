@@ -55,6 +55,8 @@ export class Session {
   #silenceS = 6;
   #pingAt: number;
   #lookAt: number;
+  /** The last `position` of a PONG on this connection, which the next PING acknowledges. */
+  #position = 0;
   /** Why the last connection failed, for the error of calls that give up. */
   #failure = "";
 
@@ -108,6 +110,7 @@ export class Session {
 
   #hello(now: number): void {
     this.#welcomed = false;
+    this.#position = 0;
     this.#helloAt = this.#heard = now;
     this.outgoing = [
       {
@@ -118,7 +121,7 @@ export class Session {
           session: this.#token ?? undefined,
           elsewhere: (this.several && this.#token !== null) || undefined,
           client: "tokenbus-typescript",
-          capabilities: ["ping", "bodies", "columns", "text_columns", "recover"],
+          capabilities: ["ping", "ack", "bodies", "columns", "text_columns", "recover"],
         },
       },
     ];
@@ -172,7 +175,7 @@ export class Session {
         this.#buffers.set(request.body.name, request);
       }
       this.#barriers.set(call.number, call);
-      this.outgoing.push({ type: "PING", body: { n: call.number } });
+      this.outgoing.push({ type: "PING", body: { n: call.number, ack: this.#position } });
     }
     this.#waiting.delete(call.number);
     call.sent = true;
@@ -304,6 +307,7 @@ export class Session {
 
   #onPong(pong: Pong, now: number): void {
     const barrier = this.#barriers.get(pong.n);
+    if (this.#welcomed && pong.position > 0) this.#position = pong.position;
     if (!pong.session && this.#welcomed) {
       this.#offlineSince = now;
       this.#hello(now);
@@ -360,7 +364,7 @@ export class Session {
   onTime(now: number): void {
     if (this.#welcomed && now >= this.#pingAt) {
       this.#pingAt = now + this.#pingS;
-      this.outgoing.push({ type: "PING", body: {} });
+      this.outgoing.push({ type: "PING", body: { ack: this.#position } });
     }
     if (now < this.#lookAt) return;
     this.#lookAt = now + LOOK_S;

@@ -251,6 +251,6 @@ test("a silent broker is lost, and the session is kept alive by pings", () => {
   assert.equal(bench.session.lost(1), false);
   assert.equal(bench.session.waitS(0), 2);
   bench.session.onTime(2);
-  assert.deepEqual(bench.session.outgoing, [{ type: "PING", body: {} }]);
+  assert.deepEqual(bench.session.outgoing, [{ type: "PING", body: { ack: 0 } }]);
   assert.equal(bench.session.lost(7), true);
 });

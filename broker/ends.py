@@ -1,0 +1,303 @@
+"""How requests end for their clients: each one exactly once.
+
+An end is the last entry of a stream, an ERROR or a MSG. It is sent, and it is kept until the client
+acknowledges it, attaches to it, or its time is over: a connection may be dead without the broker's
+knowledge.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from ..protocol.bodies import decode_as, encode_body, encoding_of, error_body
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
+from ..protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
+from ..protocol.messages import FinishReason, Token
+from .kept_ends import MAX_ENDS, End
+from .moves import STREAMS
+from .outgoing import Outgoing, Outgoings, Side
+from .settings import BrokerSettings
+from .tables import Request, Session, SessionTable
+
+log = logging.getLogger(__name__)
+
+MAX_CLOSING_BYTES = 1024 * 1024
+"""A larger answer is not kept. If it is lost, an ERROR takes its place."""
+MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
+"""The same where no journal bounds what is kept (``max_journal_bytes`` is 0)."""
+MAX_EXPIRED = 250
+"""Kept ends of a session that a tick drops."""
+MAX_SENT_AGAIN = 64
+"""Ends of a session that a tick sends again, after their messages were dropped."""
+
+
+class Ends:
+    """Ends requests for their clients, and keeps the ends that may not have arrived."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        sessions: SessionTable,
+        out: Outgoings,
+        now: Callable[[], float],
+    ) -> None:
+        """``now`` returns the time of the event that is handled, in seconds."""
+        self._settings = settings
+        self._sessions = sessions
+        self._out = out
+        self._now = now
+        self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
+        if settings.max_journal_bytes:
+            self._max_closing = MAX_CLOSING_BYTES
+
+    # --- requests that end ----------------------------------------------------------------------
+
+    def error(self, request: Request, error: TokenbusError) -> None:
+        """Ends a request with an ERROR."""
+        self._out.count_error(error)
+        body = encode_body(error_body(error, request.stream_id), request.session.encoding)
+        self._close(request, (b"ERROR", body))
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a stream with an entry of the broker's."""
+        entry = Token(token=None, stream_id=request.stream_id, logprob=None, finish_reason=reason)
+        self._close(request, (b"TOKEN", encode_body([entry], request.session.encoding)))
+
+    def answered(self, request: Request, frames: Sequence[bytes]) -> None:
+        """Ends a request with its worker's answer, an ERROR or a MSG."""
+        peer = request.session.peer
+        if peer is not None:
+            self._sessions.unread.add(peer, sum(map(len, frames[1:])))
+        self._close(request, frames)
+
+    def finished(self, request: Request) -> None:
+        """The last entries of a stream were routed."""
+        session = request.session
+        if not (session.acks or _awaits_attach(request) or session.peer is None):
+            return
+        end = self._keep(request, None)
+        if end is None:
+            return
+        if request.attaching:
+            self._answer_attaching(request, end)
+        elif session.peer is not None and not _awaits_attach(request):
+            session.ends.on_sent(end)
+
+    def keep(self, request: Request, sent: bytes, count: int) -> End | None:
+        """Keeps the end of a stream that a worker reports to a broker which was restarted.
+
+        ``sent``: its ``count`` entries, as a body of TOKEN.
+        """
+        end = self._keep(request, None, sent)
+        if end is not None:
+            end.count = count
+        return end
+
+    def _close(self, request: Request, closing: Sequence[bytes]) -> None:
+        """Sends the message that ends a request, at once or in answer to an ATTACH."""
+        session = request.session
+        wanted = session.acks or _awaits_attach(request) or session.peer is None
+        end = self._keep(request, closing) if wanted else None
+        if end is not None and request.attaching:
+            self._answer_attaching(request, end)
+            return
+        awaited = end is not None and _awaits_attach(request)
+        if session.peer is None or (awaited and session.recovers):
+            return
+        self._send(session, closing)
+        if end is not None and not awaited:
+            session.ends.on_sent(end)
+
+    def _answer_attaching(self, request: Request, end: End) -> None:
+        """Answers the ATTACHes that the worker of a request has not answered."""
+        for received in request.attaching:
+            self._answer(request.session, end, received)
+        request.attaching.clear()
+        self._was_sent(request.session, end)
+
+    # --- what is kept ---------------------------------------------------------------------------
+
+    def _keep(
+        self, request: Request, closing: Sequence[bytes] | None, sent: bytes | None = None
+    ) -> End | None:
+        """Keeps the end of a request, unless its session ends with its connection."""
+        session = request.session
+        if not session.alive or not (session.greeted or request.attaching):
+            return None
+        is_stream = request.type in STREAMS
+        journal = session.journal
+        if sent is None and not is_stream:
+            sent = b""
+        elif sent is None and request.worker is None:
+            sent = request.loss.sent if request.loss is not None else b""
+        if closing is not None and sum(map(len, closing)) > self._max_closing:
+            closing = self._too_large(session, request.stream_id, closing)
+        end = End(request.id, request.stream_id, is_stream, request.moves, closing, sent)
+        self._add(session, end)
+        size = len(sent or b"") + sum(map(len, closing or ()))
+        if journal.has(request.id):
+            journal.finish(request.id, size)
+        else:
+            self._count(session, end, size)
+        return end
+
+    def _count(self, session: Session, end: End, size: int) -> None:
+        """Counts the bytes of an end towards the bounds of its session's journal."""
+        if size and self._settings.max_journal_bytes:
+            session.journal.begin(end.request, end.stream_id, size)
+
+    def _add(self, session: Session, end: End) -> None:
+        before = session.ends.by_stream.get(end.stream_id)
+        if before is not None:
+            self._drop(session, before)
+        elif len(session.ends.by_stream) >= MAX_ENDS:
+            self._drop(session, next(iter(session.ends.by_stream.values())))
+        session.ends.add(end, self._now())
+
+    @staticmethod
+    def _too_large(session: Session, stream_id: int, closing: Sequence[bytes]) -> Sequence[bytes]:
+        """The ERROR that is kept in place of an answer which takes too much memory."""
+        lost = ConnectionLostError(
+            Code.CONNECTION_LOST,
+            f"the answer of {sum(map(len, closing))} bytes was sent on a connection that is lost, "
+            f"and an answer of more than {MAX_CLOSING_BYTES} bytes is not kept; send the request "
+            "again",
+        )
+        return b"ERROR", encode_body(error_body(lost, stream_id), session.encoding)
+
+    def drop(self, session: Session, stream_id: int) -> None:
+        """The client of a session does not need the end of a stream any more."""
+        end = session.ends.by_stream.get(stream_id)
+        if end is not None:
+            self._drop(session, end)
+
+    def acknowledge(self, session: Session, position: int) -> None:
+        """The client has received all ends up to a position."""
+        for end in session.ends.acknowledged(position):
+            self._drop(session, end)
+
+    def forget(self, session: Session, end: End) -> None:
+        """A session has ended, and with it an end of it."""
+        self._drop(session, end)
+
+    def _drop(self, session: Session, end: End) -> None:
+        session.ends.drop(end)
+        session.journal.end(end.request)
+
+    def tick(self, session: Session) -> None:
+        """Sends again what was dropped, and drops what no client has attached to in time."""
+        if session.peer is None:
+            return
+        ends = session.ends
+        for end in list(islice(ends.lost.values(), MAX_SENT_AGAIN)):
+            del ends.lost[end.stream_id]
+            if end.closing is not None:
+                self._send(session, end.closing)
+            self._was_sent(session, end)
+        before = self._now() - self._settings.session_cut_s
+        for end in ends.expired(before, MAX_EXPIRED):
+            self._drop(session, end)
+
+    # --- messages that were dropped -------------------------------------------------------------
+
+    def lost(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> None:
+        """The message that ends a stream was dropped: ``closing`` goes out at a later tick."""
+        session.ends.on_lost(self._closed(session, stream_id, closing))
+
+    def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
+        """The last entries of a stream were dropped: an ERROR ends it, and is sent at once."""
+        closing = (b"ERROR", encode_body(error_body(error, stream_id), session.encoding))
+        end = self._closed(session, stream_id, closing)
+        self._send(session, closing)
+        self._was_sent(session, end)
+
+    def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
+        """The end of a stream, with another message that ends it."""
+        end = session.ends.by_stream.get(stream_id)
+        if end is None:
+            # A request that was refused has no number of its own.
+            end = End(-1 - stream_id, stream_id, False, 0, closing, b"")
+            self._add(session, end)
+            self._count(session, end, sum(map(len, closing)))
+        end.closing = closing
+        return end
+
+    # --- ATTACH ---------------------------------------------------------------------------------
+
+    def attach(self, session: Session, stream_id: int, received: int) -> bool:
+        """Answers an ATTACH with a kept end; whether there is one which the present connection has
+        not been sent."""
+        end = session.ends.by_stream.get(stream_id)
+        if end is None or end.position:
+            return False
+        self._answer(session, end, received)
+        self._was_sent(session, end)
+        return True
+
+    def _was_sent(self, session: Session, end: End) -> None:
+        """An end went out. Only an acknowledgement shows whether it arrives."""
+        if session.acks:
+            session.ends.on_sent(end)
+        else:
+            self._drop(session, end)
+
+    def _answer(self, session: Session, end: End, received: int) -> None:
+        if end.is_stream:
+            entries = self._entries(session, end)
+            if entries is not None:
+                self._out.attached(session, end.stream_id, end.moves, entries, received)
+            elif end.closing is None:
+                unknown = RequestError(
+                    Code.UNKNOWN_STREAM,
+                    f"the entries of stream {end.stream_id}, which has ended, are not kept any "
+                    "more; send the request again",
+                )
+                self._out.count_error(unknown)
+                self._out.to_session(session, b"ERROR", error_body(unknown, end.stream_id))
+        if end.closing is not None:
+            self._send(session, end.closing)
+
+    def _entries(self, session: Session, end: End) -> list[Token] | None:
+        """The entries that were routed for a stream that has ended; None where they are not kept.
+
+        The journal is read once for all ends of the session that need it.
+        """
+        if end.sent is None:
+            self._read_journal(session)
+        if end.sent is None:
+            return None
+        body: TokenBody = decode_as(TokenBody, end.sent, "msgpack") if end.sent else []
+        return column_entries(body) if isinstance(body, TokenColumns) else body
+
+    def _read_journal(self, session: Session) -> None:
+        """Reads the entries of all kept ends of a session that are in its journal."""
+        journal, ends = session.journal, session.ends.by_stream.values()
+        wanted = {e.request: e for e in ends if e.sent is None and journal.has(e.request)}
+        try:
+            found = journal.entries(wanted)
+        except TokenbusError as error:
+            log.error("what was sent to session %d cannot be read: %s", session.id, error)
+            return
+        for number, end in wanted.items():
+            end.sent = encode_body(found[number], "msgpack")
+            size = len(end.sent) + sum(map(len, end.closing or ()))
+            journal.begin(number, end.stream_id, size)
+
+    def _send(self, session: Session, closing: Sequence[bytes]) -> None:
+        """Sends the message that ends a request, in the present encoding of its client."""
+        if session.peer is None:
+            return
+        message_type, body, *attached = closing
+        if encoding_of(body) != session.encoding:
+            body = encode_body(decode_as(Any, body), session.encoding)
+        frames = (message_type, body, *attached)
+        self._out.append(Outgoing(Side.FRONT, session.peer, frames, True))
+
+
+def _awaits_attach(request: Request) -> bool:
+    """Whether the client of a request attaches to it, so that what precedes the answer is dropped
+    there."""
+    return bool(request.attaching) or request.unclaimed or request.resumed

@@ -1,0 +1,107 @@
+"""The ends of a session's requests that its client may not have received.
+
+Each end has a position on the connection on which it was sent. A client with the capability ``ack``
+acknowledges positions with PING. An end that was sent on an earlier connection, or on none, waits
+for the client's ATTACH or CANCEL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+MAX_ENDS = 16_384
+"""Ends that are kept for a session. Beyond it, the oldest one is dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """How a request has ended. It refers to no session, so that no cycle is left of either."""
+
+    request: int
+    stream_id: int
+    is_stream: bool
+    """Whether entries precede the end, so that ATTACH is answered by ``MSG`` and these."""
+    moves: int
+    closing: Sequence[bytes] | None
+    """The frames of the message that ended the request; None: its last entry did."""
+    sent: bytes | None
+    """The entries that were routed, as a body of TOKEN; None while the journal has them."""
+    count: int = 0
+    """Number of entries in ``sent``, of an end that a worker reported to a restarted broker."""
+    since: float = 0.0
+    """When the end was kept, or the session was last taken over, in seconds."""
+    position: int = 0
+    """Where it was sent on the present connection; 0: it was not, and waits for ATTACH."""
+
+
+class KeptEnds:
+    """The kept ends of one session, oldest first."""
+
+    __slots__ = ("_sent", "by_stream", "lost", "position")
+
+    def __init__(self) -> None:
+        self.by_stream: dict[int, End] = {}
+        self.lost: dict[int, End] = {}
+        """By stream: ends whose message was dropped, as too much waited for the connection."""
+        self.position = 0
+        """Number of ends that were sent to the client."""
+        self._sent: dict[int, End] = {}
+        """By position: the ends that were sent on the present connection."""
+
+    def add(self, end: End, now: float) -> None:
+        """Keeps an end; ``drop`` removes an earlier one of the same stream before."""
+        end.since = now
+        self.by_stream[end.stream_id] = end
+
+    def on_sent(self, end: End) -> None:
+        """An end goes out on the present connection."""
+        self._sent.pop(end.position, None)
+        self.position += 1
+        end.position = self.position
+        self._sent[end.position] = end
+
+    def on_lost(self, end: End) -> None:
+        """The message with an end was dropped: an acknowledgement does not include it."""
+        self._sent.pop(end.position, None)
+        end.position = 0
+        self.lost[end.stream_id] = end
+
+    def of(self, request: int, stream_id: int) -> End | None:
+        """The end of a request, if it is kept."""
+        end = self.by_stream.get(stream_id)
+        return end if end is not None and end.request == request else None
+
+    def drop(self, end: End) -> None:
+        """Removes an end."""
+        if self.by_stream.get(end.stream_id) is end:
+            del self.by_stream[end.stream_id]
+            self.lost.pop(end.stream_id, None)
+        self._sent.pop(end.position, None)
+
+    def acknowledged(self, position: int) -> list[End]:
+        """The ends up to a position, which the client has received."""
+        found = []
+        for number, end in self._sent.items():
+            if number > position:
+                break
+            found.append(end)
+        return found
+
+    def on_taken_over(self, now: float) -> None:
+        """The client has another connection: it attaches to what it has not received."""
+        self._sent.clear()
+        self.lost.clear()
+        for end in self.by_stream.values():
+            end.since, end.position = now, 0
+
+    def expired(self, before: float, most: int) -> list[End]:
+        """Up to ``most`` ends that are kept since a time before ``before``."""
+        return list(islice(self._older(before), most))
+
+    def _older(self, before: float) -> Iterator[End]:
+        for end in self.by_stream.values():
+            if end.since >= before:
+                return
+            yield end
