@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ..protocol.bodies import decode_as
@@ -18,10 +18,12 @@ from ..protocol.errors import Code, RequestError
 from ..protocol.header import FORM, Flag, Header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach
-from ..protocol.worker_messages import Claim, Journal, Register, Registered
+from ..protocol.shares import fits_share
+from ..protocol.worker_messages import Journal, Register, Registered
 from . import journal
 from .admission import RoutingFields
 from .attaches import Attaches
+from .claims import Claims
 from .dispatch import Dispatcher
 from .moves import STREAMS
 from .outgoing import Outgoings
@@ -31,6 +33,8 @@ from .tables import Request, Session, SessionTable, Worker
 
 log = logging.getLogger(__name__)
 
+MAX_CANCELLED = 262_144
+"""Streams of all sessions together that were cancelled before a worker reported them."""
 MOST_ENDED = 250
 """Requests without a client that a tick ends."""
 
@@ -66,13 +70,12 @@ class Adoption:
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
         """Adopted requests, until their clients have attached or the time for it is over."""
-        self._cancelled: set[tuple[int, int]] = set()
-        """Streams, by session and number, that a client cancelled before a worker reported them."""
+        self._cancelled: dict[int, set[int]] = {}
+        """By session: streams that its client cancelled before a worker reported them."""
+        self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
         """When those end that came by a CLAIM, in order."""
-        self._claims: dict[int, dict[int, set[int]]] = {}
-        """By session: the workers that have not answered its CLAIM, and streams that they may still
-        send entries of before they do. While requests are adopted anyway, there may be none."""
+        self._claims = Claims(dispatcher, out)
         self._variables: dict[int, list[int]] = {}
         """By state worker: the requests whose variables it has, of this run and earlier ones."""
 
@@ -124,7 +127,7 @@ class Adoption:
             return
         session = self._session(header, fields.stream_id, (body.moves, count), now)
         if session is None:
-            self._claims.get(header.address, {}).get(worker.id, set()).discard(fields.stream_id)
+            self._claims.discard(header.address, worker.id, fields.stream_id)
             worker.withdraw(header.address, fields.stream_id)
             self._drop(worker, header.request)
             return
@@ -189,7 +192,7 @@ class Adoption:
         """
         if not (self.open(now) or header.address in self._claims):
             return None
-        if (header.address, stream_id) in self._cancelled:
+        if stream_id in self._cancelled.get(header.address, ()):
             return None
         other = self._unclaimed.get(header.request)
         if other is not None and other.unclaimed and (other.moves, other.entries) < reached:
@@ -277,9 +280,11 @@ class Adoption:
         self._dispatcher.controllers.start_of(session)
         return session
 
-    def pick_up(self, token: str, key: str, now: float) -> Session | None:
-        """The session of a client that comes from another broker. What the workers have of it is
-        taken from them, also where it was here before: it may have gone on elsewhere since."""
+    def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
+        """The session of a client that comes from another broker, on the connection ``peer``.
+
+        What the workers have of it is taken from them, also where it was here before: it may have
+        gone on elsewhere since."""
         if not is_session_token(token):
             return None
         self._recovery.follow()
@@ -299,8 +304,8 @@ class Adoption:
         elif not session.token:
             self._sessions.claim(session, token, key)
         session.recovering = True
-        workers = self._dispatcher.pools.of_role("gpu").values()
-        self._claims[number] = asked = {worker.id: set[int]() for worker in workers}
+        may_send: dict[int, set[int]] = {}
+        """By worker: the streams that it may still send entries of."""
         for request in list(session.streams.values()):
             worker = request.worker
             if request.type not in STREAMS or (worker is None and request.loss is None):
@@ -309,42 +314,49 @@ class Adoption:
             self._dispatcher.withdraw(request)
             if worker is not None:
                 worker.withdraw(number, request.stream_id)
-                asked[worker.id].add(request.stream_id)
-        for worker in workers:
-            self._out.to_worker(worker, b"CLAIM", Claim(session=number))
-        self._finish_claim(number)
+                may_send.setdefault(worker.id, set()).add(request.stream_id)
+        self._claims.add(number, peer, may_send)
+        self._begin_claims(now)
         self._dispatcher.controllers.start_of(session)
         return session
 
     def on_registered(self, worker: Worker) -> None:
         """A worker that registers may have streams of sessions that are being picked up."""
         if worker.role == "gpu":
-            for number, asked in self._claims.items():
-                asked[worker.id] = set()
-                self._out.to_worker(worker, b"CLAIM", Claim(session=number))
+            self._claims.on_registered(worker)
 
     def on_claimed(self, worker: Worker, session: int) -> None:
         """A worker has sent all that it has of a session."""
-        asked = self._claims.get(session)
-        if asked is not None:
-            for stream_id in asked.pop(worker.id, ()):
-                worker.dropped(session, stream_id)
-            self._finish_claim(session)
+        for stream_id in self._claims.on_claimed(worker, session):
+            worker.dropped(session, stream_id)
+        self._finish_claims([session])
+        self._begin_claims(self._dispatcher.now)
 
     def on_lost(self, worker: Worker) -> None:
         """A worker will not answer any more."""
-        for session, asked in list(self._claims.items()):
-            if asked.pop(worker.id, None) is not None:
-                self._finish_claim(session)
+        self._finish_claims(self._claims.on_lost(worker))
+        self._begin_claims(self._dispatcher.now)
 
-    def _finish_claim(self, session: int) -> None:
+    def on_ended(self, session: Session) -> None:
+        """A session has ended: nobody waits for its streams any more."""
+        self._claims.on_ended(session.id)
+        self._forget_cancelled(session.id)
+        self._attaches.drop_held(session.id)
+
+    def _begin_claims(self, now: float) -> None:
+        self._finish_claims(self._claims.begin(now))
+
+    def _finish_claims(self, sessions: Iterable[int]) -> None:
         """Where every worker has answered, what was not reported is nowhere; but while requests
         are adopted, others may still register."""
-        if self._claims[session] or self.open(self._dispatcher.now):
-            return
-        del self._claims[session]
-        self._cancelled = {one for one in self._cancelled if one[0] != session}
-        self._attaches.refuse_held(self._sessions.by_id, self._claims)
+        is_open = self.open(self._dispatcher.now)
+        for session in sessions:
+            if self._claims.finish(session, forget=not is_open):
+                self._forget_cancelled(session)
+                self._attaches.refuse(session, self._sessions.by_id.get(session))
+
+    def _forget_cancelled(self, session: int) -> None:
+        self._num_cancelled -= len(self._cancelled.pop(session, ()))
 
     def on_released(self, worker: Worker, requests: Sequence[int]) -> None:
         """These requests of a worker go on behind another broker."""
@@ -376,23 +388,30 @@ class Adoption:
 
     def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
         """A client cancels a stream that is not there, or not yet."""
-        if self.waits_for(session, now):
-            self._cancelled.add((session.id, stream_id))
+        if not self.waits_for(session, now):
+            return
+        cancelled = self._cancelled.get(session.id, set())
+        fits = fits_share(len(cancelled), self._num_cancelled, MAX_CANCELLED)
+        if stream_id in cancelled or len(cancelled) >= self._settings.max_streams or not fits:
+            # A stream that is reported all the same ends, as nobody attaches to it.
+            return
+        self._cancelled.setdefault(session.id, cancelled).add(stream_id)
+        self._num_cancelled += 1
 
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Ends what is left when the time is over: held ATTACHes, requests without a client, and
         the variables of requests that are nowhere."""
+        self._begin_claims(now)
         if self._over:
             self._end_unclaimed(now)
         if self._over or not self._recovery.over(now):
             return
         self._over = True
-        over = {session: asked for session, asked in self._claims.items() if not asked}
-        for session in over:
-            del self._claims[session]
-        self._attaches.refuse_held(self._sessions.by_id, self._claims)
+        for session in self._claims.answered():
+            self._claims.finish(session, forget=True)
+        self._attaches.refuse_held(self._sessions.by_id, self._claims.sessions)
         self._end_unclaimed(now)
         for number, live in self._variables.items():
             worker = self._dispatcher.workers.get(number)
@@ -402,6 +421,7 @@ class Adoption:
         if self._adopted:
             log.info("%d streams of an earlier run were adopted", self._adopted)
         self._cancelled.clear()
+        self._num_cancelled = 0
         self._variables.clear()
 
     def _end_unclaimed(self, now: float) -> None:

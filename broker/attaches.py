@@ -11,21 +11,30 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ..protocol.bodies import error_body
-from ..protocol.errors import Code, RequestError
+from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import Attach
+from ..protocol.shares import fits_share
 from .dispatch import Dispatcher
 from .outgoing import Outgoings
-from .tables import Request, Session
+from .tables import RETRY_AFTER_S, Request, Session
+
+MAX_HELD = 262_144
+"""ATTACHes that are held, of all sessions together."""
+MAX_ATTACHING = 64
+"""ATTACHes for one stream that its worker has not answered."""
 
 
 class Attaches:
     """The ATTACHes that are held, and the streams that have ended and wait for one."""
 
-    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
+    def __init__(self, dispatcher: Dispatcher, out: Outgoings, max_streams: int) -> None:
+        """``max_streams``: live streams of one session."""
         self._dispatcher = dispatcher
         self._out = out
-        self._held: dict[tuple[int, int], Attach] = {}
+        self._max_streams = max_streams
+        self._held: dict[int, dict[int, Attach]] = {}
         """By session and stream."""
+        self._num_held = 0
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -40,18 +49,60 @@ class Attaches:
         elif self._dispatcher.ends.attach(session, message.stream_id, message.received):
             pass
         elif hold:
-            self._held[session.id, message.stream_id] = message
+            self._hold(session, message)
         else:
             raise _unknown(message.stream_id)
 
     def on_cancel(self, session: Session, stream_id: int) -> bool:
         """A client does not want a stream any more: whether it is one that has ended or is not
         there yet."""
-        self._held.pop((session.id, stream_id), None)
+        self._take(session, stream_id)
         self._dispatcher.ends.drop(session, stream_id)
         return stream_id not in session.streams
 
+    def _hold(self, session: Session, message: Attach) -> None:
+        """Holds an ATTACH until a worker reports its stream; raises UnavailableError where the
+        session holds as many as it may."""
+        held = self._held.get(session.id, {})
+        if message.stream_id not in held:
+            if len(held) >= self._max_streams or not fits_share(
+                len(held), self._num_held, MAX_HELD
+            ):
+                raise UnavailableError(
+                    Code.CLIENT_LIMIT,
+                    f"{len(held)} ATTACHes of this session wait for workers to report their "
+                    f"streams; a session may have {self._max_streams} of them, and all together "
+                    f"{MAX_HELD}; send the request again",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._num_held += 1
+        self._held.setdefault(session.id, {})[message.stream_id] = message
+
+    def _take(self, session: Session, stream_id: int) -> Attach | None:
+        """Takes out the ATTACH that is held for a stream."""
+        held = self._held.get(session.id, {})
+        taken = held.pop(stream_id, None)
+        if taken is not None:
+            self._num_held -= 1
+            if not held:
+                del self._held[session.id]
+        return taken
+
+    def drop_held(self, session: int) -> list[int]:
+        """A session has ended, or no worker reports streams of it any more: takes out all that is
+        held for it. Returns the streams."""
+        dropped = self._held.pop(session, {})
+        self._num_held -= len(dropped)
+        return list(dropped)
+
     def _pass_on(self, request: Request, message: Attach) -> None:
+        if len(request.attaching) >= MAX_ATTACHING:
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                f"the worker of stream {request.stream_id} has not answered {MAX_ATTACHING} "
+                "ATTACHes, and more are not allowed; wait for its answers",
+                retry_after_s=RETRY_AFTER_S,
+            )
         request.unclaimed = request.resumed = False
         if request.worker is None:
             self._dispatcher.moves.attach(request, message.received if request.loss else 0)
@@ -69,7 +120,7 @@ class Attaches:
         ATTACH for it is answered at once, as the worker may be in a long step. It is passed on
         where the worker has to learn what form its client takes now; ``flags``: those of the form
         that it knows."""
-        held = self._held.pop((request.session.id, request.stream_id), None)
+        held = self._take(request.session, request.stream_id)
         if held is None:
             return
         if request.worker is None or flags != request.session.flags:
@@ -88,20 +139,23 @@ class Attaches:
         """A worker has reported a stream that has ended, of which it has sent ``count`` entries."""
         session, stream_id = request.session, request.stream_id
         self._dispatcher.ends.keep(request, sent, count)
-        held = self._held.pop((session.id, stream_id), None)
+        held = self._take(session, stream_id)
         if held is not None:
             self._dispatcher.ends.attach(session, stream_id, held.received)
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
         """The ATTACH for a stream that is held."""
-        return self._held.get((session.id, stream_id))
+        return self._held.get(session.id, {}).get(stream_id)
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
         """No worker reports streams any more, but of the sessions that are ``waiting``: what other
         ATTACHes are held for is lost."""
-        for number, stream_id in [key for key in self._held if key[0] not in waiting]:
-            del self._held[number, stream_id]
-            session = sessions.get(number)
+        for number in [number for number in self._held if number not in waiting]:
+            self.refuse(number, sessions.get(number))
+
+    def refuse(self, number: int, session: Session | None) -> None:
+        """No worker reports streams of a session any more: its ATTACHes are refused."""
+        for stream_id in self.drop_held(number):
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)
                 self._out.to_session(session, b"ERROR", error)

@@ -65,7 +65,7 @@ class Broker:
         recovery = Recovery(settings, now)
         self.dispatcher = dispatcher = Dispatcher(settings, table, self._out, recovery)
         buffers = Buffers(settings)
-        attaches = Attaches(dispatcher, self._out)
+        attaches = Attaches(dispatcher, self._out, settings.max_streams)
         self._adoption = adoption = Adoption(
             settings, table, dispatcher, attaches, self._out, recovery
         )

@@ -24,6 +24,8 @@ CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
 PART_BYTES = 4096
 """A part of a chunk that has reached this size gets none either."""
+AGAIN_BYTES = 100
+"""What the place counts for from which the entries of a request were sent again."""
 LARGE_BYTES = 512
 """Larger bodies are not joined."""
 _MSGPACK = b"\x80"
@@ -156,10 +158,14 @@ class Journal:
         """The worker of a request sends its entries again, from number ``received`` on."""
         place = self._begun.get(request)
         if place is not None:
-            self._recent.note(0, partial(self._repeats, place, received))
+            self._recent.note(0, partial(self._repeats, request, place, received))
 
-    def _repeats(self, place: _Place, received: int) -> None:
+    def _repeats(self, request: int, place: _Place, received: int) -> None:
+        if self._begun.get(request) is not place:
+            return
         place.again = [*(place.again or ()), (self._next + len(self.tail), received)]
+        place.size += AGAIN_BYTES
+        self._grow(AGAIN_BYTES)
 
     def has(self, request: int) -> bool:
         """Whether the entries of a request are here."""

@@ -88,7 +88,7 @@ class Sessions:
                 f"{' and '.join(ENCODINGS)}",
                 path="$.encodings",
             )
-        known = self._known(hello, key, now)
+        known = self._known(hello, key, peer, now)
         if known is not None:
             self._take_over(known, peer, session)
             session = known
@@ -127,7 +127,7 @@ class Sessions:
         )
         self._out.to_session(session, b"WELCOME", welcome)
 
-    def _known(self, hello: Hello, key: str, now: float) -> Session | None:
+    def _known(self, hello: Hello, key: str, peer: bytes, now: float) -> Session | None:
         """The session that a HELLO takes over: of this broker, or of an earlier run of it."""
         if not hello.session:
             return None
@@ -142,7 +142,7 @@ class Sessions:
         if hello.elsewhere:
             if known is not None:
                 self._buffers.drop_all(known)
-            return self._adoption.pick_up(hello.session, key, now)
+            return self._adoption.pick_up(hello.session, key, peer, now)
         return self._adoption.claim(hello.session, key, now)
 
     def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
@@ -225,6 +225,7 @@ class Sessions:
         """Ends a session and every stream of it; where there are many, the last ones in the ticks
         that follow."""
         self._table.remove(session)
+        self._adoption.on_ended(session)
         self._buffers.drop_all(session)
         ending: Iterable[Request | End] = (
             *session.streams.values(),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import msgpack
+from tokenbus.broker import adoption, attaches, claims
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
@@ -301,3 +302,82 @@ def test_a_start_that_a_controller_worker_refuses_goes_to_another_one(bench: Ben
     refuse(bench, "k", started, "START", encode_body({"x": 1}, "msgpack"), b"")
     [(kind, again)] = bench.to_worker("l")
     assert (kind, again.request) == ("START", header.request)
+
+
+def test_one_connection_has_one_claim_at_the_workers_at_a_time(bench: Bench) -> None:
+    tokens = [f"{number:032x}" for number in range(50)]
+    for token in tokens:
+        hello(bench, token=token)
+    # Each HELLO ended the session before, whose claim has not begun.
+    assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM"]
+    for worker in ("a", "b"):
+        bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[0])))
+    assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM"]
+    for worker in ("a", "b"):
+        bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[-1])))
+    assert bench.to_worker("a") == []
+    assert not bench.broker._adoption._claims.sessions
+
+
+def test_connections_take_turns_with_their_claims(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "MAX_CLAIMS", 2)
+    tokens = [f"{number:032x}" for number in range(5)]
+    for number, token in enumerate(tokens):
+        hello(bench, f"c{number}", token)
+    assert len(bench.to_worker("a")) == 2
+    # A worker that hangs holds up the others for a moment only.
+    for worker in ("a", "b"):
+        bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[0])))
+    assert len(bench.to_worker("a")) == 1
+    bench.pass_time(1.0)
+    assert len(bench.to_worker("a")) == 2
+    # An ATTACH waits for the turn of its session.
+    assert bench.client("c4", "ATTACH", {"stream_id": 1, "received": 0}) == []
+
+
+def test_a_session_that_is_claimed_again_meanwhile_is_asked_for_once_more(bench: Bench) -> None:
+    hello(bench)
+    hello(bench, "d")
+    assert len(bench.to_worker("a")) == 1
+    bench.client("d", "ATTACH", {"stream_id": 1, "received": 0})
+    for answers in (1, 2):
+        for worker in ("a", "b"):
+            bench.send(worker, "CLAIMED", Claimed(session=SESSION))
+        assert len(bench.to_worker("a")) == 2 - answers
+    [error] = [b for k, b in bench.to_client("d") if k == "ERROR"]
+    assert error["code"] == "unknown_stream"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_waits_for_workers_to_report_is_bounded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """ATTACHes and CANCELs of streams that nobody has reported, of a session and of all."""
+    if together:
+        monkeypatch.setattr(attaches, "MAX_HELD", 20)
+        monkeypatch.setattr(adoption, "MAX_CANCELLED", 20)
+    else:
+        bench = Bench(max_streams=10)
+        bench.worker("a")
+    hello(bench)
+    answers = []
+    for stream in range(100):
+        answers += bench.client("c", "ATTACH", {"stream_id": stream, "received": 0})
+        bench.client("c", "CANCEL", {"stream_id": 1000 + stream})
+    assert {b["code"] for _, b in answers} == {"client_limit"}
+    part = bench.broker._adoption
+    assert (len(answers), part._num_cancelled, part._attaches._num_held) == (90, 10, 10)
+    bench.client("c", "BYE")
+    bench.pass_time(1.0)
+    assert (part._num_cancelled, part._attaches._num_held) == (0, 0)
+
+
+def test_the_attaches_that_a_worker_has_not_answered_are_bounded(bench: Bench) -> None:
+    bench.client("c", "HELLO", {})
+    bench.client("c", "GENERATE", generate(1))
+    for _ in range(attaches.MAX_ATTACHING):
+        assert bench.client("c", "ATTACH", {"stream_id": 1, "received": 0}) == []
+    [(_, error)] = bench.client("c", "ATTACH", {"stream_id": 1, "received": 0})
+    assert error["code"] == "client_limit"

@@ -1,0 +1,140 @@
+"""Sessions that clients bring from another broker: the GPU workers are asked for their streams.
+
+A client needs no more than an invented token to cause a CLAIM to each GPU worker. So a connection
+has one claim at the workers at a time, and all connections together have ``MAX_CLAIMS``; others
+wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ..protocol.worker_messages import Claim
+from .dispatch import Dispatcher
+from .outgoing import Outgoings
+from .tables import Worker
+
+MAX_CLAIMS = 512
+"""Claims that are at the workers at a time."""
+MAX_TURN_S = 0.5
+"""A claim that is not answered for longer gives its place to another, in seconds."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    """The claim of one session."""
+
+    peer: bytes
+    """The connection whose HELLO caused it."""
+    asked: dict[int, set[int]] = field(default_factory=dict)
+    """By worker that has not answered: streams that it may still send entries of."""
+    next: dict[int, set[int]] = field(default_factory=dict)
+    """The same of the workers that the next CLAIM goes to."""
+
+
+class Claims:
+    """The sessions that are being claimed, some of which wait for their turn."""
+
+    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
+        self._dispatcher = dispatcher
+        self._out = out
+        self._by_session: dict[int, _Claim] = {}
+        self._waiting: dict[int, None] = {}
+        """Sessions whose claim has not begun, or begins again once it is answered; in order."""
+        self._turns: dict[bytes, tuple[int, float]] = {}
+        """By connection: its claim that is at the workers, and since when; in order."""
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._by_session
+
+    @property
+    def sessions(self) -> Collection[int]:
+        """The sessions that are being claimed."""
+        return self._by_session.keys()
+
+    def add(self, session: int, peer: bytes, may_send: Mapping[int, set[int]]) -> None:
+        """The client of a session has come on the connection ``peer``. ``may_send``: by worker, the
+        streams that it was told to drop, and may still send entries of."""
+        claim = self._by_session.setdefault(session, _Claim(peer))
+        claim.peer = peer
+        for worker, streams in may_send.items():
+            claim.next.setdefault(worker, set()).update(streams)
+        self._waiting[session] = None
+
+    def begin(self, now: float) -> list[int]:
+        """Sends CLAIMs of the sessions whose turn it is; returns these sessions."""
+        while self._turns:
+            peer, (_, since) = next(iter(self._turns.items()))
+            if now - since < MAX_TURN_S:
+                break
+            del self._turns[peer]
+        begun = []
+        for session in list(islice(self._waiting, 2 * MAX_CLAIMS)):
+            claim = self._by_session[session]
+            if len(self._turns) >= MAX_CLAIMS:
+                break
+            if claim.peer in self._turns or claim.asked:
+                continue
+            del self._waiting[session]
+            self._turns[claim.peer] = session, now
+            for worker in self._dispatcher.pools.of_role("gpu").values():
+                claim.asked[worker.id] = claim.next.pop(worker.id, set())
+                self._out.to_worker(worker, b"CLAIM", Claim(session=session))
+            claim.next.clear()
+            begun.append(session)
+        return begun
+
+    def on_registered(self, worker: Worker) -> None:
+        """A GPU worker that registers may have streams of these sessions."""
+        for session, claim in self._by_session.items():
+            if session not in self._waiting:
+                claim.asked[worker.id] = set()
+                self._out.to_worker(worker, b"CLAIM", Claim(session=session))
+
+    def on_claimed(self, worker: Worker, session: int) -> set[int]:
+        """A worker has answered; the streams of which it sends nothing more."""
+        claim = self._by_session.get(session)
+        return claim.asked.pop(worker.id, set()) if claim is not None else set()
+
+    def on_lost(self, worker: Worker) -> list[int]:
+        """A worker will not answer any more; the sessions for which it was asked."""
+        found = []
+        for session, claim in self._by_session.items():
+            claim.next.pop(worker.id, None)
+            if claim.asked.pop(worker.id, None) is not None:
+                found.append(session)
+        return found
+
+    def on_ended(self, session: int) -> None:
+        """A session has ended. Its claim is dropped if no worker is asked or is known to have a
+        stream of it."""
+        claim = self._by_session.get(session)
+        if claim is not None and not (claim.asked or claim.next):
+            del self._by_session[session]
+            self._waiting.pop(session, None)
+
+    def discard(self, session: int, worker: int, stream_id: int) -> None:
+        """A worker drops a stream once more: it may send entries after it has answered."""
+        claim = self._by_session.get(session)
+        if claim is not None:
+            claim.asked.get(worker, set()).discard(stream_id)
+
+    def finish(self, session: int, *, forget: bool) -> bool:
+        """Ends the turn of a session for which every worker has answered. ``forget``: no other
+        worker may still register with streams of it. Returns whether the claim is over."""
+        claim = self._by_session.get(session)
+        if claim is None or claim.asked:
+            return False
+        turn = self._turns.get(claim.peer)
+        if turn is not None and turn[0] == session:
+            del self._turns[claim.peer]
+        if session in self._waiting or not forget:
+            return False
+        del self._by_session[session]
+        return True
+
+    def answered(self) -> list[int]:
+        """The sessions for which every worker has answered."""
+        return [session for session, claim in self._by_session.items() if not claim.asked]
