@@ -28,6 +28,7 @@ from ..protocol.worker_messages import (
 from .adoption import Adoption, registered
 from .attaches import Attaches
 from .buffers import Buffers
+from .contested_names import ContestedNames, process_of, taken
 from .dispatch import Dispatcher
 from .drains import Drains
 from .outgoing import Outgoing, Outgoings, Side
@@ -37,7 +38,7 @@ from .returns import Returns
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
-from .tables import SessionTable, Worker
+from .tables import SessionTable, Worker, WorkerState
 from .withdrawn import without_withdrawn
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Back:
         until it does, as each registration is a new lease."""
         self._closed: dict[str, tuple[int, float]] = {}
         """Workers whose connection closed: their process, and when that was."""
+        self._names = ContestedNames(settings.expiry_s)
         self._stopped_until = float("-inf")
         """This process was stopped: the connections that close up to then say nothing of what their
         workers run."""
@@ -217,12 +219,13 @@ class Back:
         """A worker's connection closed: its lease ends. ``unsent``: the message that shows it."""
         worker = self._by_peer.get(peer)
         if worker is None:
+            self._names.on_gone(peer)
             return
         if unsent:
             request = worker.requests.get(decode_header(unsent[1]).request)
             if request is not None and request.type == unsent[0]:
                 request.dispatched = None
-        self._closed[worker.name] = worker.pid, now
+        self._closed[worker.name] = worker.process, now
         self._lose(worker, "its connection closed", died=now > self._stopped_until)
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
@@ -460,10 +463,14 @@ class Back:
             # the worker registers again, with the requests that it runs.
             self._ask(peer, "this connection has no registered worker", now)
             return
-        for other in (self._by_peer.get(peer), self._by_name.get(message.name)):
+        holder = self._by_name.get(message.name)
+        if holder is not None and holder.peer != peer and not self._gives_way(holder, message):
+            self._contend(holder, peer, frames, now)
+            return
+        for other in (known, holder):
             if other is not None and self._by_peer.get(other.peer) is other:
-                died = other.pid != message.pid
-                self._lose(other, "it registered again on a new connection", died, replaced=True)
+                why = "it registered again on a new connection"
+                self._lose(other, why, died=False, replaced=True)
         worker = Worker(
             id=next(self._ids),
             peer=peer,
@@ -477,10 +484,11 @@ class Back:
             default=message.default,
             last_seen=now,
             step_age_s=message.step_age_s,
+            process=process_of(message),
         )
         self._by_peer[peer] = self._by_name[worker.name] = worker
-        pid, _ = self._closed.pop(worker.name, (0, 0.0))
-        if pid == worker.pid:
+        process, _ = self._closed.pop(worker.name, (0, 0.0))
+        if process == worker.process:
             self._dispatcher.moves.quarantine.lives(worker.name)
         self._asked.pop(peer, None)
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
@@ -491,6 +499,28 @@ class Back:
         self._adoption.on_registered(worker)
         self._dispatcher.add(worker)
         self._drains.hand_over()
+
+    def _gives_way(self, holder: Worker, message: Register) -> bool:
+        """Whether a worker leaves its name to a connection that registers with it: this is the same
+        process, or the worker drains, or its step hangs and that of the other process does not."""
+        if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
+            return True
+        age_s = message.step_age_s or 0.0
+        return self._dispatcher.is_hung(holder) and age_s <= self._settings.hung_step_s
+
+    def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
+        """Another process registers with the name of a worker. It waits until that one is lost, and
+        is refused once that one has shown that it is alive."""
+        contender = self._names.contend(holder.name, peer, frames, now)
+        if holder.last_seen <= contender.since:
+            # Where the connection of the worker has closed, this fails, and its lease ends.
+            self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
+            return
+        error = taken(holder)
+        if not contender.refused:
+            contender.refused = True
+            log.warning("a worker was refused: %s", error)
+        self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def _update(self, worker: Worker, message: Register) -> None:
         """A worker's models have changed: loaded or unloaded."""
@@ -580,3 +610,6 @@ class Back:
         self._dispatcher.remove(worker, why, died, returns=returns, replaced=replaced)
         self._adoption.on_lost(worker)
         self._drains.on_lost(worker)
+        contender = None if replaced else self._names.left(worker.name, self._dispatcher.now)
+        if contender is not None:
+            self._register(contender.peer, contender.frames, self._dispatcher.now)

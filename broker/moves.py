@@ -222,7 +222,7 @@ class Moves:
                 self.quarantined += 1
                 ended.append((request, self._quarantine(request, worker, why)))
             else:
-                self._take(request, entries, worker, why, now, worker.pid if returns else 0)
+                self._take(request, entries, worker, why, now, worker.process if returns else 0)
         return ended
 
     @staticmethod

@@ -41,7 +41,8 @@ class Returns:
             loss = request.loss if request is not None else None
             if request is None or loss is None or request.unclaimed:
                 continue
-            if request.type in STREAMS and (loss.left, loss.process) == (worker.name, worker.pid):
+            had_it = (loss.left, loss.process) == (worker.name, worker.process)
+            if request.type in STREAMS and had_it:
                 self._dispatcher.take_back(request, worker)
                 returned.append(request.id)
         if returned:

@@ -233,6 +233,8 @@ class Worker:
     """Of a controller worker: the requests whose controllers it runs, or has a place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
     """By session: streams that it was told to drop, and may still send entries of."""
+    process: int = 0
+    """Number of its process, which no other process has."""
 
     def take(self, request: Request) -> None:
         """A request goes to it, or is with it already."""
@@ -280,7 +282,7 @@ class Loss:
     left: str
     """The worker that it was with."""
     process: int
-    """That worker's process id, where the stream may go on there if it registers again, else 0."""
+    """That worker's process, where the stream may go on there if it registers again, else 0."""
     why: str
     at: float
     """When that worker was last heard of."""

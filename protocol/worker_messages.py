@@ -76,6 +76,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """Of a worker that is registered: what it serves has changed, and its lease goes on."""
     step_age_s: float | None = None
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
+    process: Id = 0
+    """Random number of the worker's process. Two containers may have the same host name and pid."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):

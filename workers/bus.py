@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,8 @@ class Bus:
         self._elsewhere = elsewhere
         self._serves = False
         """Whether it can be given requests: a GPU worker has a model, or loads any on demand."""
+        self._process = secrets.randbits(63) or 1
+        """Number of this process, by which brokers distinguish it from others with its name."""
         addresses = separate(endpoint)
         self._links = [Link(n, address, self, key) for n, address in enumerate(addresses)]
 
@@ -206,6 +209,7 @@ class Bus:
                 registration.role != "gpu" or registration.models or registration.patterns
             )
         registration.step_age_s = self._step_age_s(time.monotonic())
+        registration.process = self._process
         return registration
 
     def beat(self, link: int, now: float) -> Heartbeat:

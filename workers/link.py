@@ -156,6 +156,8 @@ class _WorkerPeer:
         self._answers: deque[Frames] = deque()
         """The lease's own, which precede what the worker posts."""
         self._mute = mute
+        self._refusal = ""
+        """Why the broker refused this worker last; empty after it has registered."""
         self.ended = worker.link_ended
 
     def connected(self, now: float) -> None:
@@ -189,6 +191,7 @@ class _WorkerPeer:
                 consumed, answers = self._lease.on_frames(frames, now)
                 if self._lease.registered and not was_registered:
                     log.info("registered with the broker at %s", self._address)
+                    self._refusal = ""
                 self._answers.extend(answers)
                 if frames[0] == b"REREGISTER":
                     # What came before it is of the lease that has ended.
@@ -199,7 +202,10 @@ class _WorkerPeer:
                     header = decode_header(frames[1])
                     taken.append(FromBus(frames[0], header, frames[2], frames[3:], self._number))
             except RefusedError as error:
-                log.error("the broker at %s refuses this worker: %s", self._address, error)
+                # The broker refuses each attempt, one a second.
+                if str(error) != self._refusal:
+                    self._refusal = str(error)
+                    log.error("the broker at %s refuses this worker: %s", self._address, error)
             except TokenbusError as error:
                 log.warning("dropped an invalid message from the broker: %s", error)
         self._hand_on(taken)

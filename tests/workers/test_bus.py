@@ -246,3 +246,38 @@ def test_a_worker_whose_context_was_terminated_does_not_wait_for_messages() -> N
     )
     assert done.stdout.startswith("BusEndedError"), done.stdout + done.stderr
     assert "context was terminated" in done.stdout
+
+
+def test_a_worker_whose_name_another_one_has_logs_one_line_until_that_is_gone(
+    broker: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrations: list[str] = []
+
+    def start(process: str) -> Connection:
+        def registration() -> Register:
+            registrations.append(process)
+            return Register(
+                version=PROTOCOL_VERSION, role="gpu", name="same", capacity=1, pid=1, host="here"
+            )
+
+        worker = Connection(
+            f"ipc://{broker.folder}/back.sock", registration, lambda: (0, {}), lambda _: []
+        )
+        worker.start()
+        return worker
+
+    first = start("first")
+    broker.wait_for_roles("gpu")
+    second = start("second")
+    lines = "refuses this worker"
+    until(lambda: lines in caplog.text, WAIT_S, "the second process was refused")
+    refused_at = registrations.count("second")
+    until(
+        lambda: registrations.count("second") > refused_at + 2, WAIT_S, "it has tried again twice"
+    )
+    assert caplog.text.count(lines) == 1
+    assert "the name 'same' belongs to process 1 on here, which is alive" in caplog.text
+    assert registrations.count("first") == 1, "the first process has kept its lease"
+    first.close("it stops")
+    until(lambda: second._links[0].lease.registered, WAIT_S, "the second process has the name")
+    second.close("the test is over")

@@ -1,0 +1,71 @@
+"""Processes that register with the name of a worker that is alive.
+
+If each replaced the other, both would lose their leases for ever, and their streams would be
+quarantined. So the first one keeps the name until its lease ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..protocol.errors import Code, RequestError
+from ..protocol.worker_messages import Register
+from .tables import Worker
+
+
+@dataclass(slots=True)
+class Contender:
+    """A process that waits for a name."""
+
+    peer: bytes
+    frames: list[bytes]
+    """Its last REGISTER."""
+    since: float
+    """When it first registered, in seconds."""
+    at: float
+    """When it last registered."""
+    refused: bool = False
+
+
+class ContestedNames:
+    """The last contender for each name."""
+
+    def __init__(self, expiry_s: float) -> None:
+        """``expiry_s``: a contender that has not registered again for as long is not waited for."""
+        self._expiry_s = expiry_s
+        self._by_name: dict[str, Contender] = {}
+
+    def contend(self, name: str, peer: bytes, frames: list[bytes], now: float) -> Contender:
+        """A process registers with a name that another one has."""
+        contender = self._by_name.get(name)
+        if contender is None or contender.peer != peer:
+            contender = self._by_name[name] = Contender(peer, frames, now, now)
+        contender.frames, contender.at = frames, now
+        return contender
+
+    def left(self, name: str, now: float) -> Contender | None:
+        """The lease of the worker with a name has ended; who gets the name."""
+        contender = self._by_name.pop(name, None)
+        if contender is None or now - contender.at > self._expiry_s:
+            return None
+        return contender
+
+    def on_gone(self, peer: bytes) -> None:
+        """The connection of a contender has closed."""
+        for name in [name for name, one in self._by_name.items() if one.peer == peer]:
+            del self._by_name[name]
+
+
+def process_of(message: Register) -> int:
+    """The process that registers; by its pid where the worker sends no number."""
+    return message.process or message.pid
+
+
+def taken(holder: Worker) -> RequestError:
+    """The error for a process that registers with the name of another one."""
+    return RequestError(
+        Code.NOT_ALLOWED,
+        f"the name {holder.name!r} belongs to process {holder.pid} on {holder.host}, which is "
+        "alive; stop that process, or run this worker under another name (the default is its host "
+        "name and pid). It registers when that process has ended",
+    )
