@@ -31,6 +31,7 @@ from .buffers import Buffers
 from .contested_names import ContestedNames, process_of, taken
 from .dispatch import Dispatcher
 from .drains import Drains
+from .losses import log_end
 from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
 from .recovery import Recovery
@@ -372,8 +373,8 @@ class Back:
             elif hung:
                 self._dispatcher.resume(worker)
         elif message_type == b"DRAIN":
-            decode_as(Drain, frames[2], "msgpack")
-            self._drains.begin(worker)
+            drain: Drain = decode_as(Drain, frames[2], "msgpack")
+            self._drains.begin(worker, drain)
         elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
             self._lose(worker, gone.reason or "it unregistered", died=False)
@@ -603,11 +604,12 @@ class Back:
         self._by_peer.pop(worker.peer, None)
         if self._by_name.get(worker.name) is worker:
             del self._by_name[worker.name]
-        lost = len(worker.requests)
-        if lost:
+        if worker.requests:
             self._counters.workers_lost += 1
-        log.info("worker %s is lost: %s; it ran %d streams", worker.name, why, lost)
+        streams = [request for request in worker.requests.values() if request.open]
         self._dispatcher.remove(worker, why, died, returns=returns, replaced=replaced)
+        live, wait_s = self._dispatcher.requests, self._settings.move_wait_s
+        log_end(worker, why, streams, live, wait_s, died=died)
         self._adoption.on_lost(worker)
         self._drains.on_lost(worker)
         contender = None if replaced else self._names.left(worker.name, self._dispatcher.now)

@@ -16,6 +16,7 @@ from .controllers import Controllers
 from .deadlines import Deadlines
 from .ends import Ends
 from .fair_queue import FairQueue
+from .losses import log_continued, log_given_up
 from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pool, Pools
@@ -270,7 +271,7 @@ class Dispatcher:
         self.controllers.on_lost(worker)
         self._take_from(worker, list(worker.requests.values()), why, died, returns)
         if not replaced:
-            self.rebalance()
+            self.rebalance(quiet=True)
 
     def move(self, request: Request, why: str) -> None:
         """The worker of a request does not have it any more: it goes on at another one, or there
@@ -307,8 +308,10 @@ class Dispatcher:
         for request, error in ended:
             self._refuse([request], error)
 
-    def rebalance(self) -> None:
+    def rebalance(self, *, quiet: bool = False) -> None:
         """The workers, or what they serve, have changed: starts what a worker now has room for.
+
+        ``quiet``: streams that have waited for a worker, and continue, are not logged.
 
         What no worker serves any more waits for one to register; but requests without a model are
         refused where it is not clear any more which model that is.
@@ -320,7 +323,9 @@ class Dispatcher:
             except TokenbusError as error:
                 self._refuse(list(unclear), error)
         if self.moves.waiting:
+            waiting = len(self.moves.waiting)
             self._continue_moved()
+            log_continued(0 if quiet else waiting - len(self.moves.waiting))
         for role, model in list(self.queues):
             pool = self.pools.serving(role, model)
             if pool.workers:
@@ -384,9 +389,12 @@ class Dispatcher:
                     self.behind |= bool(queue)
             else:
                 self._unserved.pop((role, model), None)
+        given_up = 0
         for request in self.moves.overdue(now, MOST_LOOKED_AT, self.closing is not None):
             if not any(True for _ in self._may_continue_at(request)):
                 self._refuse([request], self.closing or self.moves.unserved(request))
+                given_up += self.closing is None
+        log_given_up(given_up, self._settings.move_wait_s)
         self.controllers.refuse_waiting(now)
 
     def _refuse(self, requests: list[Request], error: TokenbusError) -> None:

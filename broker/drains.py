@@ -8,6 +8,7 @@ from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import DrainWorker, Msg
 from ..protocol.worker_messages import Drain, Handover
 from .dispatch import Dispatcher
+from .losses import log_drain
 from .moves import REPEATABLE, STREAMS
 from .outgoing import Outgoings
 from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
@@ -59,12 +60,12 @@ class Drains:
         asked[session.id, message.stream_id] = session, requests
         self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: Worker, drain: Drain) -> None:
         """A worker drains: it gets no more requests."""
         worker.state = WorkerState.DRAINING
         self._draining[worker.id] = worker
         self._dispatcher.controllers.on_drain(worker)
-        log.info("worker %s is draining", worker.name)
+        log_drain(worker, drain.reason)
         self.hand_over()
 
     def hand_over(self) -> None:
@@ -75,6 +76,7 @@ class Drains:
         for worker in self._draining.values():
             if not worker.handed_over and self._can_hand_over(worker):
                 worker.handed_over = True
+                log.info("worker %s hands over its streams", worker.name)
                 self._out.to_worker(worker, b"HANDOVER", Handover())
 
     def _can_hand_over(self, worker: Worker) -> bool:

@@ -263,7 +263,7 @@ class Moves:
         for received in request.attaching:
             self.attach(request, received)
         request.attaching.clear()
-        log.info("request %d leaves worker %s: %s", request.id, worker.name, why)
+        log.debug("request %d leaves worker %s: %s", request.id, worker.name, why)
 
     # --- while a request waits ------------------------------------------------------------------
 

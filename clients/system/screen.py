@@ -13,9 +13,6 @@ from rich.text import Text
 
 from .watch import Picture, Shown
 
-LOAD_EVERY_S = 10.0
-"""Without a terminal: how often the load may be printed, in seconds."""
-
 
 class Screen(Protocol):
     """The display of a system."""
@@ -78,12 +75,10 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line for each change, for logs and pipes."""
+    """A line for each change of a process, for logs and pipes. The load is not printed."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
-        self._load = ""
-        self._load_at = 0.0
 
     def show(self, picture: Picture) -> None:
         """Prints what has changed since the last call."""
@@ -93,11 +88,6 @@ class PlainScreen:
             if self._last.get(name) != line:
                 self._last[name] = line
                 self.say(line)
-        now = time.monotonic()
-        if picture.load != self._load and now - self._load_at > LOAD_EVERY_S:
-            if self._load:
-                self.say(picture.load)
-            self._load, self._load_at = picture.load, now
 
     def say(self, line: str) -> None:
         """Prints a line."""
