@@ -257,6 +257,7 @@ class Back:
             elif worker.last_seen < silent_since:
                 silent_since = worker.last_seen
         self._walked = silent_since
+        self._drains.hand_over()
         if self._leases.begins:
             self._silent_since, self._walked = silent_since, float("inf")
         if now - self._last_beat >= self._settings.heartbeat_s:
@@ -362,6 +363,7 @@ class Back:
             beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
             hung = self._dispatcher.is_hung(worker)
             worker.step_age_s = beat.step_age_s
+            worker.stepped_at = worker.last_seen - (beat.step_age_s or 0.0)
             worker.load, worker.metrics = beat.load, beat.metrics
             if beat.elsewhere != worker.elsewhere:
                 self._count_elsewhere(worker, beat.elsewhere)

@@ -258,7 +258,18 @@ class Broker:
         requests = self.dispatcher.requests.values()
         if any(r.open and r.worker is not None and not _outlives(r) for r in requests):
             return False
-        return not self.dispatcher.moves.waiting or not self.dispatcher.workers
+        workers = self.dispatcher.workers.values()
+        if any(worker.succeeded and worker.requests for worker in workers):
+            # The worker leaves within a step, and the next broker would await it in vain.
+            return False
+        roles = {worker.role for worker in workers}
+        return all(request.role not in roles for request in self.dispatcher.moves.waiting.values())
+
+    def stepped_since(self, then: float) -> bool:
+        """Whether each worker with requests has begun a step after this time, as its heartbeats
+        report: between steps it sends DRAIN if it got a signal."""
+        workers = self.dispatcher.workers.values()
+        return all(worker.stepped_at > then for worker in workers if worker.requests)
 
     def left(self) -> list[Outgoing]:
         """The broker leaves: what its successor cannot adopt ends with an error, so that it is sent

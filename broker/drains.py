@@ -63,13 +63,15 @@ class Drains:
     def begin(self, worker: Worker, drain: Drain) -> None:
         """A worker drains: it gets no more requests."""
         worker.state = WorkerState.DRAINING
+        worker.succeeded = drain.successor
         self._draining[worker.id] = worker
         self._dispatcher.controllers.on_drain(worker)
         log_drain(worker, drain.reason)
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Has each draining worker hand over what it has, where others can take all of it now.
+        """Has each draining worker hand over what it has, where others can take all of it now, or
+        where a successor comes.
 
         Otherwise it finishes its streams, unless another worker registers meanwhile.
         """
@@ -86,10 +88,14 @@ class Drains:
             return False
         if any(r.type not in STREAMS and r.type not in REPEATABLE for r in requests):
             return False
+        if not all(r.movable for r in requests):
+            return False
+        if worker.succeeded:
+            return True
         dispatcher = self._dispatcher
-        return all(
-            r.movable and dispatcher.can_continue_elsewhere(r, worker) for r in requests
-        ) and all(dispatcher.controllers.can_start_elsewhere(r, worker) for r in steered)
+        return all(dispatcher.can_continue_elsewhere(r, worker) for r in requests) and all(
+            dispatcher.controllers.can_start_elsewhere(r, worker) for r in steered
+        )
 
     def on_lost(self, worker: Worker) -> None:
         """A worker has left, or is lost: who asked for it is answered."""

@@ -51,6 +51,9 @@ MUST_FACTOR = 2
 ``max_pending_bytes``; then they are dropped too."""
 FLUSH_EVERY_S = 0.0003
 """While messages flow, how often full pipes are tried again."""
+SIGNALLED_S = 0.25
+"""How long after its own signal a broker that leaves expects those of its workers, in seconds: if
+all programs are restarted at once, their workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
 """How long after one look at deadlines the next one comes, beside the ticks."""
 RETRY_S = (0.001, 0.05)
@@ -160,7 +163,12 @@ class BrokerServer:
         self._tick()
         await self._stopping.wait()
         if self._leaving:
-            await self._finish("leaving", self.core.leave, lambda: self.core.can_leave)
+            signalled_at = time.monotonic() + SIGNALLED_S
+            await self._finish(
+                "leaving",
+                self.core.leave,
+                lambda: self.core.can_leave and self.core.stepped_since(signalled_at),
+            )
         else:
             await self._finish("draining", self.core.drain, lambda: self.core.drained)
         self._closed = True

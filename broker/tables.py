@@ -220,7 +220,13 @@ class Worker:
     state: WorkerState = WorkerState.READY
     handed_over: bool = False
     """Whether it was sent HANDOVER: what it has goes to others."""
+    succeeded: bool = False
+    """Whether it drains and another process takes its place as soon as it has left. Its DRAIN sets
+    it."""
     step_age_s: float | None = None
+    stepped_at: float = float("-inf")
+    """When its last step began that a heartbeat reported, or the time of that heartbeat if no step
+    was running."""
     elsewhere: int = 0
     """Requests, or controllers, of other brokers that it runs, as it last said."""
     load: dict[str, float] = field(default_factory=dict)

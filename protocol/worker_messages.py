@@ -190,10 +190,14 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
     """
 
     reason: str = ""
+    successor: bool = False
+    """Another process takes the worker's place as soon as the worker has left, so that its streams
+    need not be finished before."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
-    """``HANDOVER``: others can take all that this worker has, which drains. From the broker.
+    """``HANDOVER``: others, or a successor, can take all that this worker has. From the broker, to a
+    worker that drains.
 
     It ends its current step, sends what it has, and unregisters; then its streams move.
     """

@@ -182,10 +182,11 @@ class Bus:
         for link in self._links:
             link.post_own(link.lease.changed())
 
-    def drain(self, reason: str) -> None:
-        """Stops the brokers from sending further requests."""
+    def drain(self, reason: str, successor: bool = False) -> None:
+        """Stops the brokers from sending further requests. ``successor``: another process takes
+        this one's place, so that its streams may leave at once."""
         for link in self._links:
-            link.post_own(link.lease.drain(reason))
+            link.post_own(link.lease.drain(reason, successor))
 
     def close(self, reason: str) -> None:
         """Leaves the bus: sends what was posted, unregisters, and ends the threads."""

@@ -109,9 +109,9 @@ class Lease:
         registration.update = True
         return [self._frames(b"REGISTER", registration)]
 
-    def drain(self, reason: str) -> list[Frames]:
+    def drain(self, reason: str, successor: bool = False) -> list[Frames]:
         """The messages that stop further requests; repeated after each new registration."""
-        self._drain = Drain(reason=reason)
+        self._drain = Drain(reason=reason, successor=successor)
         return [self._frames(b"DRAIN", self._drain)]
 
     @property

@@ -54,6 +54,56 @@ def test_where_no_other_worker_is_there_it_keeps_them_until_one_registers(bench:
     assert kinds(bench, "a") == ["HANDOVER"]
 
 
+def test_a_worker_that_has_a_successor_hands_over_though_it_is_the_only_one(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    assert kinds(bench, "a") == ["HANDOVER"]
+    bench.send("a", "UNREGISTER", Unregister(reason="SIGTERM"))
+    bench.worker("the next one")
+    [(kind, moved)] = bench.to_worker("the next one")
+    assert (kind, moved.request) == ("GENERATE", header.request)
+    assert moved.flags & Flag.MOVED
+
+
+def test_what_cannot_move_is_finished_before_a_successor_comes() -> None:
+    bench = Bench(expiry_s=1000.0, max_journal_bytes=0)
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    bench.pass_time(1.0)
+    assert "HANDOVER" not in kinds(bench, "a")
+    bench.tokens("a", header, final=True)
+    assert bench.broker.dispatcher.requests == {}
+
+
+def test_a_worker_hands_over_as_soon_as_what_cannot_move_has_ended(bench: Bench) -> None:
+    bench.worker("a")
+    header = begun(bench, "a", stream=1)
+    begun(bench, "a", stream=2)
+    bench.broker.dispatcher.requests[header.request].movable = False
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    assert kinds(bench, "a") == []
+    bench.tokens("a", header, final=True)
+    bench.pass_time(1.0)
+    assert "HANDOVER" in kinds(bench, "a")
+
+
+def test_a_controller_worker_that_has_a_successor_hands_over_too(bench: Bench) -> None:
+    bench.worker("gpu")
+    controller_worker(bench, "a", "mine")
+    header = begun(bench, "gpu", controller="mine")
+    bench.send("gpu", "START", START, Header(header.request))
+    assert kinds(bench, "a") == ["START"]
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    assert kinds(bench, "a") == ["HANDOVER"]
+    bench.send("a", "UNREGISTER", Unregister(reason="SIGTERM"))
+    assert kinds(bench, "gpu") == ["LOST"]
+    bench.send("gpu", "START", START, Header(header.request))
+    controller_worker(bench, "the next one", "mine")
+    assert kinds(bench, "the next one") == ["START"]
+
+
 def test_where_all_workers_drain_streams_stay_with_one_of_them(bench: Bench) -> None:
     bench.worker("a")
     begun(bench, "a")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tokenbus.broker.outgoing import Side
-from tokenbus.protocol.worker_messages import Unregister
+from tokenbus.protocol.worker_messages import Drain, Heartbeat, Unregister
 
 from .bench import Bench, generate, peer_of
 
@@ -94,3 +94,37 @@ def test_where_no_worker_is_left_it_waits_for_none(bench: Bench) -> None:
     bench.sent += bench.broker.leave()
     leave(bench)
     assert codes(bench, "returns") == [(1, "shutting_down")]
+
+
+def test_where_its_workers_are_restarted_too_their_streams_are_refused_at_once(
+    bench: Bench,
+) -> None:
+    """The next broker would await these workers for ``recover_s``."""
+    bench.worker("steers", role="controller")
+    bench.client("returns", "GENERATE", generate(1))
+    bench.sent += bench.broker.leave()
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    assert not bench.broker.can_leave
+    bench.send("b", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    for name in "ab":
+        bench.send(name, "UNREGISTER", Unregister(reason="SIGTERM"))
+    leave(bench)
+    assert codes(bench, "returns") == [(1, "shutting_down")]
+
+
+def test_a_worker_whose_step_began_before_may_have_a_signal_that_it_has_not_handled(
+    bench: Bench,
+) -> None:
+    bench.client("returns", "GENERATE", generate(1))
+    bench.sent += bench.broker.leave()
+    signalled_at = bench.now
+    bench.now += 1.0
+    bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=1.5))
+    assert not bench.broker.stepped_since(signalled_at)
+    bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=0.5))
+    assert bench.broker.stepped_since(signalled_at)
+    bench.now += 1.0
+    assert not bench.broker.stepped_since(bench.now)
+    bench.now += 1.0
+    bench.send("a", "HEARTBEAT", Heartbeat())
+    assert bench.broker.stepped_since(bench.now - 1.0)

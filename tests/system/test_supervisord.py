@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenbus.clients import Client, GenerateOptions
+from tokenbus.clients import Client, GenerateOptions, Stream
 from tokenbus.clients.system.conf import CONF
 from tokenbus.clients.system.processes import started_by
 from tokenbus.clients.system.run_dir import RunDir
@@ -39,6 +40,17 @@ def checkout(folder: Path) -> Path:
     front, http = f"tcp://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     (folder / "tokenbus.toml").write_text(f'front = "{front}"\nhttp = "{http}"\nthreads = 1\n')
     return folder
+
+
+@pytest.fixture
+def patient(checkout: Path) -> Path:
+    """The same, where a worker may finish its streams for ten minutes."""
+    conf = checkout / "supervisord.conf"
+    text = conf.read_text().replace("startsecs=30", "startsecs=1")
+    conf.write_text(text.replace("stopwaitsecs=40", "stopwaitsecs=610"))
+    with (checkout / "tokenbus.toml").open("a") as settings:
+        settings.write("drain_s = 600\n")
+    return checkout
 
 
 @pytest.fixture
@@ -131,6 +143,33 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
     until(lambda: not started_by(run_dir), WAIT_S, "no process is left")
     assert sorted(f.name for f in run_dir.path.glob("*.sock")) == []
     assert not (run_dir.path / "supervisord.pid").exists()
+
+
+def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_end(
+    patient: Path, supervisord: subprocess.Popen[str]
+) -> None:
+    """No time-out of this test is as long as ``drain_s``."""
+    checkout = patient
+    _, front, *_ = (checkout / "tokenbus.toml").read_text().split('"')
+    with Client(front, patience_s=WAIT_S) as client:
+        client.generate([5], max_tokens=3, retry_s=WAIT_S).wait()
+
+        def begin() -> Stream:
+            """A stream that runs for some seconds."""
+            stream = client.generate([5, 6], n=32, max_tokens=900, ignore_eos=True, retry_s=0)
+            next(iter(stream))
+            return stream
+
+        stream = begin()
+        assert "started" in ctl(checkout, "restart", "gpu-worker:*")
+        assert [len(s.tokens) for s in stream.wait()] == [900] * 32
+        log = (checkout / "run" / "log" / "broker.log").read_text()
+        assert "WARNING" not in log
+        assert re.search("worker gpu-.* has left: SIGTERM; of its 1 stream, 1 waits", log)
+        stream = begin()
+        supervisord.send_signal(signal.SIGTERM)
+        assert [len(s.tokens) for s in stream.wait()] == [900] * 32
+    assert supervisord.wait(WAIT_S) == 0
 
 
 def test_tokenbus_down_ends_it_too(checkout: Path, supervisord: subprocess.Popen[str]) -> None:

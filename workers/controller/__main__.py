@@ -43,8 +43,9 @@ def main() -> int:
         worker = ControllerWorker(settings, programs=programs)
     except (AddressError, KeyFault) as error:
         return _refuse(error)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
+    signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
+    # supervisord sends it before a restart too.
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
     return worker.run()
 
 

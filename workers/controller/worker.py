@@ -52,6 +52,7 @@ from ...protocol.worker_messages import (
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
 from ..machine import machine_id
+from ..successor import successor_comes
 from .first_rounds import FirstRounds
 from .interface import Program
 from .limits import Limits
@@ -157,6 +158,8 @@ class ControllerWorker:
         self._pending_lock = threading.Lock()
         self._rounds_started = 0
         self._stop_reason = ""
+        self._restarts = False
+        """Whether a successor may come, so that supervisord is asked. ``stop`` sets it."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
         """The links of the brokers at which others start the controllers again that it runs."""
@@ -191,9 +194,11 @@ class ControllerWorker:
         self._pool.close()
         return 0
 
-    def stop(self, reason: str) -> None:
-        """Drains: takes no more requests, finishes the running ones; callable from a signal."""
+    def stop(self, reason: str, *, restarts: bool = False) -> None:
+        """Drains: takes no more requests, finishes the running ones; callable from a signal.
+        ``restarts``: it hands its controllers over to a successor if supervisord will start one."""
         self._stop_reason = reason
+        self._restarts = restarts
         self._bus.interrupt()
 
     def _done(self) -> bool:
@@ -201,7 +206,7 @@ class ControllerWorker:
             return False
         if self._draining_since is None:
             self._draining_since = time.monotonic()
-            self._bus.drain(self._stop_reason)
+            self._bus.drain(self._stop_reason, self._restarts and successor_comes())
         expired = time.monotonic() - self._draining_since > self._settings.drain_s
         return expired or {link for link, _ in self._groups} <= self._handed_over
 

@@ -39,6 +39,7 @@ from ...protocol.worker_messages import (
 )
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
+from ..successor import successor_comes
 from .arrivals import Arrivals, Request
 from .engine import Engine, StepOutputs
 from .live_streams import LiveStreams
@@ -99,6 +100,8 @@ class GpuWorker:
         self._handed_over: set[int] = set()
         """The links of the brokers at which other workers continue what it has."""
         self._stop_reason = ""
+        self._restarts = False
+        """Whether a successor may come, so that supervisord is asked. ``stop`` sets it."""
         self._failed: str | None = None
         """Why the worker cannot go on."""
         self._rate = 0.0
@@ -131,10 +134,12 @@ class GpuWorker:
             return 1
         return 0
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, restarts: bool = False) -> None:
         """Drains the worker: it takes no more requests, finishes those it has, and ends. Callable
-        from a signal handler."""
+        from a signal handler. ``restarts``: it hands its streams over to a successor if supervisord
+        will start one."""
         self._stop_reason = reason
+        self._restarts = restarts
         self._bus.interrupt()
 
     def _done(self) -> bool:
@@ -142,7 +147,7 @@ class GpuWorker:
             return True
         if self._stop_reason and self._draining_since is None:
             self._draining_since = time.monotonic()
-            self._bus.drain(self._stop_reason)
+            self._bus.drain(self._stop_reason, self._restarts and successor_comes())
             log.info("draining %d streams: %s", len(self._streams), self._stop_reason)
         if self._draining_since is None:
             return False

@@ -1,0 +1,70 @@
+"""Whether another process takes this one's place, as this one is about to end.
+
+supervisord starts a process again that has ended, unless supervisord itself is ending. It is asked
+over its Unix socket, which is in the environment of each process that it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import xmlrpc.client
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+ASK_S = 2.0
+"""How long supervisord may take to answer, in seconds."""
+UNIX = "unix://"
+
+
+def successor_comes() -> bool:
+    """Whether supervisord runs this process and will start it again.
+
+    It is False if supervisord is ending, does not answer or has not started this process. A
+    ``supervisorctl stop`` cannot be told from the first half of a ``supervisorctl restart``: both
+    are answered with True.
+    """
+    path = os.environ.get("SUPERVISOR_SERVER_URL", "")
+    group, name = (os.environ.get(f"SUPERVISOR_{kind}_NAME") for kind in ("GROUP", "PROCESS"))
+    if not path.startswith(UNIX) or not group or not name:
+        return False
+    transport = _Transport(path.removeprefix(UNIX))
+    try:
+        proxy: Any = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
+        # When supervisord is ending, it answers with a fault.
+        process = proxy.supervisor.getProcessInfo(f"{group}:{name}")
+        return bool(process["pid"] == os.getpid())
+    except xmlrpc.client.Fault as fault:
+        log.info("supervisord starts no successor: %s", fault.faultString)
+    except (OSError, HTTPException, xmlrpc.client.Error, KeyError, TypeError) as error:
+        log.warning("supervisord does not say whether a successor comes: %s", error)
+    finally:
+        transport.close()
+    return False
+
+
+class _Transport(xmlrpc.client.Transport):
+    """XML-RPC over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def make_connection(self, host: object) -> HTTPConnection:
+        return _Connection(self._path)
+
+
+class _Connection(HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(ASK_S)
+        self.sock.connect(self._path)
