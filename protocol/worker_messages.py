@@ -196,9 +196,9 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
-    """``HANDOVER``: others, or a successor, can take all that this worker has. From the broker, to a
-    worker that drains.
+    """``HANDOVER``: others, or a successor, can take all that this worker has, which drains.
 
+    It comes from the broker.
     It ends its current step, sends what it has, and unregisters; then its streams move.
     """
 

@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("gpu", "cpu")
+OVERLAYS = ("gpu", "cpu", "two-brokers", "without-rwx")
+COMPONENTS = ("components/two-brokers", "components/without-rwx")
 
 COMPONENT = "app.kubernetes.io/component"
 TEMPLATED = ("Deployment", "StatefulSet")

@@ -11,10 +11,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tokenbus.clients.gateway.metrics import FAMILIES, PREFIX
 from tokenbus.clients.gateway.server import READY_SEEN_S
+from tokenbus.protocol.endpoints import separate
 from tokenbus.protocol.settings import Settings, resolve
 
 from .manifests import (
     COMPONENT,
+    COMPONENTS,
     FOLDER,
     OVERLAYS,
     Object,
@@ -65,12 +67,12 @@ def test_an_unknown_field_is_not_valid() -> None:
         kubernetes_validate.validate(found, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("folder", ["base", *OVERLAYS])
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS, *COMPONENTS])
 def test_every_file_is_named_by_its_kustomization(folder: str) -> None:
     kustomization = yaml.safe_load((FOLDER / folder / "kustomization.yaml").read_text())
     patches = [patch["path"] for patch in kustomization.get("patches", ())]
     files = {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
-    assert files <= {*kustomization["resources"], *patches}
+    assert files <= {*kustomization.get("resources", ()), *patches}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -178,10 +180,13 @@ def test_services_budgets_and_policies_select_the_pods_that_they_are_for(overlay
                 assert set(expression["values"]) == set(templates) - {"broker", "gateway"}
                 continue
             selector = selector["matchLabels"]
+        # Kubernetes adds this label to each pod of a StatefulSet.
+        of_pod = {k: v for k, v in selector.items() if k == POD_NAME}
+        assert set(of_pod.values()) <= pod_names(overlay, component)
         chosen = [
             name
             for name, pod in templates.items()
-            if labels_match(selector, pod["metadata"]["labels"])
+            if labels_match(selector, pod["metadata"]["labels"] | of_pod)
         ]
         assert chosen == [component]
         ports = {
@@ -196,23 +201,62 @@ def test_services_budgets_and_policies_select_the_pods_that_they_are_for(overlay
     assert budgets == set(templates)
 
 
+def pod_names(overlay: str, component: str) -> set[str]:
+    """The names of the pods of a StatefulSet."""
+    return {
+        f"{found['metadata']['name']}-{number}"
+        for found in of_kind(overlay, "StatefulSet")
+        if found["metadata"]["labels"][COMPONENT] == component
+        for number in range(found["spec"].get("replicas", 0))
+    }
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_clients_and_workers_connect_to_the_ports_of_the_broker(overlay: str) -> None:
-    (service,) = [s for s in of_kind(overlay, "Service") if s["metadata"]["name"] == BROKER]
-    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+def test_clients_and_workers_connect_to_the_ports_of_every_broker(overlay: str) -> None:
+    services = [
+        found
+        for found in of_kind(overlay, "Service")
+        if found["metadata"]["labels"][COMPONENT] == "broker"
+    ]
+    assert len(services) == len(pod_names(overlay, "broker"))
     for _, container in containers(overlay):
         settings = settings_of(overlay, container)
-        host = "0.0.0.0" if container["name"] == "broker" else BROKER
-        assert settings.front == f"tcp://{host}:{ports['front']}"
-        assert settings.back == f"tcp://{host}:{ports['back']}"
+        hosts = [found["metadata"]["name"] for found in services]
+        if container["name"] == "broker":
+            hosts = ["0.0.0.0"]
+        for port, addresses in (("front", settings.front), ("back", settings.back)):
+            (number,) = {
+                p["port"] for s in services for p in s["spec"]["ports"] if p["name"] == port
+            }
+            assert separate(addresses) == [f"tcp://{host}:{number}" for host in hosts]
 
 
-BROKER = "tokenbus-broker"
+def test_two_brokers_have_a_service_each() -> None:
+    services = of_kind("two-brokers", "Service")
+    chosen = {found["spec"]["selector"].get(POD_NAME) for found in services}
+    assert pod_names("two-brokers", "broker") <= chosen
+
+
+def test_without_rwx_no_volume_is_shared_by_pods() -> None:
+    assert of_kind("gpu", "PersistentVolumeClaim")
+    assert of_kind("without-rwx", "PersistentVolumeClaim") == []
+    modes = [
+        mode
+        for found in of_kind("without-rwx", "StatefulSet")
+        for claim in found["spec"].get("volumeClaimTemplates", ())
+        for mode in claim["spec"]["accessModes"]
+    ]
+    assert sorted(modes) == ["ReadWriteOnce", "ReadWriteOncePod"]
+
+
+POD_NAME = "statefulset.kubernetes.io/pod-name"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_autoscalers_have_targets_and_metrics(overlay: str) -> None:
-    deployments = {found["metadata"]["name"]: found for found in of_kind(overlay, "Deployment")}
+    workers = of_kind(overlay, "Deployment", "StatefulSet")
+    kinds = {found["metadata"]["name"]: found["kind"] for found in workers}
+    deployments = {f["metadata"]["name"]: f for f in workers if "replicas" not in f["spec"]}
     scaled = set()
     adapter = yaml.safe_load((FOLDER / "prometheus" / "adapter.yaml").read_text())
     offered = {rule["name"]["as"] for rule in adapter["externalRules"]}
@@ -220,6 +264,7 @@ def test_autoscalers_have_targets_and_metrics(overlay: str) -> None:
     for found in of_kind(overlay, "HorizontalPodAutoscaler"):
         target = found["spec"]["scaleTargetRef"]["name"]
         scaled.add(target)
+        assert found["spec"]["scaleTargetRef"]["kind"] == kinds[target]
         # Else each 'kubectl apply' would undo what the autoscaler has done.
         assert "replicas" not in deployments[target]["spec"]
         for metric in found["spec"]["metrics"]:
