@@ -60,7 +60,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     model: str = "embedded"
     """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``: load on demand."""
     allow: list[str] = []
-    """Models that may be loaded on demand: names with ``*`` and ``?``."""
+    """Models that may be loaded on demand: names or paths with ``*`` and ``?``."""
     max_models: AtLeastOne = 2
     """Models that a GPU worker keeps loaded; the least recently used one is evicted."""
     device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"

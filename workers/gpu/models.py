@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from glob import escape
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +19,7 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import ModelInfo
 from ...protocol.sampling import SAMPLING_VERSION
 from ...protocol.settings import Settings
+from .allow_list import is_allowed
 from .engine import Engine, EngineConfig
 from .loader import LoadedModel, ModelLoadError, load_model
 from .ranks import Ranks
@@ -103,7 +103,7 @@ class Models:
         """Begins to load a model, unless that is under way; raises where it is not allowed."""
         if name in self._loading:
             return
-        if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
+        if name != self.default and not is_allowed(name, self._settings.allow):
             raise RequestError(
                 Code.UNKNOWN_MODEL,
                 f"the model {name!r} is not in the allow-list ({', '.join(self._patterns)})",

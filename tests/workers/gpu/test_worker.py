@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,21 @@ def on_demand(processes: None, folder: Path) -> Iterator[Bus]:
         yield bus
 
 
+@pytest.fixture(scope="module")
+def paths(processes: None, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Bus]:
+    """A worker that may load what is in the folder ``allowed``, which it knows by a link."""
+    for name in ("allowed", "evil"):
+        shutil.copytree(folder / "llama", folder / name / "good")
+    shutil.copytree(folder / "llama", folder / "evil", dirs_exist_ok=True)
+    (folder / "allowed" / "link").symlink_to(folder / "evil")
+    known = tmp_path_factory.mktemp("links") / "known"
+    known.symlink_to(folder / "allowed")
+    with Bus(model="auto", allow=f"{folder}/allowed/*,{known}/*", max_models=1) as bus:
+        bus.start_worker()
+        bus.wait_for_models()
+        yield bus
+
+
 def test_models_are_loaded_on_demand_and_the_least_recently_used_is_evicted(
     on_demand: Bus, folder: Path
 ) -> None:
@@ -61,6 +77,25 @@ def test_a_model_beyond_the_allow_list_is_refused_by_name(on_demand: Bus) -> Non
     with on_demand.client() as client, pytest.raises(RequestError, match="gpt-9") as caught:
         client.generate([5], model="gpt-9").wait()
     assert caught.value.code == "unknown_model"
+
+
+@pytest.mark.parametrize("name", ["allowed/../evil", "allowed/link", "allowed/link/../evil"])
+def test_no_path_leads_out_of_the_folder_of_the_allow_list(
+    paths: Bus, folder: Path, name: str
+) -> None:
+    with paths.client() as client:
+        with pytest.raises(RequestError, match="allow-list") as caught:
+            client.generate([5], model=f"{folder}/{name}").wait()
+        assert caught.value.code == "unknown_model"
+        with pytest.raises(RequestError, match="allow-list"):
+            client.model_info(f"{folder}/{name}")
+
+
+def test_paths_within_the_folder_of_the_allow_list_are_loaded(paths: Bus, folder: Path) -> None:
+    with paths.client() as client:
+        for name in ("allowed/good", "allowed/../allowed/good"):
+            stream = client.generate([5], model=f"{folder}/{name}", max_tokens=1, ignore_eos=True)
+            assert len(stream.tokens) == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_and_the_worker_continues(
