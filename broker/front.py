@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from ..protocol.messages import (
     MAX_ATTACHMENT_BYTES,
     MAX_BODY_BYTES,
     MAX_FRAMES,
+    OPERATOR_MESSAGES,
     Attach,
     Buffer,
     Cancel,
@@ -171,6 +172,12 @@ class Front:
         if message_type in ROLES and message_type != b"MODEL_INFO":
             self._admission.submit(session, message_type, frames, now)
             return
+        if message_type in OPERATOR_MESSAGES and not self._is_operator(session):
+            raise RequestError(
+                Code.NOT_ALLOWED,
+                f"{message_type.decode()} needs the operator's key, or where the broker has no "
+                "keys a connection that is not a gateway's; to drain a worker, SIGTERM does too",
+            )
         message = decode_as(kind, frames[1])
         match message:
             case Cancel():
@@ -180,12 +187,6 @@ class Front:
             case Buffer():
                 self._buffers.on_message(session, message, frames[2:])
             case DrainWorker():
-                if not self._is_operator(session):
-                    raise RequestError(
-                        Code.NOT_ALLOWED,
-                        "a client with a key of its own may not drain workers; send SIGTERM to the "
-                        "worker, which drains it too",
-                    )
                 self._drains.ask(session, message)
             case ModelInfoRequest():
                 self._model_info(session, message, frames, now)
@@ -194,7 +195,9 @@ class Front:
                     self._dispatcher, len(self._table), self._counters, self._started, now
                 )
                 if message.streams:
-                    status.live = live_streams(self._dispatcher, session.key, now)
+                    status.live = live_streams(
+                        self._dispatcher, self._shown_to(session, message.own), now
+                    )
                 if message.metrics:
                     add_metrics(status, self._dispatcher, self._counters)
                 answer = Msg(stream_id=message.stream_id, status=status)
@@ -204,9 +207,19 @@ class Front:
 
     def _is_operator(self, session: Session) -> bool:
         """Whether a client may do what concerns all: one without a key, which is on the broker's
-        machine, or one whose key says so."""
+        machine, or one whose key says so. A gateway may not, as its users would."""
         allowed = self._keyring.client(session.key)
-        return not session.key or (allowed is not None and allowed.operator)
+        local = not session.key
+        return not session.carries_users and (local or (allowed is not None and allowed.operator))
+
+    def _shown_to(self, session: Session, own: bool) -> Callable[[Session], bool]:
+        """Whose streams a client may see: of all as the operator, of its key as another client, of
+        its own session as a gateway or where it asks for these."""
+        if own or session.carries_users:
+            return lambda other: other is session
+        if self._is_operator(session):
+            return lambda other: True
+        return lambda other: other.key == session.key
 
     def _cancel(self, session: Session, message: Cancel, now: float) -> None:
         if self._attaches.on_cancel(session, message.stream_id):

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import new_session_token, session_id
-from ..protocol.messages import ENCODINGS, PROTOCOL_VERSION, Bye, Hello, Ping, Pong, Welcome
+from ..protocol.messages import (
+    CARRIES_USERS,
+    ENCODINGS,
+    PROTOCOL_VERSION,
+    Bye,
+    Hello,
+    Ping,
+    Pong,
+    Welcome,
+)
 from ..protocol.shares import fits_share
 from .adoption import Adoption
 from .buffers import Buffers
@@ -99,6 +108,7 @@ class Sessions:
         session.recovers = "recover" in hello.capabilities
         session.acks = "ack" in hello.capabilities
         session.pings = "ping" in hello.capabilities
+        session.carries_users = CARRIES_USERS in hello.capabilities
         session.columns = encoding == "msgpack" and "columns" in hello.capabilities
         session.texts = session.columns and "text_columns" in hello.capabilities
         session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
 from ..protocol.metrics import Tally
 from .dispatch import Dispatcher
+from .tables import Session
 
 
 @dataclass(slots=True)
@@ -77,8 +79,10 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
     status.metrics = [*counters.errors.series(), *waiting.series()]
 
 
-def live_streams(dispatcher: Dispatcher, key: str, now: float) -> list[StreamStatus]:
-    """The live streams of the clients with this key, in the order of their arrival."""
+def live_streams(
+    dispatcher: Dispatcher, shown: Callable[[Session], bool], now: float
+) -> list[StreamStatus]:
+    """The live streams of the sessions that are ``shown``, in the order of their arrival."""
     return [
         StreamStatus(
             request=r.id,
@@ -93,5 +97,5 @@ def live_streams(dispatcher: Dispatcher, key: str, now: float) -> list[StreamSta
             priority=r.priority,
         )
         for r in dispatcher.requests.values()
-        if r.open and r.session.key == key
+        if r.open and shown(r.session)
     ]

@@ -64,6 +64,8 @@ class Session:
     """Whether it is one of an earlier run of the broker, so that workers may report its streams."""
     greeted: bool = False
     """Whether it began with HELLO; only such a session can be taken over."""
+    carries_users: bool = False
+    """Whether its client is a gateway, whose users are not the operator."""
     recovers: bool = False
     """Whether its client can come back to another broker, which adopts its streams."""
     pings: bool = False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from ..protocol.errors import Code, ConnectionLostError, TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.keys import OwnKey
+from ..protocol.messages import CARRIES_USERS
 from ..transport.carrier import carrier
 from .calls import Call
 from .lanes import Delivery
@@ -42,9 +43,13 @@ class Connection:
         """Reentrant, as a client may be finalized, and so closed, within any allocation."""
         self._closed: str | None = None
         """Why no more calls are taken."""
-        session = ClientSession(front, patience_s, time.monotonic())
+        session = self._session = ClientSession(front, patience_s, time.monotonic())
         peer = _ClientPeer(session, self._commands, deliver, self._end)
         self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
+
+    def carry_users(self) -> None:
+        """Declares that calls are of other users, before the first one: none is the operator's."""
+        self._session.capabilities = (*self._session.capabilities, CARRIES_USERS)
 
     def submit(self, call: Call) -> None:
         """Begins a call; raises RuntimeError where no call can be carried."""

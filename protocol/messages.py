@@ -71,7 +71,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
     ``ack`` (its PINGs have ``ack``); ``bodies`` (it takes several bodies in one TOKEN); ``columns``
     (it takes TOKEN in columns, which are only sent in msgpack); ``text_columns`` (with columns: it
-    takes rows with text); ``recover`` (it knows ``Welcome.recovering``)."""
+    takes rows with text); ``recover`` (it knows ``Welcome.recovering``); ``gateway`` (it carries
+    messages of other users, so that it is never the operator)."""
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):
@@ -185,7 +186,10 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     streams: bool = False
-    """List the live streams too, those of all clients with the key of this one."""
+    """List the live streams too: all of them for the operator, for others those of clients with
+    the key of this one, for a user of a gateway those of its own session."""
+    own: bool = False
+    """List those of this session only, whoever asks."""
     metrics: bool = False
     """With counters and histograms, of the broker and of each worker."""
 
@@ -253,7 +257,8 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     where other workers can take them.
 
     Answered when it has left, by ``MSG`` with ``{"worker": name, "requests": number}`` as its
-    result: how many it had. Where the broker has keys, only the operator's key may.
+    result: how many it had. Only the operator may: a client with the operator's key, or one on a
+    broker's machine without keys, if it is not a gateway.
     """
 
     stream_id: StreamId
@@ -558,6 +563,11 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"BYE": Bye,
 }
 """The messages of a client: type to body."""
+
+OPERATOR_MESSAGES = frozenset({b"DRAIN"})
+"""Those that only the operator may send."""
+CARRIES_USERS = "gateway"
+"""The capability of a client that carries messages of other users."""
 
 SERVER_MESSAGES: dict[bytes, Any] = {
     b"WELCOME": Welcome,

@@ -33,6 +33,7 @@ from ...protocol.settings import Settings
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
 from .broker_watch import BrokerWatch
+from .carried import carried, refusal
 from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
 from .turns import current_tenant
@@ -114,9 +115,12 @@ class Tunnels:
         # Of several brokers, one that has not been silent.
         answering = [watch.front for watch in self._watches if watch.answers]
         front = random.choice(answering or [watch.front for watch in self._watches])
-        dealer = AsyncDealer(self._context, front, current_tenant.get() or self._key)
+        tenant = current_tenant.get()
+        dealer = AsyncDealer(self._context, front, tenant or self._key)
         several = len(self._watches) > 1
         tunnel = Tunnel(websocket, dealer, self._rested, front, several)
+        # A tenant's key says itself what its holder may do.
+        tunnel.marks_users = tenant is None
         self._open.add(tunnel)
         return tunnel
 
@@ -148,6 +152,8 @@ class Tunnel:
         broker is; ``several``: it is one of several."""
         self.front = front
         self._several = several
+        self.marks_users = True
+        """Whether its connection has the rights of the gateway, which its user does not have."""
         self.websocket = self._websocket = websocket
         self.streams = OpenStreams()
         self._rested = rested
@@ -167,6 +173,12 @@ class Tunnel:
             frames = _from_elsewhere(frames)
         if self._plain is not None:
             self._plain.sent(frames)
+        if self.marks_users:
+            try:
+                frames = carried(frames)
+            except RequestError as error:
+                await self._pass_on(refusal(error, frames))
+                return
         self.streams.sent(frames)
         await self._dealer.send(frames)
 

@@ -141,6 +141,7 @@ class SharedClient(AsyncClient):
         self, front: str, shares: UserShares, max_unread: int, key: OwnKey | None = None
     ) -> None:
         super().__init__(front, max_unread=max_unread, wait_for_room=False, key=key)
+        self._connection.carry_users()
         self._shares = shares
 
     def generate(

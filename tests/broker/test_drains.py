@@ -182,3 +182,13 @@ def test_who_may_drain_what(bench: Bench) -> None:
     [(_, error)] = bench.client("k", "DRAIN", {"stream_id": 1, "worker": "a"}, key="a tenant")
     assert error["code"] == "not_allowed"
     assert kinds(bench, "a") == []
+
+
+def test_a_gateway_cannot_drain_a_worker(bench: Bench) -> None:
+    bench.worker("a")
+    bench.client("g", "HELLO", {"capabilities": ["gateway"]})
+    [(kind, error)] = bench.client("g", "DRAIN", {"stream_id": 1, "worker": "a"})
+    assert (kind, error["code"]) == ("ERROR", "not_allowed")
+    assert kinds(bench, "a") == []
+    bench.client("local", "DRAIN", {"stream_id": 1, "worker": "a"})
+    assert kinds(bench, "a") == ["DRAIN"]

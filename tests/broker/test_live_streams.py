@@ -66,6 +66,37 @@ def test_the_streams_of_another_key_are_not_listed() -> None:
     assert len(live(bench, "e", "key-c")) == 1
 
 
+def test_a_gateway_sees_its_own_streams_only() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    bench.client("g", "HELLO", {"capabilities": ["gateway"]})
+    assert live(bench, "g") == []
+    bench.client("g", "GENERATE", generate(2))
+    [own] = live(bench, "g")
+    assert [own["request"]] == [s["request"] for s in live(bench, "c")][1:], "the operator sees all"
+
+
+def test_a_gateway_that_takes_a_local_session_over_sees_no_more() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    [(_, welcome)] = bench.client("d", "HELLO")
+    assert len(live(bench, "d")) == 1
+    hello = {"session": welcome["session"], "capabilities": ["gateway"]}
+    bench.client("g", "HELLO", hello)
+    assert live(bench, "g") == []
+
+
+def test_whoever_asks_for_the_streams_of_its_session_gets_these_only() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1))
+    asked = {"stream_id": 9, "streams": True, "own": True}
+    [(_, answer)] = bench.client("d", "STATUS", asked)
+    assert answer["status"].get("live", []) == []
+
+
 def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: Bus) -> None:
     with steered.client() as client, contextlib.ExitStack() as streams:
         found = None

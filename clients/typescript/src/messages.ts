@@ -140,7 +140,8 @@ export interface Hello {
    * Optional features of the client: `ping` (it sends PING, and its session may expire); `ack` (its
    * PINGs have `ack`); `bodies` (it takes several bodies in one TOKEN); `columns` (it takes TOKEN
    * in columns, which are only sent in msgpack); `text_columns` (with columns: it takes rows with
-   * text); `recover` (it knows `Welcome.recovering`).
+   * text); `recover` (it knows `Welcome.recovering`); `gateway` (it carries messages of other
+   * users, so that it is never the operator).
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -341,8 +342,13 @@ export interface ModelTokenizerRequest {
 export interface StatusRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** List the live streams too, those of all clients with the key of this one. Default: false. */
+  /**
+   * List the live streams too: all of them for the operator, for others those of clients with the
+   * key of this one, for a user of a gateway those of its own session. Default: false.
+   */
   readonly streams?: boolean | undefined;
+  /** List those of this session only, whoever asks. Default: false. */
+  readonly own?: boolean | undefined;
   /** With counters and histograms, of the broker and of each worker. Default: false. */
   readonly metrics?: boolean | undefined;
 }
@@ -414,7 +420,8 @@ export interface Delete {
  * other workers can take them.
  *
  * Answered when it has left, by `MSG` with `{"worker": name, "requests": number}` as its result:
- * how many it had. Where the broker has keys, only the operator's key may.
+ * how many it had. Only the operator may: a client with the operator's key, or one on a broker's
+ * machine without keys, if it is not a gateway.
  */
 export interface DrainWorker {
   /** At least 0, at most 9223372036854775807. */

@@ -251,30 +251,25 @@ def test_the_places_of_errors_are_found_in_their_messages(console: Console) -> N
     assert place_of(console, "choice", "the argument of choice is an empty list", "") is None
 
 
-def test_the_system_and_the_streams_of_all_clients_are_shown(
-    console: Console, steered: Bus
-) -> None:
+def test_the_system_and_the_page_s_own_streams_are_shown(console: Console, steered: Bus) -> None:
     page = console.page
     rail = page.get_by_role("region", name="System").get_by_role("listitem")
     for role in ("GPU worker", "controller worker", "state worker"):
         expect(rail.filter(has_text=role).first).to_contain_text("ready")
+    rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="regex", exact=True))
+    others = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-7", exact=True))
     with steered.client() as client:
         # More than will be generated before the page has asked for the status.
-        streams = [
-            client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-7)
-            for _ in range(2)
-        ]
-        for stream in streams:
+        with client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-7) as stream:
             next(stream)
-        rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-7", exact=True))
-        expect(rows).to_have_count(2)
-        for row in rows.all():
-            expect(row).to_contain_text("running")
-            expect(row).to_contain_text("gpu-")
-        first, second = (row.get_by_role("cell").first.text_content() for row in rows.all())
-        assert first != second, "their requests' numbers"
-        for stream in streams:
-            stream.close()
+            console.choose("regex", "[a-z]{2000}")
+            console.generate(max_tokens=1000, n=64, top_logprobs=0)
+            expect(rows).to_have_count(1)
+            expect(rows).to_contain_text("running")
+            expect(rows).to_contain_text("gpu-")
+            expect(others).to_have_count(0)
+            assert any(live.priority == -7 for live in client.status(streams=True).live)
+        page.get_by_role("button", name="Stop").click()
         expect(rows).to_have_count(0)
 
 

@@ -106,6 +106,32 @@ def test_without_hello_answers_are_lists_and_errors_are_entries(socket: ClientCo
     assert (kind, error["code"], error["type"]) == ("ERROR", "bad_message", "GENERATE")
 
 
+@pytest.mark.parametrize("hello", [None, {}, {"capabilities": ["ping"]}])
+def test_a_user_of_a_gateway_is_not_the_operator(
+    socket: ClientConnection, steered: Bus, hello: dict[str, Any] | None
+) -> None:
+    """A WebSocket may neither drain a worker nor see the streams of others."""
+    if hello is not None:
+        send(socket, "HELLO", **hello)
+        assert receive(socket)[0] == "WELCOME"
+    with steered.client() as client, client.generate("x", max_tokens=900, n=64) as stream:
+        next(stream)
+        send(socket, "STATUS", stream_id=1, streams=True, own=False)
+        kind, answer = receive(socket)
+        [answer] = answer if hello is None else [answer]
+        assert kind == "MSG"
+        assert answer["status"]["streams"] >= 1
+        assert answer["status"].get("live", []) == []
+        assert client.status(streams=True).live
+        [worker] = [w for w in answer["status"]["workers"] if w["role"] == "gpu"]
+        send(socket, "DRAIN", stream_id=2, worker=worker["name"])
+        kind, answer = receive(socket)
+        [answer] = answer if hello is None else [answer]
+        assert (kind, answer["code"]) == ("TOKEN" if hello is None else "ERROR", "not_allowed")
+        assert answer["stream_id"] == 2
+        assert worker["name"] in [w.name for w in client.status().workers if w.state == "ready"]
+
+
 def test_after_hello_messages_are_the_protocol_s_own(socket: ClientConnection) -> None:
     send(socket, "HELLO", encodings=["msgpack", "json"], client="test")
     kind, welcome = receive(socket)

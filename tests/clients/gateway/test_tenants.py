@@ -27,14 +27,16 @@ def tenants(
     processes: None, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[tuple[Gateway, Worker, dict[str, tuple[str, str]]]]:
     """A gateway with API keys, a controller worker, and the API key and the public key of each
-    tenant: Ann, Ben, and the gateway's own (an API key without a tenant)."""
+    tenant: Ann, Ben, the gateway's own (an API key without a tenant), and the operator."""
     with KeyedBroker() as broker:
         found = {}
         api_keys = broker.path / "api-keys"
-        for name in ("ann", "ben", "own"):
+        for name in ("ann", "ben", "own", "operator"):
             arguments = ["api-key", name, "--file", str(api_keys)]
             own = OwnKey.read(broker.keys.own("client"))
-            if name != "own":
+            if name == "operator":
+                arguments += ["--tenant", str(broker.keys.own("client"))]
+            elif name != "own":
                 own = broker.new_key(name)
                 own.write(broker.path / f"{name}.key")
                 arguments += ["--tenant", str(broker.path / f"{name}.key")]
@@ -77,6 +79,22 @@ def test_each_api_key_is_the_tenant_of_its_key(
         with connect(gateway.ws_url, additional_headers=headers) as websocket:
             websocket.send("TAGS " + json.dumps({"stream_id": 1}))
             assert Tenant.decode(worker.receive(b"TAGS")[-1]).key == public
+
+
+def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
+    tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
+) -> None:
+    """The gateway's own key is the operator's, which makes no user of it the operator."""
+    gateway, _, keys = tenants
+    for name, (api_key, _) in keys.items():
+        headers = {"authorization": f"Bearer {api_key}"}
+        with connect(gateway.ws_url, additional_headers=headers) as websocket:
+            websocket.send("HELLO {}")
+            assert str(websocket.recv(WAIT_S)).startswith("WELCOME")
+            websocket.send("DRAIN " + json.dumps({"stream_id": 1, "worker": "nobody"}))
+            kind, _, body = str(websocket.recv(WAIT_S)).partition(" ")
+            expected = "invalid_field" if name == "operator" else "not_allowed"
+            assert (name, kind, json.loads(body)["code"]) == (name, "ERROR", expected)
 
 
 def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
