@@ -257,10 +257,10 @@ def test_the_system_and_the_page_s_own_streams_are_shown(console: Console, steer
     for role in ("GPU worker", "controller worker", "state worker"):
         expect(rail.filter(has_text=role).first).to_contain_text("ready")
     rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="regex", exact=True))
-    others = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-7", exact=True))
+    others = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-93", exact=True))
     with steered.client() as client:
         # More than will be generated before the page has asked for the status.
-        with client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-7) as stream:
+        with client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-93) as stream:
             next(stream)
             console.choose("regex", "[a-z]{2000}")
             console.generate(max_tokens=1000, n=64, top_logprobs=0)
@@ -268,7 +268,7 @@ def test_the_system_and_the_page_s_own_streams_are_shown(console: Console, steer
             expect(rows).to_contain_text("running")
             expect(rows).to_contain_text("gpu-")
             expect(others).to_have_count(0)
-            assert any(live.priority == -7 for live in client.status(streams=True).live)
+            assert any(live.priority == -93 for live in client.status(streams=True).live)
         page.get_by_role("button", name="Stop").click()
         expect(rows).to_have_count(0)
 
