@@ -9,10 +9,12 @@ from msgspec import Meta, Struct
 NonNegative = Annotated[float, Meta(ge=0)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
-StopString = Annotated[str, Meta(min_length=1)]
 
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
+MAX_STOP_CHARS = 1024
+"""Of one stop string: each new text is compared with every beginning of it."""
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 SAMPLING_VERSION = 2
 """The version of how a GPU worker samples: one more where equal seeds give other tokens."""

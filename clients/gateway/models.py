@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from ...protocol.errors import Code, RequestError
 from ...protocol.messages import ModelInfo, TokenizerFiles
+from ...protocol.text_bounds import TextBound, TokenSize, size_of_tokenizer
 from .. import AsyncClient
 from .token_bytes import bytes_of, decoders
+from .tokenization import Tokenization
 
 FRESH_S = 10.0
 """How long a description is used without asking again, in seconds."""
@@ -29,6 +33,10 @@ class ServedModel:
     info: ModelInfo
     files: TokenizerFiles
     tokenizer: Tokenizer
+    tokenization: Tokenization = field(default_factory=Tokenization)
+    """Of all models of the gateway."""
+    token_size: TokenSize = TokenSize(1_000_000)  # noqa: RUF009
+    """How much text a token can stand for."""
     _texts: dict[int, str] = field(default_factory=dict)
     """The texts of tokens that ``text_of`` was asked for."""
 
@@ -54,23 +62,42 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """As ``encode``; a long text does not keep other requests waiting."""
+        """As ``encode``; a long text does not keep other requests waiting. Raises RequestError if
+        it is too long for the model."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, special=special)
-        return await asyncio.to_thread(self._encode_long, text, special)
+        bound = TextBound(self.name, self.info.context_length, self.token_size)
+        bound.check([text])
+        return await self.tokenization.run(
+            len(text), lambda: self._encode_long(text, special, bound)
+        )
 
-    def _encode_long(self, text: str, special: bool) -> list[int]:
+    def _encode_long(self, text: str, special: bool, bound: TextBound) -> list[int]:
+        bound.check_count(text, self._count)
         # ``encode`` keeps the interpreter's lock, and with it the event loop; a batch does not.
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return batch[0].ids
+
+    def _count(self, segment: str) -> int:
+        return len(self.tokenizer.encode_batch_fast([segment], add_special_tokens=False)[0])
+
+    def check_tokens(self, ids: list[int], path: str = "$.tokens") -> None:
+        """Raises RequestError where these are more tokens than the model takes."""
+        most = self.info.context_length
+        if len(ids) > most:
+            raise RequestError(
+                Code.PROMPT_TOO_LONG,
+                f"the list has {len(ids)} tokens; {self.name} takes at most {most}",
+                path=path,
+            )
 
     async def detokenize(self, ids: list[int]) -> str:
         """As ``decode``; many tokens do not keep other requests waiting."""
         if len(ids) <= SHORT_TEXT:
             return self.decode(ids)
         # As in ``_encode_long``.
-        texts = await asyncio.to_thread(
-            self.tokenizer.decode_batch, [ids], skip_special_tokens=False
+        texts = await self.tokenization.run(
+            len(ids), lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False)
         )
         return texts[0]
 
@@ -122,7 +149,8 @@ class ModelTable:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._models: dict[str, tuple[float, ServedModel]] = {}
-        self._tokenizers: dict[str, tuple[TokenizerFiles, Tokenizer]] = {}
+        self._tokenizers: dict[str, tuple[TokenizerFiles, Tokenizer, TokenSize]] = {}
+        self._tokenization = Tokenization()
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def get(self, name: str = "") -> ServedModel:
@@ -149,16 +177,19 @@ class ModelTable:
         if before is not None and before.info == info:
             model = before
         else:
-            files, tokenizer = await self._tokenizer(name, info.fingerprint)
-            model = ServedModel(info, files, tokenizer)
+            files, tokenizer, size = await self._tokenizer(name, info.fingerprint)
+            model = ServedModel(info, files, tokenizer, self._tokenization, size)
         self._models[name] = (time.monotonic(), model)
         return model
 
-    async def _tokenizer(self, name: str, fingerprint: str) -> tuple[TokenizerFiles, Tokenizer]:
+    async def _tokenizer(
+        self, name: str, fingerprint: str
+    ) -> tuple[TokenizerFiles, Tokenizer, TokenSize]:
         kept = self._tokenizers.get(fingerprint)
         if kept is None:
             files = await self._client.tokenizer(name)
             # A vocabulary of 130,000 tokens takes a second to read.
             tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
-            kept = self._tokenizers[fingerprint] = files, tokenizer
+            size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))
+            kept = self._tokenizers[fingerprint] = files, tokenizer, size
         return kept

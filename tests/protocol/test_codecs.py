@@ -34,7 +34,8 @@ from tokenbus.protocol.header import (
     encode_token_header,
 )
 from tokenbus.protocol.lines import decode_line, encode_line
-from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES, Buffer, Token
+from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES, Buffer, Generate, Token
+from tokenbus.protocol.sampling import MAX_STOP_CHARS
 from tokenbus.protocol.worker_messages import TO_BROKER, TO_WORKER
 
 from ..counts import examples
@@ -277,3 +278,10 @@ def test_every_code_makes_an_error_that_keeps_what_it_knows() -> None:
 def test_nan_is_no_log_probability_in_json() -> None:
     entry = Token(token=1, stream_id=1, logprob=math.nan, finish_reason=None)
     assert b"null" in encode_body([entry], "json")
+
+
+def test_a_stop_string_has_a_bound() -> None:
+    longest = "x" * MAX_STOP_CHARS
+    assert decode_as(Generate, encode_body({"stream_id": 1, "stop": [longest]}, "json"))
+    with pytest.raises(RequestError, match=str(MAX_STOP_CHARS)):
+        decode_as(Generate, encode_body({"stream_id": 1, "stop": [longest + "x"]}, "json"))

@@ -31,10 +31,11 @@ from ..bus import FromBus
 from .engine import Continued, Engine
 from .live_streams import LiveStreams
 from .models import Failed, LoadEvent, Models, Progress, Ready, model_info
-from .prompts import prompt_tokens, tokenize
+from .prompts import Tokens, request_texts
 from .resumption import Resumed, Resumption, resume
 from .steering import Steering
 from .streams import Frames, Move, Stream, message_frames
+from .tokenization import MAX_INLINE_BYTES, Job, Tokenization
 from .tokenizer_files import TokenizerAnswers
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest
 
 @dataclass(slots=True)
 class Waiting:
-    """A request whose model is being loaded."""
+    """A request whose model is being loaded, or whose texts are being tokenized."""
 
     stream: Stream
     message: Request
@@ -54,6 +55,8 @@ class Waiting:
     attempt: int = 0
     """Of a request that was here before: as in ``Start``. Decisions for the earlier attempt may
     still arrive."""
+    job: Job[Tokens] | None = None
+    """The tokenization of its texts; None while its model is being loaded."""
 
     @property
     def resumption(self) -> Resumption | None:
@@ -63,10 +66,10 @@ class Waiting:
 
 class Arrivals:
     """Takes requests in. ``post`` sends frames over a link; ``on_models`` is called when the loaded
-    models have changed.
+    models have changed, and ``wake``, on another thread, when ``take_tokenized`` has work.
 
-    A request goes to its engine, waits for its model, or is refused; whatever fails, its client
-    receives an ERROR and nothing of it is left.
+    A request goes to its engine, waits for its model or for its tokens, or is refused; whatever
+    fails, its client receives an ERROR and nothing of it is left.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Arrivals:
         steering: Steering,
         post: Callable[[Frames, int], None],
         on_models: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._models = models
         self._streams = streams
@@ -83,6 +87,7 @@ class Arrivals:
         self._post = post
         self._on_models = on_models
         self._tokenizers = TokenizerAnswers()
+        self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
         """Of controllers that are started again."""
@@ -91,16 +96,21 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose models are being loaded."""
+        """Requests that no engine has yet."""
         return len(self._waiting)
 
+    @property
+    def num_loading(self) -> int:
+        """Requests whose models are being loaded."""
+        return sum(waiting.job is None for waiting in list(self._waiting.values()))
+
     def stream(self, request: int) -> Stream | None:
-        """The stream of a request that waits for its model."""
+        """The stream of a request that no engine has yet."""
         waiting = self._waiting.get(request)
         return waiting.stream if waiting is not None else None
 
     def streams(self) -> list[Stream]:
-        """The streams of the requests that wait for their models; safe on another thread."""
+        """The streams of the requests that no engine has yet; safe on another thread."""
         return [waiting.stream for waiting in list(self._waiting.values())]
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
@@ -121,12 +131,31 @@ class Arrivals:
                 _take_transcript(waiting)
             self._take(waiting)
         except Exception as error:
-            self._waiting.pop(stream.request, None)
+            self._pop(stream.request)
             self._streams.fail(stream, error, "starting this request")
 
+    def take_tokenized(self) -> None:
+        """Gives the requests whose texts were tokenized to their engines."""
+        done = self._tokenization.done
+        while not done.empty():
+            job = done.get()
+            waiting = self._waiting.get(job.request)
+            if waiting is None or waiting.job is not job:
+                continue
+            del self._waiting[job.request]
+            waiting.job = None
+            try:
+                engine = self._models.get(waiting.stream.model)
+                if engine is None:
+                    self._take(waiting)
+                else:
+                    self._run(waiting, engine, job.result())
+            except Exception as error:
+                self._streams.fail(waiting.stream, error, "starting this request")
+
     def cancel(self, request: int, cancel: Cancel) -> bool:
-        """Ends a request whose model is being loaded; whether it is such a request."""
-        waiting = self._waiting.pop(request, None)
+        """Ends a request that no engine has yet; whether it is such a request."""
+        waiting = self._pop(request)
         if waiting is None:
             return False
         resumption = waiting.resumption
@@ -147,8 +176,8 @@ class Arrivals:
         return True
 
     def drop(self, request: int) -> None:
-        """Ends a request that waits for its model; nothing is sent."""
-        if self._waiting.pop(request, None) is not None:
+        """Ends a request that no engine has yet; nothing is sent."""
+        if self._pop(request) is not None:
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
@@ -162,11 +191,18 @@ class Arrivals:
         return True
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
-        """Ends a request that waits for its model with an ERROR; whether it is such a request."""
-        waiting = self._waiting.pop(request, None)
+        """Ends a request that no engine has yet with an ERROR; whether it is such a request."""
+        waiting = self._pop(request)
         if waiting is not None:
             self._streams.fail(waiting.stream, error, doing)
         return waiting is not None
+
+    def _pop(self, request: int) -> Waiting | None:
+        """Takes out a request that no engine has yet, with what waits of it."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None and waiting.job is not None:
+            self._tokenization.drop(waiting.job)
+        return waiting
 
     # --- one request ----------------------------------------------------------------------------
 
@@ -188,9 +224,9 @@ class Arrivals:
         self._notice(stream, f"loading {stream.model}", 0.0)
 
     def _begin(self, waiting: Waiting, engine: Engine) -> None:
-        """Gives a request to its engine; raises TokenbusError where it is wrong."""
+        """Answers a request, or gives it to its engine, after its texts were tokenized; raises
+        TokenbusError where it is wrong."""
         stream, message = waiting.stream, waiting.message
-        tokenizer = engine.loaded.tokenizer
         if isinstance(message, ModelInfoRequest):
             answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
             self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
@@ -198,7 +234,20 @@ class Arrivals:
         if isinstance(message, ModelTokenizerRequest):
             self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
             return
-        prompt = prompt_tokens(message, waiting.attachments, tokenizer)
+        loaded = engine.loaded
+        texts = request_texts(message, waiting.attachments, loaded, engine.max_length)
+        num_bytes = texts.check()
+        if num_bytes <= MAX_INLINE_BYTES:
+            self._run(waiting, engine, texts.tokens())
+            return
+        waiting.job = Job(stream.request, stream.session, num_bytes, texts.tokens)
+        self._waiting[stream.request] = waiting
+        self._tokenization.submit(waiting.job)
+
+    def _run(self, waiting: Waiting, engine: Engine, tokens: Tokens) -> None:
+        """Gives a request to its engine; raises TokenbusError where it is wrong."""
+        stream, message, prompt = waiting.stream, waiting.message, tokens.prompt
+        assert isinstance(message, Generate | Score)
         if isinstance(message, Generate) and message.heal_prompt:
             message = waiting.message = _with_controller(message)
             stream.healed = engine.healed(prompt)
@@ -211,13 +260,10 @@ class Arrivals:
             return
         common = {"priority": message.priority, "client": stream.session}
         if isinstance(message, Score):
-            scored = message.scored
-            if isinstance(scored, str):
-                scored = tokenize(scored, tokenizer, start=False)
             stream.usage = engine.score(
                 stream.request,
                 prompt,
-                scored,
+                tokens.scored,
                 text=message.text,
                 top_logprobs=message.top_logprobs,
                 num_scored=len(waiting.sent or ()),
@@ -285,7 +331,8 @@ class Arrivals:
     def on_load_event(self, event: LoadEvent) -> str | None:
         """Takes in how far the loading of a model has come; why the worker cannot serve at all,
         where its default model could not be loaded."""
-        waiting = [w for w in self._waiting.values() if w.stream.model == event.model]
+        loading = [w for w in self._waiting.values() if w.job is None]
+        waiting = [w for w in loading if w.stream.model == event.model]
         match event:
             case Progress(model, part, stage):
                 if (stage, int(10 * part)) != self._logged:
@@ -316,7 +363,8 @@ class Arrivals:
     def evict(self) -> None:
         """Unloads models that are beyond the most that may be loaded, where they are idle."""
         # A stream uses its model until its end is sent, which an engine may still have to return.
-        evicted = self._models.evict({stream.model for stream in self._streams})
+        used = {stream.model for stream in (*self._streams, *self.streams())}
+        evicted = self._models.evict(used)
         for name in evicted:
             log.info("%s unloaded", name)
         if evicted:

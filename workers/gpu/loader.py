@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ...protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
 from . import embedded
 from .attention import dot_product, register
 from .fused import AttentionOptions, FusedDecoder
@@ -71,6 +72,8 @@ class LoadedModel:
     """The model's forward in few operations; None: the engine runs the model's own modules."""
     ranks: Ranks | None = None
     """The other ranks, where the model is spread over several."""
+    token_size: TokenSize | None = None
+    """How much text a token can stand for; None without a tokenizer."""
 
 
 def load_model(
@@ -140,6 +143,7 @@ def wrap_model(
         layers=layers,
         soft_caps=any(o.softcap is not None for o in options.values()),
         decoder=None if parallel else _fused(name, model, layers, options),
+        token_size=_token_size(tokenizer, tokenizer_json),
     )
 
 
@@ -366,6 +370,18 @@ def _tokenizer_json(tokenizer: Any) -> bytes | None:
         return None
     written: str = backend.to_str()
     return written.encode()
+
+
+def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | None:
+    if tokenizer is None:
+        return None
+    with suppress(Exception):
+        # The first call sets how special tokens are read; later ones, on several threads, change
+        # nothing of it.
+        tokenizer.encode("a")
+    if tokenizer_json is None:
+        return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)
+    return size_of_tokenizer(json.loads(tokenizer_json))
 
 
 def _fingerprint(tokenizer: Any, tokenizer_json: bytes | None) -> str:

@@ -89,7 +89,12 @@ class GpuWorker:
             again_s=settings.move_wait_s,
         )
         self._arrivals = Arrivals(
-            self._models, self._streams, self._steering, self._bus.post, self._bus.changed
+            self._models,
+            self._streams,
+            self._steering,
+            self._bus.post,
+            self._bus.changed,
+            self._bus.interrupt,
         )
         self._draining_since: float | None = None
         self._paged: set[str] = set()
@@ -170,6 +175,7 @@ class GpuWorker:
                     self._on_message(message)
             except Exception as error:
                 self._message_failed(message, error)
+        self._arrivals.take_tokenized()
         self._bus.flush()
 
     def _load_events(self) -> None:
@@ -471,7 +477,7 @@ class GpuWorker:
             sent = self._streams.num_outputs
             self._rate = (sent - self._counted) / (now - self._rate_at)
             self._counted, self._rate_at = sent, now
-        waiting = self._arrivals.num_waiting
+        waiting = self._arrivals.num_loading
         load = {"tokens_per_s": round(self._rate, 1), "loading": float(waiting)}
         for engine in list(self._models.engines.values()):
             for name, value in engine.stats().items():

@@ -92,6 +92,9 @@ async def _echoes(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Echo]]:
     """The prompts as token ids, and as the beginnings of their completions."""
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            model.check_tokens(prompt, "$.prompt")
     texts = [p if isinstance(p, str) else await model.detokenize(p) for p in prompts]
     ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
     if body.logprobs is None:

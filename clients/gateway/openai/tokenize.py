@@ -94,6 +94,7 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     model = await gateway_of(request).models.get(body.model)
+    model.check_tokens(body.tokens)
     size = model.info.vocab_size
     wrong = next((i for i, token in enumerate(body.tokens) if token >= size), None)
     if wrong is not None:

@@ -95,7 +95,9 @@ async def test_long_texts_do_not_keep_the_event_loop() -> None:
     folder = Path(embedded.__file__).parent / "model"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     watched = Watched(tokenizer)
-    info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
+    info = ModelInfo(
+        name="m", vocab_size=9, context_length=100_000, eos_token_ids=[0], fingerprint="f"
+    )
     files = TokenizerFiles(fingerprint="f", json="{}")
     model = ServedModel(info, files, cast(Tokenizer, watched))
     turning = asyncio.create_task(watched.turn())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,124 @@ def test_a_message_that_hangs_counts_as_a_step_that_does(
     assert len(ages) == 2
     assert None not in ages
     assert bus.beat(0, time.monotonic()).step_age_s is None
+
+
+class SlowTokenizer:
+    """The tokenizer of a model, which begins a text with ``hold`` in it when the test says so."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.begun: list[str] = []
+        """The first characters of the texts that were encoded."""
+        self.held = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.begun.append(text[:4])
+        if "hold" in text:
+            assert self.held.acquire(timeout=120.0)
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.fixture
+def slow(embedded: LoadedModel, tmp_path: Path) -> tuple[Loop, SlowTokenizer]:
+    tokenizer = SlowTokenizer(embedded.tokenizer)
+    return Loop(tmp_path, dataclasses.replace(embedded, tokenizer=tokenizer)), tokenizer
+
+
+def text_prompt(loop: Loop, request: int, prompt: str, session: int = 0, **fields: Any) -> None:
+    body = {"model": "m", "stream_id": request, "prompt": prompt, "max_tokens": 2, **fields}
+    session = session or 100 + request
+    loop.give(b"GENERATE", msgspec.json.encode({**body, "ignore_eos": True}), request, session)
+
+
+def turn_until(loop: Loop, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120.0
+    while not done():
+        assert time.monotonic() < deadline
+        loop.turn()
+
+
+MEDIUM = "    return self\n" * 100
+"""Not tokenized at once."""
+
+
+def test_a_prompt_in_tokenization_stops_neither_steps_nor_short_prompts(
+    slow: tuple[Loop, SlowTokenizer],
+) -> None:
+    loop, tokenizer = slow
+    loop.generate(1, max_tokens=40)
+    text_prompt(loop, 2, "hold" + MEDIUM)
+    text_prompt(loop, 3, "short")
+    turn_until(loop, lambda: len(loop.entries(1)) == 40 and len(loop.entries(3)) == 2)
+    assert not loop.entries(2)
+    assert loop.worker._bus.beat(0, time.monotonic()).step_age_s is None
+    tokenizer.held.release()
+    turn_until(loop, lambda: len(loop.entries(2)) == 2)
+
+
+def test_clients_take_turns_at_tokenization(slow: tuple[Loop, SlowTokenizer]) -> None:
+    loop, tokenizer = slow
+    text_prompt(loop, 1, "hold" + MEDIUM, session=7)
+    turn_until(loop, lambda: "hold" in tokenizer.begun)
+    for request, prompt in enumerate(("a1  ", "a2  ", "a3  "), 2):
+        text_prompt(loop, request, prompt + MEDIUM, session=7)
+    text_prompt(loop, 9, "b1  " + MEDIUM, session=8)
+    loop.turn()
+    tokenizer.held.release()
+    turn_until(loop, lambda: all(len(loop.entries(r)) == 2 for r in (2, 3, 4, 9)))
+    assert tokenizer.begun.index("b1  ") < tokenizer.begun.index("a2  ")
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_waits_is_never_tokenized(
+    slow: tuple[Loop, SlowTokenizer],
+) -> None:
+    loop, tokenizer = slow
+    text_prompt(loop, 1, "hold" + MEDIUM)
+    text_prompt(loop, 2, "gone" + MEDIUM)
+    for request in (1, 2):
+        loop.give(b"CANCEL", Cancel(stream_id=request), request)
+    loop.turn()
+    for request in (1, 2):
+        assert [e["finish_reason"] for e in loop.entries(request)] == ["cancelled"]
+    tokenizer.held.release()
+    text_prompt(loop, 3, "next" + MEDIUM)
+    turn_until(loop, lambda: len(loop.entries(3)) == 2)
+    assert "gone" not in tokenizer.begun
+    assert len(loop.entries(1)) == 1
+
+
+@pytest.mark.parametrize("field", ["prompt", "scored", "buffer"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    slow: tuple[Loop, SlowTokenizer], field: str
+) -> None:
+    loop, tokenizer = slow
+    text = "x" * 15_000_000
+    body: dict[str, Any] = {"model": "m", "stream_id": 1, "prompt": [5], "scored": [6]}
+    attachments = [b"s" + text.encode()] if field == "buffer" else []
+    body |= {"buffers": ["b"]} if field == "buffer" else {field: text}
+    loop.give(b"SCORE", msgspec.json.encode(body), 1, 101, attachments=attachments)
+    loop.turn()
+    [frames] = loop.sent(b"ERROR")
+    error = msgspec.json.decode(frames[2])
+    assert error["code"] == "prompt_too_long"
+    assert re.search(r"15000000 bytes .* tokens of at most 41 bytes each", error["message"])
+    assert tokenizer.begun == []
+
+
+def test_token_ids_that_cannot_fit_are_refused_before_they_are_read(
+    slow: tuple[Loop, SlowTokenizer],
+) -> None:
+    loop, _ = slow
+    # The last token is incomplete, which is noticed only where they are read.
+    body = {"model": "m", "stream_id": 1}
+    ids = bytes(4 * 1_000_000 + 1)
+    loop.give(b"GENERATE", msgspec.json.encode(body), 1, 101, attachments=[ids])
+    loop.turn()
+    [frames] = loop.sent(b"ERROR")
+    assert msgspec.json.decode(frames[2])["code"] == "prompt_too_long"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

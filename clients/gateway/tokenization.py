@@ -1,0 +1,54 @@
+"""Tokenizes long texts outside the event loop, one at a time, with users in turn.
+
+There are two lanes, so that a text of some kilobytes does not wait for one of some megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ...protocol.text_bounds import SEGMENT_CHARS
+from .turns import Turns, current_user
+
+T = TypeVar("T")
+
+
+class Tokenization:
+    """The lanes of one gateway process."""
+
+    def __init__(self) -> None:
+        self._lanes = (Turns(), Turns())
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """The result of ``work`` on a thread, when it is the turn of the current user. ``size``: of
+        the text, in characters, or of the tokens that are decoded.
+
+        Work whose client leaves is dropped if it has not begun. Otherwise it keeps its lane to its
+        end, so that a client that leaves and comes back has one text in work too.
+        """
+        turns = self._lanes[size > SEGMENT_CHARS]
+        user = current_user.get()
+        begun = False
+
+        async def in_turn() -> T:
+            nonlocal begun
+            async with turns.of(user):
+                begun = True
+                return await asyncio.to_thread(work)
+
+        asked = asyncio.create_task(in_turn())
+        asked.add_done_callback(_retrieve)
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            if not begun:
+                asked.cancel()
+            raise
+
+
+def _retrieve(asked: asyncio.Task[Any]) -> None:
+    """Whoever asked may have left."""
+    if not asked.cancelled():
+        asked.exception()

@@ -1,0 +1,126 @@
+"""How long a text may be for a model: checked before the text is tokenized, which takes seconds for
+each megabyte.
+
+A token stands for a bounded number of bytes, so that a text of more than ``max_tokens`` times as
+many cannot fit. A tokenizer that normalizes a text, as Unicode's NFKC, or that has one token for
+all unknown text, may shorten it: then four times as much is allowed. Text that is shortened even
+more, as a long run of spaces that becomes one, is refused though it might fit.
+
+Most texts have far more tokens than this bound says. So a long text is counted in segments first,
+and counting ends where the tokens are twice as many as may be: a border between two segments can
+add tokens, but does not double them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .errors import Code, RequestError
+
+SEGMENT_CHARS = 65_536
+"""Longer texts are counted in segments of so many characters before they are tokenized."""
+MAX_SHORTENING = 4
+"""How many times as much text a tokenizer that shortens text may get."""
+
+
+class TokenSize(NamedTuple):
+    """How much text a token of a tokenizer can stand for."""
+
+    max_bytes: int
+    """Bytes of its longest token, in UTF-8."""
+    shortens: bool = True
+    """Whether a token may stand for more text than it has itself."""
+
+
+def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:
+    """The size of the longest token of a vocabulary; ``byte_level``: each of its characters is a
+    byte."""
+    sizes = (
+        len(token)
+        if byte_level or isinstance(token, bytes)
+        else len(token.encode(errors="replace"))
+        for token in vocabulary
+    )
+    return TokenSize(max(sizes, default=1) or 1, shortens)
+
+
+def size_of_tokenizer(tokenizer: Mapping[str, Any]) -> TokenSize:
+    """The same of a tokenizer in the form of the tokenizers library, decoded from JSON."""
+    model = tokenizer.get("model") or {}
+    vocabulary = model.get("vocab") or {}
+    pieces = (p if isinstance(p, str) else p[0] for p in vocabulary)
+    byte_level = "ByteLevel" in _types(tokenizer.get("pre_tokenizer"))
+    size = token_size(pieces, byte_level, not byte_level or tokenizer.get("normalizer") is not None)
+    added = token_size((a["content"] for a in tokenizer.get("added_tokens") or []), False, False)
+    return size._replace(max_bytes=max(size.max_bytes, added.max_bytes))
+
+
+def _types(part: Any) -> set[str]:
+    """The types of a part of a tokenizer, which may be a sequence of others."""
+    if not isinstance(part, Mapping):
+        return set()
+    parts = part.get("pretokenizers") or []
+    return {str(part.get("type"))}.union(*map(_types, parts))
+
+
+class TextBound(NamedTuple):
+    """How much text one request may have for a model."""
+
+    model: str
+    max_tokens: int
+    """Of a prompt."""
+    size: TokenSize
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of all texts of a request, in UTF-8."""
+        shortening = MAX_SHORTENING if self.size.shortens else 1
+        return self.max_tokens * self.size.max_bytes * shortening
+
+    def check(self, texts: Iterable[str], path: str = "$.prompt") -> int:
+        """The bytes of some texts; raises RequestError where they are too many for the model."""
+        texts = list(texts)
+        # Each character has a byte or more.
+        self.check_bytes(sum(map(len, texts)), path)
+        num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        self.check_bytes(num_bytes, path)
+        return num_bytes
+
+    def check_bytes(self, num_bytes: int, path: str = "$.prompt") -> None:
+        """Raises RequestError where so many bytes of text are too many for the model."""
+        if num_bytes > self.max_bytes:
+            times = f" times {MAX_SHORTENING}" if self.size.shortens else ""
+            raise RequestError(
+                Code.PROMPT_TOO_LONG,
+                f"the text has {num_bytes} bytes or more; {self.model} takes at most "
+                f"{self.max_tokens} tokens of at most {self.size.max_bytes} bytes each{times}, "
+                f"which is {self.max_bytes} bytes of text; send a shorter one",
+                path=path,
+            )
+
+    def check_count(
+        self,
+        text: str,
+        count: Callable[[str], int],
+        path: str = "$.prompt",
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Counts a long text in segments; raises RequestError where it has too many tokens.
+
+        ``count`` returns the tokens of a segment. It is not called again once ``go_on`` is false.
+        """
+        found = 0
+        for start in range(0, len(text) if len(text) > SEGMENT_CHARS else 0, SEGMENT_CHARS):
+            if not go_on():
+                return
+            end = start + SEGMENT_CHARS
+            found += count(text[start:end])
+            if found > 2 * self.max_tokens:
+                raise RequestError(
+                    Code.PROMPT_TOO_LONG,
+                    f"the first {min(end, len(text))} of {len(text)} characters of the text have "
+                    f"{found} tokens; {self.model} takes at most {self.max_tokens}; send a "
+                    "shorter one",
+                    path=path,
+                )

@@ -1,0 +1,109 @@
+"""Long texts in the gateway: bounded, outside the event loop, users in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.tokenization import Tokenization
+from tokenbus.clients.gateway.turns import current_user
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.protocol.text_bounds import SEGMENT_CHARS, TokenSize
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+LONG = SEGMENT_CHARS + 1
+WAIT_S = 120.0
+
+
+def served(context: int, size: TokenSize) -> ServedModel:
+    """A model with a token for each digit, which counts the texts that are tokenized."""
+    tokenizer = Tokenizer(models.BPE({str(n): n for n in range(10)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    info = ModelInfo(
+        name="m", vocab_size=10, context_length=context, eos_token_ids=[0], fingerprint="f"
+    )
+    return ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), tokenizer, token_size=size)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "message"),
+    [
+        (15_000_000, TokenSize(7, False), r"15000000 bytes .* 100 tokens of at most 7 bytes each"),
+        (15_000_000, TokenSize(150_000, False), rf"the first {SEGMENT_CHARS} of 15000000 char"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused(length: int, size: TokenSize, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        asyncio.run(served(100, size).tokenize("1" * length))
+    assert caught.value.code == "prompt_too_long"
+
+
+def test_a_long_text_that_fits_is_tokenized_as_a_whole() -> None:
+    model = served(LONG, TokenSize(1, False))
+    assert asyncio.run(model.tokenize("7" * LONG)) == [7] * LONG
+
+
+class Held:
+    """Work of users that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.tokenization = Tokenization()
+        self.begun: list[str] = []
+        self.released = threading.Semaphore(0)
+
+    def work(self, name: str) -> str:
+        self.begun.append(name)
+        assert self.released.acquire(timeout=WAIT_S)
+        return name
+
+    def ask(self, user: str, name: str, size: int = LONG) -> asyncio.Task[str]:
+        async def run() -> str:
+            current_user.set(user)
+            return await self.tokenization.run(size, lambda: self.work(name))
+
+        return asyncio.create_task(run())
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not done():
+            await asyncio.sleep(0)
+
+
+def test_users_take_turns_and_short_texts_do_not_wait_for_long_ones() -> None:
+    async def run() -> None:
+        held = Held()
+        tasks = [held.ask("ann", f"ann {n}") for n in range(3)]
+        await until(lambda: held.begun == ["ann 0"])
+        tasks.append(held.ask("ben", "ben"))
+        tasks.append(held.ask("ben", "short", 5000))
+        await until(lambda: len(held.begun) == 2)
+        assert held.begun == ["ann 0", "short"]
+        held.released.release(5)
+        await asyncio.gather(*tasks)
+        assert held.begun.index("ben") < held.begun.index("ann 2")
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_and_comes_back_has_one_text_in_work() -> None:
+    async def run() -> None:
+        held = Held()
+        left = [held.ask("ann", f"left {n}") for n in range(2)]
+        await until(lambda: held.begun == ["left 0"])
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        back = held.ask("ann", "back")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert held.begun == ["left 0"]
+        held.released.release(2)
+        assert await back == "back"
+        assert held.begun == ["left 0", "back"]
+
+    asyncio.run(run())
