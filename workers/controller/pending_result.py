@@ -30,8 +30,7 @@ class PendingResult:
     ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
     sequences that these results wake, and with results of sequences that can never be woken.
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there, as
-    that takes milliseconds where their memory is large, and ``flush`` is called on the thread that
-    enforces the time limits.
+    that takes milliseconds where their memory is large.
     ``order`` is one lock for all results of a worker: a STEP that arrives at once finds its
     sequences waiting for the model, and the result of a woken sequence is sent after the one that
     suspended it.
@@ -73,10 +72,12 @@ class PendingResult:
             ready = self._take_parts() if self._missing == 0 else []
         self._send(ready)
 
-    def flush(self, now: float) -> None:
-        """Sends the results that are ready, where they have been held back long enough."""
-        if now - self._began < FLUSH_S:
-            return
+    def due(self, now: float) -> bool:
+        """Whether results are ready and have been held back long enough: ``flush`` sends them."""
+        return bool(self._parts) and now - self._began >= FLUSH_S
+
+    def flush(self) -> None:
+        """Sends the results that are ready. Waits for other results that are being sent."""
         with self._lock:
             parts = self._take_parts()
         self._send(parts)
@@ -88,20 +89,31 @@ class PendingResult:
     def _send(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        body, attachments = _message(parts)
-        with self._order:
-            if any(group.closed for group, _ in parts):
-                # The request may have been started again, and nothing of before may follow that.
-                body, attachments = _message([part for part in parts if not part[0].closed])
-            after = [(group, *group.record(results)) for group, results in parts]
-            if body:
-                self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
-            for group, _ in parts:
-                group.attempt = 0
+        sent = False
+        while not sent:
+            # A request that has ended may have been started again, and nothing of before may
+            # follow that. The message is made without the lock, as that may take milliseconds.
+            live = [part for part in parts if not part[0].closed]
+            body, attachments = _message(live)
+            with self._order:
+                sent = not any(group.closed for group, _ in live)
+                if sent:
+                    after = self._post_results(parts, body, attachments)
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             if group.has_unfreed:
                 self._submit([group.free])
+
+    def _post_results(
+        self, parts: Sequence[Part], body: bytes, attachments: list[bytes]
+    ) -> list[tuple[SequenceGroup, list[Round], list[StepResult]]]:
+        """Records results and sends their message, under the lock; each group with what follows."""
+        after = [(group, *group.record(results)) for group, results in parts]
+        if body:
+            self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+        for group, _ in parts:
+            group.attempt = 0
+        return after
 
 
 def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:

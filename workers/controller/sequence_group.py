@@ -47,6 +47,10 @@ _STAGES = {
 }
 
 
+class GroupBusy(Exception):
+    """Another thread has the lock of the group."""
+
+
 class SequenceGroup:
     """One request's controllers. Thread-safe."""
 
@@ -149,11 +153,16 @@ class SequenceGroup:
         rows: MaskRows | None,
         stop: str = "",
         draft: Sequence[int] = (),
+        wait: bool = True,
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model sampled ``tokens``, which the tokens of ``draft``
         may follow, or after the GPU worker ended it (by ``stop``: before that stop string); None
-        where the sequence does not wait for the model."""
-        with self._lock:
+        where the sequence does not wait for the model.
+
+        Raises GroupBusy without ``wait``, if another thread has the group's lock."""
+        if not self._lock.acquire(blocking=wait):
+            raise GroupBusy
+        try:
             sequence = self._sequences.get(seq)
             # The GPU worker may end a suspended one too, as it does beyond ``max_tokens``.
             stages = (Stage.WAITING, Stage.SUSPENDED) if ended else (Stage.WAITING,)
@@ -166,6 +175,8 @@ class SequenceGroup:
                 self._give_along(sequence, min(len(draft), MOST_ALONG))
             sequence.stage = Stage.RUNNING
             self._wakes = 0
+        finally:
+            self._lock.release()
         if ended:
             return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode())
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft)
@@ -192,10 +203,9 @@ class SequenceGroup:
             return self._wake()
 
     def running(self, seq: int) -> bool:
-        """Whether a round of a sequence runs, whose result is still to come."""
-        with self._lock:
-            sequence = self._sequences.get(seq)
-            return sequence is not None and sequence.stage is Stage.RUNNING
+        """Whether a round of a sequence runs, whose result is still to come. Takes no lock."""
+        sequence = self._sequences.get(seq)
+        return sequence is not None and sequence.stage is Stage.RUNNING
 
     def mask(self, seq: int) -> bytes | None:
         """A copy of a sequence's mask, to be sent; None where the sequence has finished."""
@@ -208,6 +218,10 @@ class SequenceGroup:
         with self._lock:
             sequence = self._sequences.get(seq)
             return [bytes(mask) for mask in sequence.along[:count]] if sequence is not None else []
+
+    def end(self) -> None:
+        """The request has ended. Waits for no lock: ``close`` is to follow, on another thread."""
+        self._closed = True
 
     def close(self) -> None:
         """The request has ended: drops all sequences, those in a round when it ends."""
@@ -282,6 +296,9 @@ class SequenceGroup:
         with self._lock:
             replay = self._replay
             recorded = replay.numbers(parent, more) if replay is not None else None
+            if recorded is None:
+                # The guest chose the number: nothing is made of it before this check.
+                self._check_forks(more)
             parent.forks += 1
             lineages = [
                 lineage_of_fork(parent.variables.lineage, parent.forks, at) for at in range(more)
@@ -311,9 +328,8 @@ class SequenceGroup:
             replay.made(children)
         return children
 
-    def _new_numbers(self, parent: ControlledSequence, lineages: Sequence[int]) -> list[int]:
-        """Numbers for more sequences; raises ControllerError where they are too many."""
-        more = len(lineages)
+    def _check_forks(self, more: int) -> None:
+        """Raises ControllerError if the request may not have so many more sequences."""
         total = len(self._numbers) + more
         if total > self._limits.forks:
             raise ControllerError(
@@ -321,6 +337,9 @@ class SequenceGroup:
                 f"the fork of {more} more sequences would make {total} of this request; "
                 f"at most {self._limits.forks} are allowed",
             )
+
+    def _new_numbers(self, parent: ControlledSequence, lineages: Sequence[int]) -> list[int]:
+        """Numbers for more sequences."""
         numbers = []
         for place, lineage in enumerate(lineages, parent.children + 1):
             number = number_of_fork(parent.seq, place, lineage, self._numbers)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ from ..successor import successor_comes
 from .first_rounds import FirstRounds
 from .interface import Program
 from .limits import Limits
-from .masks import MaskFiles
+from .masks import MaskFiles, MaskRows
 from .meters import Meters
 from .module_calls import ModuleCalls
 from .pending_result import PendingResult
@@ -64,7 +64,7 @@ from .pool import Pool
 from .programs import Programs
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
-from .sequence_group import Round, SequenceGroup
+from .sequence_group import GroupBusy, Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
 from .variable_calls import VariableCalls
@@ -94,6 +94,10 @@ def limits_of(settings: Settings) -> Limits:
         compile_s=settings.grammar_compile_s,
         compile_bytes=settings.grammar_compile_bytes,
     )
+
+
+_Stepped = tuple[StepSequence, SequenceGroup]
+"""A sequence of a STEP, and the group that it belongs to."""
 
 
 class _Attempt(msgspec.Struct):
@@ -131,6 +135,8 @@ class ControllerWorker:
         self._starts = Pool(max(8, cpus // 2), "starts")
         """Separate threads for START: it may take a second, and more where a grammar has to be
         compiled, and no round waits behind it."""
+        self._flushes = Pool(1, "results")
+        """Sends results that slower rounds hold back, for the main loop, which waits for nobody."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads modules that other machines need, which wait for no other worker."""
@@ -192,6 +198,7 @@ class ControllerWorker:
         self._sends.shutdown(wait=False)
         self._starts.close()
         self._pool.close()
+        self._flushes.close()
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
@@ -224,7 +231,8 @@ class ControllerWorker:
             self._pending = [pending for pending in self._pending if not pending.complete]
             incomplete = list(self._pending)
         for pending in incomplete:
-            pending.flush(now)
+            if pending.due(now):
+                self._flushes.submit([pending.flush])
 
     def _take_answers(self, messages: list[FromBus]) -> list[FromBus]:
         """On the bus thread: hands answers to the guests that wait for them."""
@@ -325,21 +333,41 @@ class ControllerWorker:
                 rows = self._masks.get(step.masks, step.rows, step.row_bytes)
             except Exception:
                 log.exception("masks are sent, as the file %r cannot be mapped", step.masks)
-        begun: list[Begun] = []
+        found: list[_Stepped] = []
         unknown: list[StepSequence] = []
         for stepped in step.sequences:
             group = self._groups.get((message.link, stepped.request))
             if group is None:
                 unknown.append(stepped)
-                continue
+            else:
+                found.append((stepped, group))
+        if unknown:
+            self._refuse_steps(gpu, unknown)
+        self._step_groups(gpu, rows, found)
+
+    def _step_groups(
+        self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
+    ) -> None:
+        """Runs a round of each sequence. Without ``wait``, sequences of a group that another thread
+        has locked are left to a thread of the pool: the main loop waits for no group."""
+        begun: list[Begun] = []
+        unknown: list[StepSequence] = []
+        busy: list[_Stepped] = []
+        for stepped, group in found:
             ended = stepped.ended is not None
-            found = group.step(
-                stepped.seq, stepped.tokens, ended, rows, stepped.stop, stepped.draft
-            )
-            if found is not None:
-                begun.append(Begun(stepped, group, *found))
+            try:
+                round_ = group.step(
+                    stepped.seq, stepped.tokens, ended, rows, stepped.stop, stepped.draft, wait
+                )
+            except GroupBusy:
+                busy.append((stepped, group))
+                continue
+            if round_ is not None:
+                begun.append(Begun(stepped, group, *round_))
             elif not group.running(stepped.seq):
                 unknown.append(stepped)
+        if busy:
+            self._pool.submit([partial(self._step_groups, gpu, rows, busy, True)])
         if unknown:
             self._refuse_steps(gpu, unknown)
         if not begun:
@@ -403,14 +431,13 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            with self._order:
-                # After it, no result of the request is sent.
-                group.close()
+            # A result that is being sent now still goes out, before any of a new start.
+            group.end()
             self._variable_calls.cancel(request, link)
             if group.events is not None:
                 group.events.end()
             logs.end(request)
-            self._pool.submit([group.free])
+            self._pool.submit([group.close, group.free])
 
     # --- tokenizers and modules -----------------------------------------------------------------
 

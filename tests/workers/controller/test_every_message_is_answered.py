@@ -264,6 +264,34 @@ def test_a_step_whose_mask_file_cannot_be_mapped_gets_masks_as_attachments(worke
     assert worker.result(1).then == "sample"
 
 
+def test_the_main_loop_waits_for_no_group(worker: Worker) -> None:
+    """A thread has a group's lock: others have their rounds, and the group's step comes later."""
+    for request in (1, 2, 3):
+        worker.start(request, "free")
+    locked, ended = (worker.worker._groups[0, request] for request in (1, 3))
+    with locked._lock, ended._lock:
+        for request in (1, 2):
+            step = Step(sequences=[StepSequence(request, 0, [5])])
+            worker.send(b"STEP", msgpack.encode(step))
+        worker.send(b"END", msgpack.encode({"requests": [3]}))
+        assert worker.result(2).then == "sample"
+        assert worker.step(2).then == "sample"
+        until(lambda: ended.closed, BOUND_S, "the request has ended")
+        assert (0, 3) not in worker.worker._groups
+    assert worker.result(1).then == "sample"
+
+
+def test_the_main_loop_waits_for_no_result_that_is_being_sent(worker: Worker) -> None:
+    for request in (1, 2, 3):
+        worker.start(request, "free")
+    with worker.worker._order:
+        worker.send(b"STEP", msgpack.encode(Step(sequences=[StepSequence(1, 0, [5])])))
+        for request in (2, 3):
+            worker.send(b"END", msgpack.encode({"requests": [request]}))
+        until(lambda: (0, 3) not in worker.worker._groups, BOUND_S, "the request has ended")
+    assert worker.result(1).then == "sample"
+
+
 @pytest.mark.parametrize("body", [b"\xc1", b"not msgpack", b""])
 def test_a_store_request_that_cannot_be_read_gets_an_error(worker: Worker, body: bytes) -> None:
     worker.send(b"UPLOAD", body, 5, b"tenant")

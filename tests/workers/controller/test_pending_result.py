@@ -94,7 +94,7 @@ def test_controllers_are_freed_by_a_job_and_not_by_the_thread_that_flushes() -> 
     jobs: list[Job] = []
     pending = PendingResult(1, 2, lambda _: None, lambda *_: None, jobs.extend, threading.Lock())
     pending.add(group, results)
-    pending.flush(pending._began + 1)
+    pending.flush()
     assert group.has_unfreed
     run_all(jobs)
     assert not group.has_unfreed

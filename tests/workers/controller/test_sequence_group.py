@@ -336,6 +336,17 @@ def test_a_group_that_is_closed_keeps_a_sequence_until_its_round_has_ended() -> 
     assert not group._sequences
 
 
+def test_nothing_is_made_of_a_number_of_forks_before_it_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(sequence_group, "lineage_of_fork", lambda *which: made.append(which[2]))
+    _, results = opened(decides([fork(2_000_000)]))
+    assert [r.then for r in results] == ["error"]
+    assert "the fork of 1999999 more sequences would make 2000000" in (results[0].error or "")
+    assert not made
+
+
 @pytest.mark.parametrize(
     "order",
     [(0, 1, 0, 1025), (1, 0, 1025, 0), (1, 1025, 0, 0), (0, 0, 1, 1025)],
@@ -524,10 +535,11 @@ def test_an_answer_is_one_message_when_its_last_part_is_there() -> None:
 def test_what_is_done_does_not_wait_for_ever_for_what_is_not() -> None:
     answered = Answered(2)
     answered.pending.add(*untold(decides()))
-    answered.pending.flush(answered.pending._began)
-    assert not answered.results
-    answered.pending.flush(answered.pending._began + 1)
-    answered.pending.flush(answered.pending._began + 1)
+    assert not answered.pending.due(answered.pending._began)
+    assert answered.pending.due(answered.pending._began + 1)
+    answered.pending.flush()
+    assert not answered.pending.due(answered.pending._began + 1)
+    answered.pending.flush()
     assert len(answered.results) == 1
     assert not answered.pending.complete
     answered.pending.add(*untold(decides()))

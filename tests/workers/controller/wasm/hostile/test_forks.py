@@ -11,9 +11,11 @@ from .system import System
 pytestmark = pytest.mark.process
 
 
-def test_ten_thousand_forks_at_once_are_refused(system: System) -> None:
-    assert system.controller_error(guest(pre=set_word(N, 10_000) + "(return (i32.const 3))")) == (
-        "the fork of 9999 more sequences would make 10000 of this request; at most 128 are allowed"
+def test_twenty_million_forks_at_once_are_refused(system: System) -> None:
+    wasm = guest(pre=set_word(N, 20_000_000) + "(return (i32.const 3))")
+    assert system.controller_error(wasm) == (
+        "the fork of 19999999 more sequences would make 20000000 of this request; at most 128 are "
+        "allowed"
     )
 
 
