@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,10 +28,11 @@ class Vocabulary(Protocol):
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""
 
-    def tokenize(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """The tokens of a text, without special ones; bytes that are not UTF-8 go byte by byte.
 
-        Raises ControllerError if the vocabulary cannot represent the text."""
+        ``check`` is called now and then, and may raise to stop it. Raises
+        ControllerError if the vocabulary cannot represent the text."""
 
     @property
     def trie(self) -> bytes:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TEXT_BYTES_PER_S = 4 * 1024 * 1024
+"""Bytes of text that a tokenizer takes in one second of CPU time, about."""
+MIN_TEXT_BYTES = 16 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -26,6 +30,8 @@ class Limits:
     """CPU time of compiling a grammar, which runs in a process of its own."""
     compile_bytes: int = 1024**3
     """Its memory."""
+    text_bytes: int = 1024 * 1024
+    """Of a text that a guest has tokenized at once, as far as ``most_text`` allows it."""
     forks: int = 128
     """Sequences that one request may come to have."""
     silent_rounds: int = 256
@@ -36,3 +42,11 @@ class Limits:
     """Of one variable's value; the state worker bounds what there is of all of them together."""
     written_bytes: int = 16 * 1024 * 1024
     """Of all that a request writes to variables in its life: each write goes to its client too."""
+
+    def most_text(self, call_s: float) -> int:
+        """Bytes of a text that may be tokenized at once in a call of ``call_s`` seconds of CPU.
+
+        Nothing interrupts a tokenizer, so a text that would take longer than the call is refused.
+        The bound is a count: it is the same on every machine.
+        """
+        return min(self.text_bytes, max(MIN_TEXT_BYTES, int(TEXT_BYTES_PER_S * call_s)))

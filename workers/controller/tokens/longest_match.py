@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ....protocol.errors import Code, ControllerError
 
+CHECKED_STEPS = 256
+"""Positions of a text between two calls of ``check``."""
 _SHOWN_BYTES = 20
 
 
@@ -24,14 +26,19 @@ class LongestMatch:
         self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
         """Whether each byte is a token."""
 
-    def __call__(self, text: bytes) -> list[int]:
+    def __call__(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """The longest token at each position, from left to right, with backtracking to a shorter
-        one if the rest cannot be tokenized. Raises ControllerError if no tokenization exists."""
+        one if the rest cannot be tokenized; ``check`` is called each ``CHECKED_STEPS`` of these.
+        Raises ControllerError if no tokenization exists."""
         starts = [0]
         choices = [self._at(text, 0)]
         tokens: list[int] = []
         hopeless: set[int] = set()
+        steps = 0
         while starts and starts[-1] < len(text):
+            steps += 1
+            if check is not None and steps % CHECKED_STEPS == 0:
+                check()
             length, number = next(choices[-1], (0, -1))
             at = starts[-1] + length
             if not length:

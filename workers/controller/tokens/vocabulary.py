@@ -8,14 +8,14 @@ its exact inverse for every text: a controller appends exactly the text that it 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
 from ....protocol.errors import Code, ControllerError
-from .longest_match import LongestMatch
+from .longest_match import CHECKED_STEPS, LongestMatch
 from .token_bytes import Spec, flat, spells_space, token_bytes
 from .trie import encode_trie
 
@@ -104,31 +104,38 @@ class TokenizerVocabulary:
         """The text of tokens."""
         return b"".join(map(self.token, tokens))
 
-    def tokenize(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """Tokenizes a continuation: without a prefix such as a space, and without special tokens.
 
         ``bytes_of`` of the result is always the text: if the tokenizer's own tokens would give
         another text, the longest match is used; bytes that are not UTF-8 are tokenized one by one.
+        ``check`` is called now and then, but not within the tokenizer, and may raise to stop it.
         Raises ControllerError if the vocabulary cannot represent the text.
         """
         try:
-            return self._tokens_of(text.decode(), text)
+            return self._tokens_of(text.decode(), text, check)
         except UnicodeDecodeError:
             pass
         tokens: list[int] = []
         parts = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
         for part, is_text in zip(parts, [True, False] * len(parts), strict=False):
             written = part.encode("utf-8", "surrogateescape")
+            if check is not None:
+                check()
             if is_text:
-                tokens += self._tokens_of(part, written)
+                tokens += self._tokens_of(part, written, check)
             else:
                 for at in range(len(written)):
                     tokens += self._longest_match(written[at : at + 1])
+                    if check is not None and at % CHECKED_STEPS == 0:
+                        check()
         return tokens
 
-    def _tokens_of(self, text: str, written: bytes) -> list[int]:
+    def _tokens_of(
+        self, text: str, written: bytes, check: Callable[[], None] | None = None
+    ) -> list[int]:
         tokens = self._own_choice(text)
-        return tokens if self.bytes_of(tokens) == written else self._longest_match(written)
+        return tokens if self.bytes_of(tokens) == written else self._longest_match(written, check)
 
     def _own_choice(self, text: str) -> list[int]:
         """The tokenizer's tokens for a text; empty if there is no tokenizer, or if it fails."""

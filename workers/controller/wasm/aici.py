@@ -30,13 +30,12 @@ from .aici_calls import (
 from .aici_storage import most_bytes, run_command
 from .host_functions import HostFunction, make_linker
 from .instance import Guest, Template
+from .native import tokenized
 from .wasi import MAX_PIECES, OK, WASI, start_function
 from .wasi import MODULE as WASI_MODULE
 
 RESULT_BYTES = 4 * 1024 * 1024
 """The longest result of a call."""
-TEXT_BYTES = 1024 * 1024
-"""The longest text that is tokenized at once."""
 LAST_WORDS_BYTES = 1000
 """Bytes at the end of a guest's log that become its error message when it stops itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
@@ -215,7 +214,8 @@ def _read_blob(state: AiciState, blob: int, into: int, size: int) -> int:
         kind = _KINDS.get(blob)
         why = f"{kind}, before there was one" if kind else "which does not exist"
         raise ControllerError(Code.CONTROLLER_FAILED, f"it read blob {blob}, {why}")
-    state.guest.write(into, data[:size])
+    state.guest.charge(min(size, len(data)))
+    state.guest.write_part(into, data, size)
     return len(data)
 
 
@@ -233,13 +233,13 @@ def _token_trie(state: AiciState) -> int:
 
 
 def _tokenize(state: AiciState, address: int, size: int) -> int:
-    _check_size("a text to tokenize", size, TEXT_BYTES)
-    tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
+    tokens = tokenized(state.guest, state.host, address, size)
     state.blobs[_TOKENIZED] = array.array("I", tokens).tobytes()
     return _TOKENIZED
 
 
 def _tokens(state: AiciState) -> int:
+    state.guest.charge(4 * len(state.tokens or ()))
     state.blobs[_TOKENS] = state.tokens.tobytes() if state.tokens is not None else b""
     return _TOKENS
 
@@ -247,6 +247,8 @@ def _tokens(state: AiciState) -> int:
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, most_bytes(limit))
+    # It is decoded, and its value read as hexadecimal.
+    state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     state.blobs[_STORAGE] = run_command(command, state.host.variables, limit)
     return _STORAGE
@@ -255,6 +257,7 @@ def _storage_cmd(state: AiciState, address: int, size: int) -> int:
 def _return_process_result(state: AiciState, address: int, size: int) -> None:
     if size > RESULT_BYTES:
         _check_size("a result", size, RESULT_BYTES)
+    state.guest.charge(size)
     state.result = state.guest.read(address, size)
 
 

@@ -40,6 +40,12 @@ class _Running(threading.local):
 
 running = _Running()
 
+CHECKED_WORK = 32
+"""Units of host work after which the CPU time of a call is looked at: calls, or ``WORK_BYTES``."""
+WORK_BYTES = 256
+"""Bytes that a host function copies in about the time of entering it."""
+BULK_BYTES = CHECKED_WORK * WORK_BYTES
+
 
 class HostFunction(NamedTuple):
     """A function of the host: its parameters and results as letters (``i``: i32, ``I``: i64)."""
@@ -106,6 +112,10 @@ def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
             result = call(guest.host, *arguments)
             if returns:
                 setattr(values[0], result_field, result)
+            work = guest.host_work + 1
+            guest.host_work = work
+            if work >= CHECKED_WORK:
+                guest.check_time()
         except BaseException as error:
             guest.fault = error if guest.base else _too_early()
             return int(_trap_new(b"host", ctypes.c_size_t(4)))

@@ -18,7 +18,7 @@ from wasmtime import _ffi as ffi
 
 from ....protocol.errors import Code, ControllerError
 from ..limits import Limits
-from .host_functions import running
+from .host_functions import BULK_BYTES, WORK_BYTES, running
 
 Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
@@ -156,6 +156,8 @@ class Guest:
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
         self._timed_out = False
+        self.host_work = 0
+        """Work of host functions since its CPU time was last looked at, in units."""
         self.fault: BaseException | None = None
         self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
@@ -226,6 +228,31 @@ class Guest:
         self._values[0].i32 = argument
         return self.call(function, limit_s, name)
 
+    @property
+    def limit_s(self) -> float:
+        """The CPU time that the current call may take, in seconds."""
+        return self._limit_s
+
+    def charge(self, size: int) -> None:
+        """Counts host work that is about to be done, in bytes copied, as this guest's."""
+        if size >= BULK_BYTES and self._ticked_at is None:
+            self._ticked_at = time.thread_time()
+        self.host_work += size // WORK_BYTES
+
+    def check_time(self) -> None:
+        """Raises ControllerError if the current call has used up its CPU time.
+
+        Ticks alone do not stop a guest that goes from one host function to the next: it is looked
+        at in loops and at calls of its own functions only.
+        """
+        self.host_work = 0
+        now = time.thread_time()
+        if self._ticked_at is None:
+            self._ticked_at = now
+        elif now - self._ticked_at >= self._limit_s:
+            self._timed_out = True
+            raise ControllerError(Code.CONTROLLER_TIMEOUT, "timed out")
+
     # --- memory ---------------------------------------------------------------------------------
 
     def measure(self) -> int:
@@ -250,6 +277,17 @@ class Guest:
         """Writes into its memory."""
         self.check(address, len(data))
         ctypes.memmove(self.base + address, data, len(data))
+
+    def write_part(self, address: int, data: bytes, size: int) -> None:
+        """Writes the first ``size`` bytes of ``data``, or all of it if that is less."""
+        size = min(size, len(data))
+        self.check(address, size)
+        ctypes.memmove(self.base + address, data, size)
+
+    def zero(self, address: int, size: int) -> None:
+        """Writes zeros."""
+        self.check(address, size)
+        ctypes.memset(self.base + address, 0, size)
 
     def word(self, address: int, value: int) -> None:
         """Writes a u32."""

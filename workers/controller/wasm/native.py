@@ -22,11 +22,10 @@ from .wasi import WASI, start_function
 
 VERSION = 1
 START = f"tokenbus_abi_v{VERSION}"
+TOKENIZED_WORK = 64
+"""Bytes that are copied in the time in which one byte of text is tokenized, about."""
 NAME_BYTES = 256
 """The longest name of a variable."""
-
-MAX_TEXT = 1 << 20
-"""Most bytes of a text to tokenize: a call's time limit neither counts nor interrupts host code."""
 
 _VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
 _N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
@@ -101,7 +100,7 @@ class NativeController:
         """Calls tokenbus_init_prompt with the prompt and the argument."""
         guest = self._guest
         arg = self._host.arg
-        self._put(prompt, arg)
+        self._put(prompt, self._host.limits.init_s, arg)
         self._block[_ARG] = len(arg)
         guest.call(guest.function("tokenbus_init_prompt"), self._host.limits.init_s, "init_prompt")
         self._block[_ARG] = 0
@@ -131,7 +130,7 @@ class NativeController:
             # The guest may have moved the inbox, so its address is checked each time.
             self._put_one(fork_group[0])
         else:
-            self._put(fork_group)
+            self._put(fork_group, self._host.limits.mid_s)
         then = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
         if then == 1:
             address = block[_MASK]
@@ -155,7 +154,7 @@ class NativeController:
         if len(tokens) == 1:
             self._put_one(tokens[0])
         else:
-            self._put(tokens)
+            self._put(tokens, self._host.limits.post_s)
         block[_BACKTRACK] = backtrack
         then = self._guest.call(self._post, self._host.limits.post_s, "post_process")
         if backtrack:
@@ -190,13 +189,14 @@ class NativeController:
         ctypes.c_uint32.from_address(guest.base + address).value = number
         block[_COUNT] = 1
 
-    def _put(self, numbers: Sequence[int], more: bytes = b"") -> None:
-        """Writes an argument into the inbox; has the guest enlarge it if necessary."""
+    def _put(self, numbers: Sequence[int], limit_s: float, more: bytes = b"") -> None:
+        """Writes an argument into the inbox; has the guest enlarge it if necessary, within the time
+        limit of the call that the argument is for."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
             grow = guest.function("tokenbus_grow")
-            if not guest.call_with(grow, self._host.limits.init_s, "tokenbus_grow", len(data)):
+            if not guest.call_with(grow, limit_s, "tokenbus_grow", len(data)):
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
                     f"the guest could not allocate {len(data)} bytes for its inbox",
@@ -243,14 +243,23 @@ def _seq_id(state: NativeState) -> int:
 
 
 def _tokenize(state: NativeState, address: int, size: int, into: int, most: int) -> int:
-    if size > MAX_TEXT:
-        raise ControllerError(
-            Code.CONTROLLER_FAILED,
-            f"the text to tokenize has {size} bytes; at most {MAX_TEXT} are allowed",
-        )
-    tokens = state.host.vocabulary.tokenize(state.guest.read(address, size))
+    tokens = tokenized(state.guest, state.host, address, size)
     state.guest.write(into, array.array("I", tokens[:most]).tobytes())
     return len(tokens)
+
+
+def tokenized(guest: Guest, host: Host, address: int, size: int) -> list[int]:
+    """The tokens of a text in a guest's memory; raises ControllerError if it is too long for the
+    time limit of the current call."""
+    most = host.limits.most_text(guest.limit_s)
+    if size > most:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the text to tokenize has {size} bytes; at most {most} are allowed in a call of "
+            f"{guest.limit_s * 1000:g} ms",
+        )
+    guest.charge(TOKENIZED_WORK * size)
+    return host.vocabulary.tokenize(guest.read(address, size), guest.check_time)
 
 
 def _trie_size(state: NativeState) -> int:
@@ -261,6 +270,7 @@ def _trie_read(state: NativeState, into: int, offset: int, size: int) -> int:
     trie, guest = state.host.vocabulary.trie, state.guest
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
+    guest.charge(size)
     # It is several megabytes, so it is copied only once.
     at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
     ctypes.memmove(guest.base + into, at + offset, size)
@@ -289,7 +299,8 @@ def _var_get(
         state.guest.word(version_at, stored.version if stored is not None else 0)
     if stored is None:
         return -1
-    state.guest.write(into, stored.value[:most])
+    state.guest.charge(len(stored.value))
+    state.guest.write_part(into, stored.value, most)
     return len(stored.value)
 
 
@@ -309,6 +320,7 @@ def _var_write(append: bool) -> HostFunction:
                 f"the variable's value has {size} bytes; at most "
                 f"{state.host.limits.variable_bytes} are allowed",
             )
+        state.guest.charge(size)
         variables = state.host.variables
         act = variables.append if append else variables.set
         when = None if when_version == 0xFFFF_FFFF else when_version

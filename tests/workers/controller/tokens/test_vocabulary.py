@@ -313,3 +313,20 @@ def test_it_needs_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers', 'sentencepiece'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "text", [b"a\xff" * 2000, b"\xff" * 2000, b"ab" * 2000], ids=["mixed", "bytes", "longest match"]
+)
+def test_a_long_text_is_stopped_by_its_check(text: bytes) -> None:
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ControllerError(Code.CONTROLLER_TIMEOUT, "enough")
+
+    tokens = [bytes([byte]) for byte in range(256)]
+    raw = TokenizerVocabulary.from_tokens([b"", *tokens], eos=[0], fingerprint="f")
+    with pytest.raises(ControllerError, match="enough"):
+        raw.tokenize(text, check)

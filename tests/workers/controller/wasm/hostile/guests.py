@@ -10,6 +10,7 @@ FREE = 32768
 """An address from which on a guest's memory is zeros."""
 N, LIST, DROP, MASK_AT, COUNT, SEQ = 1056, 1060, 1064, 1068, 1036, 1044
 """Addresses of words of the call block, which is at 1024. The inbox is at 2048."""
+INBOX_SIZE = 1032
 LOOP = "(loop $ever (br $ever))"
 RECURSE = "(call $recurse)"
 WASI = {

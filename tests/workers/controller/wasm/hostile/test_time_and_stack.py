@@ -7,7 +7,7 @@ import threading
 import pytest
 from tokenbus.clients import ControllerError
 
-from .guests import LOOP, RECURSE, guest
+from .guests import FREE, INBOX_SIZE, LIST, LOOP, RECURSE, N, call, guest, set_word
 from .system import INIT_MS, System
 
 pytestmark = pytest.mark.process
@@ -51,6 +51,52 @@ def test_time_in_the_host_counts_too(system: System, body: str) -> None:
     error = system.fails(guest(mid=f"(loop $ever {body} (br $ever))"))
     assert error.code == "controller_timeout"
     assert error.message == "mid_process ran for longer than its 20 ms"
+
+
+TOKENIZE_1_MIB = f"(drop {call('tokenize', 65_536, 1_048_576, 0, 0)})"
+
+
+@pytest.mark.parametrize(
+    ("phase", "calls", "limit_ms"),
+    [
+        ("init_prompt", {"init": TOKENIZE_1_MIB * 12, "pages": 20}, INIT_MS),
+        ("pre_process", {"pre": "(drop (call $seq_id))" * 20_000}, 1),
+        (
+            "tokenbus_grow",
+            {
+                "pre": set_word(N, 2)
+                + set_word(LIST, FREE)
+                + set_word(INBOX_SIZE, 0)
+                + "(return (i32.const 4))",
+                "grow": LOOP,
+            },
+            1,
+        ),
+    ],
+    ids=["large calls", "many calls", "an inbox that is too small"],
+)
+def test_time_in_the_host_counts_without_a_loop(
+    system: System, phase: str, calls: dict[str, str], limit_ms: float
+) -> None:
+    """Ticks stop a guest in loops and at its own functions; these have neither."""
+    error = system.fails(guest(**calls))
+    assert (error.code, error.message) == (
+        "controller_timeout",
+        f"{phase} ran for longer than its {limit_ms:g} ms",
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_ms", "most"), [("pre", 1, 16_384), ("mid", 20, 83_886), ("post", 1, 16_384)]
+)
+def test_a_text_that_takes_longer_than_the_call_is_not_tokenized(
+    system: System, phase: str, limit_ms: int, most: int
+) -> None:
+    error = system.controller_error(guest(**{phase: TOKENIZE_1_MIB}, pages=20))
+    assert error == (
+        f"{phase}_process: the text to tokenize has 1048576 bytes; at most {most} are allowed in "
+        f"a call of {limit_ms} ms"
+    )
 
 
 @pytest.mark.parametrize(
