@@ -68,6 +68,12 @@ OPTIONAL: dict[str, FunctionType] = {
 }
 """Those that are called where there are any."""
 
+MAX_MUTABLE_GLOBALS = 128
+"""Each fork copies them one by one."""
+MAX_EXPORTS = 1000
+MAX_IMPORTS = 256
+"""The same function may be imported several times."""
+
 _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 
 
@@ -87,6 +93,7 @@ def examine(wasm: bytes, limits: Limits) -> Examined:
     """
     binary = read(wasm)
     abi = _abi(binary)
+    _check_counts(binary)
     _check_memory(binary, limits)
     _check_tables(binary, limits)
     _check_exports(binary, abi)
@@ -112,6 +119,17 @@ def _abi(binary: Binary) -> Abi:
         f"the module is no controller: it exports neither {START} (native, docs/controllers.md) "
         f"nor {', '.join(EXPORTS['aici'])} (AICI); {_exported(functions)}"
     )
+
+
+def _check_counts(binary: Binary) -> None:
+    """Bounds of what the worker goes through for each instance or for each fork."""
+    for what, count, most in (
+        ("mutable globals", sum(kind.mutable for kind in binary.globals), MAX_MUTABLE_GLOBALS),
+        ("exports", len(binary.exports), MAX_EXPORTS),
+        ("imports", len(binary.imports), MAX_IMPORTS),
+    ):
+        if count > most:
+            raise _refusal(f"the module has {count} {what}; a controller may have {most}")
 
 
 def _check_memory(binary: Binary, limits: Limits) -> None:

@@ -34,7 +34,7 @@ from .native import tokenized
 from .wasi import MAX_PIECES, OK, WASI, start_function
 from .wasi import MODULE as WASI_MODULE
 
-RESULT_BYTES = 4 * 1024 * 1024
+RESULT_BYTES = 1024 * 1024
 """The longest result of a call."""
 LAST_WORDS_BYTES = 1000
 """Bytes at the end of a guest's log that become its error message when it stops itself."""

@@ -18,6 +18,14 @@ from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 SHOWN_BYTES = 200
 """How much of what a guest gave is shown to people."""
 
+MAX_VALUES = 70_000
+"""Values in the result of a call: it is decoded while no other thread of the worker runs. As many
+tokens as may be appended at once, and some more."""
+MAX_LISTS = 1024
+"""Lists and objects in it: more than a request may have sequences."""
+_SMALL_BYTES = MAX_LISTS
+"""JSON of this size cannot have too many of either."""
+
 _U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 
 
@@ -79,7 +87,7 @@ def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
 
 def check_init_prompt(result: bytes) -> None:
     """Raises ControllerError where this is no result of init_prompt."""
-    decode(_init, result, "init_prompt returned", "{}")
+    _decode_result(_init, result, "init_prompt returned", "{}")
 
 
 def pre_process_answer(result: bytes) -> Answer:
@@ -87,7 +95,7 @@ def pre_process_answer(result: bytes) -> Answer:
 
     Where it says several things at once, the first of these holds: stop, suspend, append, fork.
     """
-    said = decode(
+    said = _decode_result(
         _pre,
         result,
         "pre_process returned",
@@ -114,7 +122,7 @@ def pre_process_answer(result: bytes) -> Answer:
 
 def mid_process_answer(result: bytes, masked: bool) -> Answer:
     """What a result of mid_process means; ``masked``: it has given a mask before."""
-    said = decode(_mid, result, "mid_process returned", _MID_IS)
+    said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP
     if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
@@ -141,8 +149,15 @@ def mid_process_answer(result: bytes, masked: bool) -> Answer:
 
 def post_process_answer(result: bytes) -> Answer:
     """What a result of post_process means."""
-    said = decode(_post, result, "post_process returned", '{"stop":false}')
+    said = _decode_result(_post, result, "post_process returned", '{"stop":false}')
     return STOP if said.stop else CONTINUE
+
+
+def _decode_result(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
+    """``decode`` of the result of a call, unless it has too many values."""
+    if len(data) > _SMALL_BYTES:
+        _check_counts(data, what)
+    return decode(decoder, data, what, right)
 
 
 def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
@@ -156,6 +171,19 @@ def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str
     raise ControllerError(
         Code.CONTROLLER_FAILED, f"{what} {shown(data)}: {wrong}; right would be {right}"
     )
+
+
+def _check_counts(data: bytes, what: str) -> None:
+    """Raises ControllerError if JSON has too many values to be decoded."""
+    for kind, count, most in (
+        ("values", data.count(b",") + 1, MAX_VALUES),
+        ("lists and objects", data.count(b"[") + data.count(b"{"), MAX_LISTS),
+    ):
+        if count > most:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"{what} JSON with {count} {kind}; at most {most} are allowed",
+            )
 
 
 def shown(data: bytes) -> str:

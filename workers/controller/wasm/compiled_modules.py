@@ -27,9 +27,7 @@ import wasmtime
 from ....protocol.errors import Code, UnavailableError
 from ..limits import Limits
 from ..pool import waiting
-from .abis import Examined, examine
 from .module_compiler import compile_module
-from .wasm_binary import with_exported_globals
 from .whole_files import clear_left, write_first, write_whole
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,9 @@ class CompiledModules:
         self._folder = folder
         self._limits = limits
         self._engine = engine
-        self._made_for = f"wasmtime {version('wasmtime')}, {platform.machine()}, sandbox"
+        self._made_for = (
+            f"wasmtime {version('wasmtime')}, {platform.machine()}, sandbox, bounded globals"
+        )
         self._suffix = hashlib.sha256(self._made_for.encode()).hexdigest()[:8]
         self._key = _key(folder / "key")
         self._lock = threading.Lock()
@@ -78,15 +78,17 @@ class CompiledModules:
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._compiling = threading.Semaphore(AT_ONCE)
 
-    def prepare(self, module: str, wasm: bytes, found: Examined) -> int:
-        """Compiles a module unless that is done; the size of the compiled form, in bytes.
+    def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
+        """Examines and compiles a module unless that is done; the module, and the size of its
+        compiled form, in bytes.
 
-        Raises WasmError where it is not valid, UnavailableError where too many are being compiled.
+        Raises RequestError where it is not a valid controller, UnavailableError where too many are
+        being compiled.
         """
         with self._turn(module):
-            ready = self._read(module) or self._compile(module, wasm, found)
+            ready = self._read(module) or self._compile(module, wasm)
             self._keep(module, *ready)
-            return ready[1]
+            return ready
 
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
         """A module by its id; ``wasm`` gives its bytes, where it must be compiled once more.
@@ -101,9 +103,7 @@ class CompiledModules:
         with self._turn(module):
             ready = self._read(module)
             if ready is None:
-                content = wasm(module)
-                found = examine(content, self._limits)
-                ready = self._compile(module, content, found, TURN_S)
+                ready = self._compile(module, wasm(module), TURN_S)
             self._keep(module, *ready)
             return ready[0]
 
@@ -144,9 +144,7 @@ class CompiledModules:
     def _file(self, module: str) -> Path:
         return self._folder / f"{module}-{self._suffix}"
 
-    def _compile(
-        self, module: str, wasm: bytes, found: Examined, wait_s: float = 0.0
-    ) -> tuple[Loaded, int]:
+    def _compile(self, module: str, wasm: bytes, wait_s: float = 0.0) -> tuple[Loaded, int]:
         if not self._free_to_compile(wait_s):
             raise UnavailableError(
                 Code.QUEUE_FULL,
@@ -154,9 +152,8 @@ class CompiledModules:
                 retry_after_s=1.0,
             )
         try:
-            exported = with_exported_globals(wasm)
             with waiting():
-                code = compile_module(exported, self._limits)
+                found, code = compile_module(wasm, self._limits)
         finally:
             self._compiling.release()
         compiled = wasmtime.Module.deserialize(self._engine, code)

@@ -1,9 +1,11 @@
-"""Compiling a module in a process of its own, with bounded time and memory.
+"""Examining and compiling a module in a process of its own, with bounded time and memory.
 
 A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
-the worker does not compile in its own process what users upload.
-``python -m tokenbus.workers.controller.wasm.module_compiler STACK_BYTES CPU_S`` takes a module on
-stdin, and writes what ``wasmtime.Module.deserialize`` takes to stdout.
+the worker does not compile in its own process what users upload. Reading it takes a second for some
+modules of 4 MB, so that is not done there either.
+``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S`` takes a module on stdin,
+and writes to stdout what kind of controller it is, as a line of JSON, and then what
+``wasmtime.Module.deserialize`` takes. LIMITS is the JSON of ``Limits``.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import resource
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from typing import NamedTuple
 
+import msgspec
 import wasmtime
 
-from ....protocol.errors import Code, ServiceError
+from ....protocol.errors import Code, RequestError, ServiceError
 from ..limits import Limits
+from .abis import Examined, examine
 from .sandbox import make_engine
+from .wasm_binary import with_exported_globals
 from .wasm_reader import WasmError
 
 CPU_S = 30
@@ -34,26 +39,42 @@ COMPILED_BYTES = 256 * 1024**2
 _INVALID = 3
 """Exit code: the module is not valid."""
 _NO_MEMORY = 4
+_REFUSED = 5
+"""Exit code: ``examine`` refuses the module."""
+_SAID_CHARACTERS = 2000
+"""Characters of an error, which may quote names of the module."""
 
 
-def compile_module(wasm: bytes, limits: Limits) -> bytes:
-    """The compiled form of a module, for an engine that ``make_engine`` made of the same limits.
+class Compiled(NamedTuple):
+    """A module of which this worker can make controllers."""
 
-    Raises WasmError where the module is not valid, or takes more than the bounds above.
+    found: Examined
+    code: bytes
+    """The compiled form, with all mutable globals exported."""
+
+
+def compile_module(wasm: bytes, limits: Limits) -> Compiled:
+    """A module, examined and compiled for an engine that ``make_engine`` made of the same limits.
+
+    Raises RequestError where ``examine`` does, where the module is not valid, or where it takes
+    more than the bounds above.
     """
-    command = [sys.executable, "-m", __name__, str(limits.stack_bytes), str(CPU_S)]
+    command = [sys.executable, "-m", __name__, msgspec.json.encode(limits).decode(), str(CPU_S)]
     try:
         done = subprocess.run(command, input=wasm, capture_output=True, timeout=WALL_S, check=False)
     except subprocess.TimeoutExpired:
         raise WasmError(f"the module could not be compiled within {WALL_S:g} s") from None
     if done.returncode == 0:
-        if len(done.stdout) > COMPILED_BYTES:
+        head, _, code = done.stdout.partition(b"\n")
+        if len(code) > COMPILED_BYTES:
             raise WasmError(
-                f"the module's compiled form has {len(done.stdout)} bytes; at most "
-                f"{COMPILED_BYTES} are allowed"
+                f"the module's compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
+                "allowed"
             )
-        return done.stdout
+        return Compiled(msgspec.json.decode(head, type=Examined), code)
     said = done.stderr.decode("utf-8", "replace").strip()
+    if done.returncode == _REFUSED:
+        raise RequestError(Code.INVALID_FIELD, said, path="$.data")
     if done.returncode == _INVALID:
         raise WasmError(f"the module is not valid: {said}")
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
@@ -64,19 +85,25 @@ def compile_module(wasm: bytes, limits: Limits) -> bytes:
 
 
 def _main() -> int:
-    stack_bytes, cpu_s = map(int, sys.argv[1:])
+    limits, cpu_s = msgspec.json.decode(sys.argv[1], type=Limits), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    engine = make_engine(replace(Limits(), stack_bytes=stack_bytes))
+    wasm = sys.stdin.buffer.read()
     try:
-        compiled = wasmtime.Module(engine, sys.stdin.buffer.read()).serialize()
+        found = examine(wasm, limits)
+        exported = with_exported_globals(wasm)
+        compiled = wasmtime.Module(make_engine(limits), exported).serialize()
+    except RequestError as error:
+        said = error.message[:_SAID_CHARACTERS].encode("utf-8", "backslashreplace")
+        sys.stderr.buffer.write(said)
+        return _REFUSED
     except wasmtime.WasmtimeError as error:
         print(_shortened(str(error)), file=sys.stderr)
         return _INVALID
     except MemoryError:
         return _NO_MEMORY
-    sys.stdout.buffer.write(compiled)
+    sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n" + compiled)
     return 0
 
 

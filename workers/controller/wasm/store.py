@@ -33,7 +33,6 @@ from ....protocol.messages import StoredModule, module_too_large
 from ....protocol.pace import RETRY_AFTER_S
 from ....protocol.worker_messages import ModuleTableAnswer
 from ..limits import Limits
-from .abis import examine
 from .compiled_modules import CompiledModules, Loaded
 from .module_table import (
     Entry,
@@ -128,13 +127,12 @@ class ModuleStore:
         if (too_large := module_too_large(len(wasm))) is not None:
             raise too_large
         module = hashlib.sha256(wasm).hexdigest()
-        found = examine(wasm, self._limits)
         check_quota(self._read(tenant), module, len(wasm), upload_bytes)
         began = time.perf_counter()
-        size = self._compiled.prepare(module, wasm, found)
+        loaded, size = self._compiled.prepare(module, wasm)
         compile_ms = 1000 * (time.perf_counter() - began)
-        forks = found.why_no_fork is None
-        entry = Entry(len(wasm), size, time.time(), found.abi, forks, compile_ms)
+        forks = loaded.why_no_fork is None
+        entry = Entry(len(wasm), size, time.time(), loaded.abi, forks, compile_ms)
         tags = [tag] if tag is not None else []
 
         def add(table: Table) -> str:

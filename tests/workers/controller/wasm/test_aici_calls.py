@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import CONTINUE, STOP, SUSPEND, Action, Answer
+from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.wasm.aici import RESULT_BYTES
 from tokenbus.workers.controller.wasm.aici_calls import (
     check_init_prompt,
     init_prompt_argument,
@@ -64,6 +66,26 @@ def test_attention_with_weights_is_refused(weights: list[float]) -> None:
 )
 def test_mid_process_says(result: object, answer: Answer) -> None:
     assert mid_process_answer(json.dumps(result).encode(), masked=False) == answer
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (b'{"attention_masks":[' + b"[]," * 1_300_000 + b"[]]}", "1300001 values; at most 70000"),
+        (b'{"attention_masks":[' + b"[]," * 1024 + b"[]]}", "1027 lists and objects; at most 1024"),
+        (b'{"attention_masks":' + b"[" * 2000, "2001 lists and objects; at most 1024"),
+    ],
+)
+def test_json_of_too_many_values_is_not_decoded(result: bytes, says: str) -> None:
+    with pytest.raises(ControllerError, match=f"^pre_process returned JSON with {says} are allowe"):
+        pre_process_answer(result)
+
+
+def test_as_many_tokens_as_may_be_appended_are_decoded() -> None:
+    tokens = [2**32 - 1] * Limits().appended_tokens
+    result = json.dumps({"attention_masks": [[]], "ff_tokens": tokens}, separators=(",", ":"))
+    assert len(result) <= RESULT_BYTES
+    assert pre_process_answer(result.encode()).tokens == tokens
 
 
 @pytest.mark.parametrize("backtrack", [0, 1])

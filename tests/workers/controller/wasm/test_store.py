@@ -17,7 +17,7 @@ import wasmtime
 from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableError
 from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.wasm import compiled_modules, module_table
+from tokenbus.workers.controller.wasm import compiled_modules, module_table, wasm_reader
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
@@ -40,6 +40,9 @@ def module(number: int = 0, more: str = "") -> bytes:
               (func (export "tokenbus_grow") (param i32) (result i32) i32.const 0))"""
         )
     )
+
+
+UNKNOWN = bytes(wasmtime.wat2wasm('(module (import "tokenbus" "open" (func)))'))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,18 @@ def test_a_module_is_stored_under_its_hash_and_found_by_it_and_by_its_tag(
     loaded = modules.load(stored.module)
     assert (loaded.abi, loaded.why_no_fork) == ("native", None)
     assert "tokenbus:global:0" in [export.name for export in loaded.module.exports]
+
+
+def test_a_module_is_read_in_another_process_only(
+    modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading some modules takes a second, in which the worker's other threads would wait."""
+    monkeypatch.setattr(wasm_reader.Reader, "byte", None)
+    stored = modules.put("anna", module(1))
+    assert modules.load(stored.module).abi == "native"
+    with pytest.raises(RequestError, match="the module is no controller") as caught:
+        modules.put("anna", UNKNOWN)
+    assert caught.value.path == "$.data"
 
 
 def test_the_same_module_again_stays_as_it_was(modules: ModuleStore) -> None:

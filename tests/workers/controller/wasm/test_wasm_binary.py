@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -393,6 +394,29 @@ def test_the_interface_is_found_by_the_exports() -> None:
     assert examine(wat(native()), LIMITS) == ("native", None)
     assert examine(wat(aici()), LIMITS) == ("aici", None)
     assert examine(wat(native("(table 1 funcref)")), LIMITS).why_no_fork is None
+
+
+GLOBAL = "(global (mut i32) (i32.const 0))"
+EXPORT = '(export "{}" (memory 0))'
+IMPORT = '(import "tokenbus" "seq_id" (func (result i32)))'
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (lambda n: GLOBAL * n, ("mutable globals", 0, 128)),
+        (lambda n: "".join(map(EXPORT.format, range(n))), ("exports", 7, 1000)),
+        (lambda n: IMPORT * n, ("imports", 0, 256)),
+    ],
+    ids=["globals", "exports", "imports"],
+)
+def test_what_the_worker_goes_through_for_each_instance_is_bounded(
+    more: Callable[[int], str], says: tuple[str, int, int]
+) -> None:
+    what, had, most = says
+    assert examine(wat(native(more(most - had))), LIMITS).abi == "native"
+    with pytest.raises(RequestError, match=f"the module has {most + 1} {what}; a controller may"):
+        examine(wat(native(more(most - had + 1))), LIMITS)
 
 
 @pytest.mark.parametrize("abi", ["native", "aici"])
