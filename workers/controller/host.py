@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from .guest_memory import TenantMemory
 from .limits import Limits
 from .logs import Log
 
@@ -89,6 +90,8 @@ class Host:
     """Most tokens that the sequence may have after its prompt."""
     ignore_eos: bool = False
     """An end-of-sequence token does not end the sequence, whatever its controller does."""
+    memory: TenantMemory | None = None
+    """The account that guests of this sequence count towards; None: they are not counted."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

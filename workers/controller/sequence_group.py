@@ -16,6 +16,7 @@ from functools import partial
 from ...protocol.errors import Code, ControllerError
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from .forks import lineage_of_fork, number_of_fork
+from .guest_memory import TenantMemory
 from .host import Host, Vocabulary
 from .interface import Controller, Program
 from .limits import Limits
@@ -80,6 +81,8 @@ class SequenceGroup:
         self._perform = perform
         self.meter = Meter()
         """Of its controller."""
+        self.memory: TenantMemory | None = None
+        """The share of its tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
         """Its rounds, where the request is traced."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
@@ -390,6 +393,7 @@ class SequenceGroup:
             limits if self._replay is None else replayed_limits(limits),
             self._max_tokens,
             self._ignore_eos,
+            self.memory,
         )
 
     def _buffer(self) -> memoryview:

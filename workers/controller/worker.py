@@ -51,9 +51,10 @@ from ...protocol.worker_messages import (
 )
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
-from ..machine import machine_id
+from ..machine import machine_id, machine_memory
 from ..successor import successor_comes
 from .first_rounds import FirstRounds
+from .guest_memory import GuestMemory
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles, MaskRows
@@ -74,6 +75,8 @@ from .wasm.store import ModuleStore
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
+GUESTS_PART = 2
+"""The part of this machine's memory that guests of all its controller workers may have: a half."""
 SWITCH_S = 0.0005
 """How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
 few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
@@ -120,6 +123,9 @@ class ControllerWorker:
         self._name = name or f"controller-{socket.gethostname()}-{os.getpid()}"
         self._limits = limits_of(settings)
         self._engine = make_engine(self._limits)
+        self._guest_memory = GuestMemory(
+            machine_memory() // GUESTS_PART // max(1, settings.controller_workers)
+        )
         self._serves = list(programs) if programs else [ANY_MODULE]
         self._module_calls = ModuleCalls(self._post, self._post_once)
         folder = settings.run_folder / "modules"
@@ -308,6 +314,7 @@ class ControllerWorker:
             start.attempt,
         )
         self._end(link, header.request)
+        group.memory = self._guest_memory.of(tenant)
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)

@@ -17,7 +17,7 @@ import wasmtime
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
-from ..interface import Answer, Controller
+from ..interface import SUSPEND, Answer, Controller
 from .aici_calls import (
     check_init_prompt,
     init_prompt_argument,
@@ -69,7 +69,7 @@ class AiciProgram:
         state = AiciState(host)
         if self._keeps_tokens:
             state.tokens = array.array("I")
-        guest = state.guest = Guest(self._template, state, host.limits)
+        guest = state.guest = Guest(self._template, state, host.limits, host.memory)
         limit = host.limits.init_s
         try:
             handle = 0
@@ -143,11 +143,15 @@ class AiciController:
         call = self._guest.function("aici_init_prompt")
         limit = self._state.host.limits.init_s
         check_init_prompt(self._call(call, limit, "init_prompt", init_prompt_argument(prompt)))
+        self._guest.count()
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
         limit = self._state.host.limits.pre_s
-        return pre_process_answer(self._call(self._pre, limit, "pre_process", b"{}"))
+        answer = pre_process_answer(self._call(self._pre, limit, "pre_process", b"{}"))
+        if answer is SUSPEND:
+            self._guest.count()
+        return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """As ``interface.Controller`` says."""
@@ -158,6 +162,7 @@ class AiciController:
             result = self._call(self._mid, state.host.limits.mid_s, "mid_process", argument)
         finally:
             state.mask = None
+        self._guest.count()
         return mid_process_answer(result, state.masked)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:

@@ -17,6 +17,7 @@ import wasmtime
 from wasmtime import _ffi as ffi
 
 from ....protocol.errors import Code, ControllerError
+from ..guest_memory import TenantMemory
 from ..limits import Limits
 from .host_functions import BULK_BYTES, WORK_BYTES, running
 
@@ -119,6 +120,9 @@ class Spares:
         return None
 
 
+INSTANCE_BYTES = 512 * 1024
+"""What an instance takes besides its memory, about: tables, globals, and its side in the host."""
+
 SPARES = Spares(64 * 1024 * 1024)
 
 
@@ -148,11 +152,16 @@ class Guest:
     One thread at a time. Whatever fails raises ControllerError, after which the guest is dead.
     """
 
-    def __init__(self, template: Template, host: Any, limits: Limits) -> None:
-        """Makes the instance, which runs the module's start function if it has one."""
+    def __init__(
+        self, template: Template, host: Any, limits: Limits, memory: TenantMemory | None = None
+    ) -> None:
+        """Makes the instance, which runs the module's start function if it has one. It counts
+        towards ``memory``, if that is given."""
         self.template = template
         self.host = host
         self.limits: Limits
+        self._account = memory
+        self._counted = 0
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
         self._timed_out = False
@@ -172,14 +181,15 @@ class Guest:
         self._context = self._store._context()
         self._instance = ffi.wasmtime_instance_t()
         self._run("start", lambda: self._instantiate())
-        memory = self._export("memory")
-        if memory is None or memory.kind != ffi.WASMTIME_EXTERN_MEMORY.value:
+        exported = self._export("memory")
+        if exported is None or exported.kind != ffi.WASMTIME_EXTERN_MEMORY.value:
             raise ControllerError(Code.CONTROLLER_FAILED, "the module exports no memory")
-        self._memory = ffi.wasmtime_memory_t.from_buffer_copy(memory.of.memory)
+        self._memory = ffi.wasmtime_memory_t.from_buffer_copy(exported.of.memory)
         self._memory_at = ctypes.byref(self._memory)
         base = ffi.wasmtime_memory_data(self._context, self._memory_at)
         self.base = ctypes.cast(base, ctypes.c_void_p).value or 0
         self.size = _data_size(self._context, self._memory_at)
+        self._count_or_free()
 
     def close(self) -> None:
         """Its sequence has finished: frees the instance, or keeps it for a fork of its module."""
@@ -187,6 +197,9 @@ class Guest:
             return
         self._closed = True
         self.host = None
+        if self._account is not None:
+            self._account.give_back(self._counted)
+            self._account, self._counted = None, 0
         if self._is_copy and not self._dead:
             # All of its memory, grown parts too, is to be overwritten for the next sequence.
             self.measure()
@@ -260,6 +273,16 @@ class Guest:
         self.size = _data_size(self._context, self._memory_at)
         return self.size
 
+    def count(self) -> None:
+        """Counts its memory towards its tenant's; raises ControllerError beyond the share of that.
+        Called once in each round, as its memory may have grown."""
+        if self._account is None:
+            return
+        size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES
+        if size != self._counted:
+            self._account.take(size - self._counted)
+            self._counted = size
+
     def check(self, address: int, size: int) -> None:
         """Raises ControllerError where ``[address, address + size)`` is not in its memory."""
         if address + size > self.size and address + size > self.measure():
@@ -313,6 +336,8 @@ class Guest:
         if other is not None:
             other._limit_to(limits)
             other.host, other._closed = host, False
+            other._account = self._account
+            other._count_or_free()
         else:
             other = self._copy(host, limits, size)
         ctypes.memmove(other.base, self.base, size)
@@ -343,10 +368,24 @@ class Guest:
 
     def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
         """A fresh guest for a fork, with a memory of ``size`` bytes."""
-        other = Guest(self.template, host, limits)
+        other = Guest(self.template, host, limits, self._account)
         other._is_copy = True
-        other._grow_to(size)
+        try:
+            other._grow_to(size)
+            other.count()
+        except ControllerError:
+            other._dead = True
+            other.close()
+            raise
         return other
+
+    def _count_or_free(self) -> None:
+        try:
+            self.count()
+        except ControllerError:
+            self._dead = True
+            self.close()
+            raise
 
     def _grow_to(self, size: int) -> None:
         """Makes the memory so large, all of its pages at hand."""

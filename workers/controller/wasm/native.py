@@ -43,7 +43,7 @@ class NativeProgram:
     def start(self, host: Host) -> Controller:
         """Creates an instance."""
         state = NativeState(host)
-        guest = state.guest = Guest(self._template, state, host.limits)
+        guest = state.guest = Guest(self._template, state, host.limits, host.memory)
         try:
             begin = start_function(self._template.exports)
             if begin is not None:
@@ -104,6 +104,7 @@ class NativeController:
         self._block[_ARG] = len(arg)
         guest.call(guest.function("tokenbus_init_prompt"), self._host.limits.init_s, "init_prompt")
         self._block[_ARG] = 0
+        guest.count()
 
     def pre_process(self) -> Answer:
         """Calls tokenbus_pre_process."""
@@ -115,6 +116,7 @@ class NativeController:
         if then == 0:
             return STOP
         if then == 2:
+            self._guest.count()
             return SUSPEND
         if then == 3:
             return Answer(Action.FORK, count=block[_N])
@@ -132,6 +134,7 @@ class NativeController:
         else:
             self._put(fork_group, self._host.limits.mid_s)
         then = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
+        self._guest.count()
         if then == 1:
             address = block[_MASK]
             if not address:

@@ -18,6 +18,7 @@ from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableErro
 from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm import compiled_modules, module_table, wasm_reader
+from tokenbus.workers.controller.wasm.module_compiler import Compiled
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
@@ -462,7 +463,7 @@ def test_one_module_is_compiled_once_however_many_want_it(
     fresh = another(modules, engine)
     compile_module, times = compiled_modules.compile_module, []
 
-    def counted(wasm: bytes, limits: Limits) -> bytes:
+    def counted(wasm: bytes, limits: Limits) -> Compiled:
         times.append(1)
         return compile_module(wasm, limits)
 

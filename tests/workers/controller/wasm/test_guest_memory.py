@@ -1,0 +1,104 @@
+"""The memory of a worker's guests: shares by tenant, as guests begin, grow, fork and end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import wasmtime
+from tokenbus.protocol.errors import ControllerError
+from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.workers.controller.guest_memory import GuestMemory
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.sequence_group import SequenceGroup
+from tokenbus.workers.controller.wasm.instance import INSTANCE_BYTES
+from tokenbus.workers.controller.wasm.native import NativeProgram
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
+from tokenbus.workers.state.variables import VariableStorage
+
+from ..played import BYTES, vocabulary
+from .hostile.guests import N, guest, set_word
+
+LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+SMALL = INSTANCE_BYTES + 65_536
+"""A guest of one page."""
+GROW = "(drop (memory.grow (i32.const 100)))"
+FORK_ONCE = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then
+    {set_word(N, 4)} (return (i32.const 3))))"""
+
+
+@dataclass
+class Worker:
+    """What the requests of a worker have in common."""
+
+    memory: GuestMemory
+    engine: wasmtime.Engine
+
+    def begin(self, wasm: bytes, tenant: str = "anna") -> tuple[SequenceGroup, list[StepResult]]:
+        """A request, and the results of its first round."""
+        module = wasmtime.Module(self.engine, with_exported_globals(wasm))
+        group = SequenceGroup(1, 9, LIMITS, b"", 100, True, VariableStorage().apply)
+        group.memory = self.memory.of(tenant)
+        program = NativeProgram(self.engine, module)
+        results = group.begin(program, vocabulary(BYTES), [1, 2, 3])
+        group.record(results)
+        return group, results
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """A worker in which the guests of one tenant have room for six small ones."""
+    return Worker(GuestMemory(12 * SMALL), make_engine(LIMITS))
+
+
+def end(group: SequenceGroup) -> None:
+    group.close()
+    group.free()
+
+
+def test_a_tenant_has_half_and_leaves_the_other_half_to_those_that_come_later(
+    worker: Worker,
+) -> None:
+    groups = [worker.begin(guest())[0] for _ in range(6)]
+    with pytest.raises(ControllerError, match="a client may have as much as it leaves free"):
+        worker.begin(guest())
+    others = [worker.begin(guest(), "bert")[0] for _ in range(3)]
+    with pytest.raises(ControllerError, match=f"would have {4 * SMALL} bytes of memory, and all"):
+        worker.begin(guest(), "bert")
+    for group in groups + others:
+        end(group)
+    assert worker.memory.used == 0
+
+
+@pytest.mark.parametrize(
+    "wasm",
+    [
+        guest(init=GROW),
+        guest(mid=GROW),
+        guest(pre=GROW),
+        guest(pre=f"{GROW} (return (i32.const 2))"),
+    ],
+    ids=["init_prompt", "mid_process", "pre_process", "suspended"],
+)
+def test_a_guest_that_grows_beyond_the_share_ends_and_gives_its_memory_back(
+    worker: Worker, wasm: bytes
+) -> None:
+    group, [result] = worker.begin(wasm)
+    assert result.then == "error"
+    assert "a client may have as much as it leaves free" in (result.error or "")
+    end(group)
+    assert worker.memory.used == 0
+
+
+def test_forks_are_counted_each(worker: Worker) -> None:
+    for _ in range(3):  # The later ones are made of spare instances.
+        group, results = worker.begin(guest(pre=FORK_ONCE))
+        assert [r.then for r in results] == ["fork", *["sample"] * 4]
+        assert worker.memory.used == 4 * SMALL
+        other, [failed] = worker.begin(guest(pre=FORK_ONCE))
+        assert failed.then == "error"
+        end(other)
+        assert worker.memory.used == 4 * SMALL
+        end(group)
+        assert worker.memory.used == 0

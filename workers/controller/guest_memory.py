@@ -1,0 +1,72 @@
+"""The memory that all guests of a worker have together, shared by tenant.
+
+A tenant may have as much as it leaves free. One tenant gets at most half of the total, two a third
+each, and so on: there is always some left for a tenant that comes later. Source: Choudhury and
+Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ...protocol.errors import Code, ControllerError
+
+
+class GuestMemory:
+    """The account of a worker, in bytes. Thread-safe."""
+
+    def __init__(self, total: int) -> None:
+        """``total``: bytes that the guests of this worker may have."""
+        self._total = total
+        self._used = 0
+        self._by_tenant: dict[str, int] = {}
+        """Of tenants that have any."""
+        self._lock = threading.Lock()
+
+    def of(self, tenant: str) -> TenantMemory:
+        """The share of one tenant."""
+        return TenantMemory(self, tenant)
+
+    @property
+    def used(self) -> int:
+        """Bytes that all guests have."""
+        return self._used
+
+    def take(self, tenant: str, size: int) -> None:
+        """A guest of a tenant has more memory; raises ControllerError beyond the tenant's share."""
+        with self._lock:
+            mine = self._by_tenant.get(tenant, 0) + size
+            used = self._used + size
+            if mine > self._total - used:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED,
+                    f"the controllers of this client would have {mine} bytes of memory, and all "
+                    f"clients {used} of {self._total} on this worker; a client may have as much as "
+                    "it leaves free, so let other requests end first",
+                )
+            self._by_tenant[tenant] = mine
+            self._used = used
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """A guest of a tenant has ended."""
+        with self._lock:
+            self._used -= size
+            self._by_tenant[tenant] -= size
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
+
+
+class TenantMemory:
+    """The share of one tenant. Thread-safe."""
+
+    def __init__(self, memory: GuestMemory, tenant: str) -> None:
+        self._memory = memory
+        self._tenant = tenant
+
+    def take(self, size: int) -> None:
+        """A guest has more memory; raises ControllerError beyond the tenant's share."""
+        self._memory.take(self._tenant, size)
+
+    def give_back(self, size: int) -> None:
+        """A guest has ended."""
+        self._memory.give_back(self._tenant, size)
