@@ -129,13 +129,20 @@ class Gateway:
 class Bus:
     """A broker, and any number of workers, in a folder of their own."""
 
-    def __init__(self, python: str = sys.executable, **settings: object) -> None:
-        """``python`` is the broker's interpreter; ``settings`` are of all processes.
+    def __init__(
+        self,
+        python: str = sys.executable,
+        worker_python: str = sys.executable,
+        **settings: object,
+    ) -> None:
+        """``python`` is the broker's interpreter, ``worker_python`` that of the workers that are
+        started; ``settings`` are of all processes.
 
         Leases are long, so that a process that gets no CPU time for a while is not given up; a test
         that kills workers shortens them.
         """
         self._python = python
+        self.worker_python = worker_python
         self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
         self.front = f"tcp://127.0.0.1:{free_port()}"
         self.environment = clean_environment(
@@ -158,7 +165,7 @@ class Bus:
         """Starts one more GPU worker."""
         extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
         log = self.folder / f"gpu-{len(self.workers)}.log"
-        worker = Process("tokenbus.workers.gpu", log, self.environment | extra)
+        worker = Process("tokenbus.workers.gpu", log, self.environment | extra, self.worker_python)
         self.workers.append(worker)
         return worker
 
@@ -166,7 +173,8 @@ class Bus:
         """Starts a controller worker or a state worker (``role``)."""
         extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
         log = self.folder / f"{role}-{len(self.others)}.log"
-        worker = Process(f"tokenbus.workers.{role}", log, self.environment | extra)
+        module = f"tokenbus.workers.{role}"
+        worker = Process(module, log, self.environment | extra, self.worker_python)
         self.others.append(worker)
         return worker
 
