@@ -103,17 +103,12 @@ class Adoption:
         wanted = returned
         if worker.role == "gpu" and self.open(now):
             wanted = returned + [r for r in live if r not in known or self._is_unclaimed(r)]
-            for number in wanted[len(returned) :]:
-                if number in self._dispatcher.moves.waiting:
-                    # The worker runs it: sent to this or another one now, it would run twice.
-                    known[number].reported = worker.id, now + self._settings.expiry_s
         return [request for request in live if request not in wanted], wanted
 
     def on_journal(
         self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
     ) -> None:
         """A worker's JOURNAL: the request goes on here, or is dropped where nobody wants it."""
-        self.answered(worker, header.request)
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -162,13 +157,6 @@ class Adoption:
             self._due.append((due, request.id))
         flags = header.flags & FORM
         self._attaches.on_adopted(request, sent, flags)
-
-    def answered(self, worker: Worker, number: int) -> None:
-        """A worker has sent the JOURNAL of a request, or does not have it any more: where it still
-        waits after that, it goes on at any worker."""
-        request = self._dispatcher.moves.waiting.get(number)
-        if request is not None and request.reported[0] == worker.id:
-            request.reported = 0, 0.0
 
     def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
         """Whether a worker has sent the journal of a request before."""
@@ -361,7 +349,6 @@ class Adoption:
     def on_released(self, worker: Worker, requests: Sequence[int]) -> None:
         """These requests of a worker go on behind another broker."""
         for number in requests:
-            self.answered(worker, number)
             request = self._dispatcher.requests.get(number)
             if request is not None and request.worker is worker:
                 self._unclaimed.pop(number, None)

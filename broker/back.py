@@ -414,9 +414,7 @@ class Back:
         body: Journal = decode_as(Journal, frames[2], "msgpack")
         request = self._returns.awaits(header.request, worker)
         if request is None:
-            if body.gone:
-                self._adoption.answered(worker, header.request)
-            else:
+            if not body.gone:
                 self._adoption.on_journal(worker, header, body, frames[3:], self._dispatcher.now)
             return
         try:

@@ -505,7 +505,7 @@ class Dispatcher:
                 self.behind = True
                 return
             kind = (request.role, request.model, id(request.began_with))
-            if kind in full or not self._may_continue(request):
+            if kind in full or not self.moves.quarantine.may_start(request):
                 continue
             found = self._next_worker(request)
             if found is None:
@@ -513,13 +513,6 @@ class Dispatcher:
             else:
                 started += 1
                 self._start(request, found)
-
-    def _may_continue(self, request: Request) -> bool:
-        """Whether a request that has lost its worker may go to another now."""
-        by, until = request.reported
-        if by in self.workers and self.now < until:
-            return False
-        return self.moves.quarantine.may_start(request)
 
     def _next_worker(self, request: Request) -> Worker | None:
         """Where a request that has lost its worker goes on, if anywhere has room."""

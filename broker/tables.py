@@ -366,9 +366,6 @@ class Request:
     """Of one of an earlier run of the broker: when it was adopted (``adoption.py``)."""
     unclaimed: bool = False
     """Whether it was adopted, and its client has not attached yet."""
-    reported: tuple[int, float] = (0, 0.0)
-    """Of one that waits for a worker: the worker that has reported it and owes its JOURNAL, and
-    until when the request is not given to any worker for that."""
     pages: list[bytes] | None = None
     """The keys of its prompt's pages, from when they are first needed until it is sent."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from msgspec import msgpack
 from tokenbus.broker.core import Broker
 from tokenbus.broker.outgoing import Outgoing, Side
@@ -573,70 +572,6 @@ def test_an_adopted_stream_moves_with_all_that_was_sent_of_it() -> None:
     world.remove(gpu)
     world.run()
     steps(world, other, 3)
-    assert client.tokens[call] == expected()
-    assert client.ends == {call: None}
-
-
-def reconnect(world: World, gpu: GpuWorker) -> None:
-    """A worker has a new connection, and has not registered yet."""
-    assert world.broker is not None
-    gone = gpu.id
-    gpu.connections += 1
-    world._route(world.broker.on_gone(gpu.side, gone, world.now))
-    gpu.out = gpu.lease.connected(world.now)
-
-
-@pytest.mark.parametrize("by_another", [False, True])
-def test_a_stream_that_its_worker_reports_again_does_not_go_to_it_a_second_time(
-    by_another: bool,
-) -> None:
-    """Its client is not back yet. The worker was asked for the JOURNAL of the stream, and was sent
-    the stream itself too: it then had two sequences of one request."""
-    world, gpu, client = begun()
-    [call] = client.tokens
-    world.kill()
-    steps(world, gpu, 1)
-    world.start()
-    world.pass_time(2.0, gpu)
-    other = GpuWorker(world, "other")
-    if by_another:
-        world.run(gpu, other)
-    reconnect(world, gpu)
-    if by_another:
-        # What was sent to the other one has not arrived: its connection had closed too.
-        assert other.running
-        other.running.clear()
-        world.remove(other)
-    before = len(gpu.got)
-    world.run(gpu)
-    assert [kind for kind, _, _ in gpu.got[before:] if kind == b"GENERATE"] == []
-    world.pass_time(1.0)
-    for _ in range(8):
-        steps(world, gpu, 1)
-        steps(world, other, 1)
-    assert client.tokens[call] == expected()
-    assert client.ends == {call: None}
-    assert client.said.count("GENERATE") == 1
-
-
-def test_a_stream_whose_journal_does_not_come_goes_on_at_another_worker() -> None:
-    world, gpu, client = begun()
-    [call] = client.tokens
-    world.kill()
-    world.start()
-    world.pass_time(2.0, gpu)
-    reconnect(world, gpu)
-    # It registers, and is lost before it has sent what it was asked for.
-    [register] = gpu.outgoing()
-    assert world.broker is not None
-    world.broker.on_worker(gpu.id, register, world.now)
-    other = GpuWorker(world, "other")
-    world.run(other, client)
-    assert not other.running
-    world.remove(gpu)
-    world.pass_time(1.0)
-    assert len(other.running) == 1
-    steps(world, other, 5)
     assert client.tokens[call] == expected()
     assert client.ends == {call: None}
 
