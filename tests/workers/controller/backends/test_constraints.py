@@ -22,7 +22,7 @@ from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar import yacc_compiler
 from tokenbus.workers.controller.backends.grammar.file_cache import FileCache
 from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Action, Program
+from tokenbus.workers.controller.interface import Action, Constraint, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
@@ -562,3 +562,28 @@ def test_schemas_and_lark_grammars_steer_streams(client: Client) -> None:
             assert nested.text.count("(") == nested.text.count(")")
     with pytest.raises(RequestError, match="json_schema"):
         client.generate("x", controller="json_schema", controller_arg={"type": "x"}).wait()
+
+
+# --- the end of a text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arg"),
+    [
+        ("regex", "[0-9]{2}"),
+        ("combination", '{"sequence": [{"json_schema": {"const": 12}}, {"regex": "3?"}]}'),
+        ("lark", 'start: "1" "2"'),
+    ],
+)
+def test_a_text_whose_last_tokens_come_together_with_its_end_is_complete(
+    constraints: Constraints, name: str, arg: str
+) -> None:
+    """Where a draft foresaw them, several tokens come in one round. Those before the end of the
+    sequence were dropped, and the text counted as cut."""
+    run = Steered(named(constraints, name), BYTES, arg)
+    run.mid()
+    stopped = run.controller.post_process([1 + ord("1"), 1 + ord("2"), EOS], 0)
+    assert stopped.action is Action.STOP
+    assert isinstance(run.controller, Constraint)
+    assert run.controller.text_end() == "complete"
+    run.controller.close()

@@ -87,11 +87,12 @@ class GrammarController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        eos = self._host.vocabulary.eos_ids
-        if tokens and tokens[-1] in eos:
-            return STOP
-        if self._closed:
-            return CONTINUE
+        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
+        if after is STOP:
+            tokens = tokens[:-1]
+        if self._closed or not tokens:
+            return after
         if self._guest.append(self._place, tokens) < len(tokens):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -99,7 +100,7 @@ class GrammarController:
                 f"{self._shown()}",
             )
         self._text += tokens
-        return CONTINUE
+        return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
         """The instance, unless the text ends here or it is time to see how to close it."""

@@ -192,8 +192,12 @@ class PartsController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances the ways that allow the appended tokens and closes the others."""
-        if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
-            return STOP
+        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
+        if after is STOP:
+            tokens = tokens[:-1]
+        if after is STOP and not tokens:
+            return after
         del self._text[len(self._text) - backtrack :]
         self._text += tokens
         self._complete = False
@@ -206,7 +210,7 @@ class PartsController:
                     way.controller.close()
         for way in self._ways:
             way.controller.post_process(tokens, backtrack)
-        return CONTINUE
+        return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """How the text ends in the way that is nearest to a whole value."""

@@ -150,10 +150,12 @@ class MatcherController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        if tokens and tokens[-1] in self._host.vocabulary.eos_ids:
-            return STOP
-        if self.closing.end is not None:
-            return CONTINUE
+        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
+        if after is STOP:
+            tokens = tokens[:-1]
+        if self.closing.end is not None or (after is STOP and not tokens):
+            return after
         matcher = self._matcher
         for at in range(0, len(tokens), AT_ONCE):
             some = list(tokens[at : at + AT_ONCE])
@@ -168,7 +170,7 @@ class MatcherController:
         self._text += tokens
         self.closing.append(tokens, self._forced)
         self._forced = False
-        return CONTINUE
+        return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``closed`` if closing has changed the text; else whether the grammar accepts it."""
