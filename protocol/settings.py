@@ -147,6 +147,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     it, the stream ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
+    trust_request_chat_template: bool = False
+    """Render chat templates that requests bring; without it, ``chat_template`` is refused."""
     drain_s: Positive = 30.0
     """How long a worker that is stopped goes on with its running requests."""
     linger_s: Positive = 3600.0

@@ -136,8 +136,8 @@ def steered(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def gateway(steered: Bus) -> Gateway:
-    """A gateway of that bus, without API keys."""
-    return steered.start_gateway()
+    """A gateway of that bus, without API keys, that renders templates of requests."""
+    return steered.start_gateway(trust_request_chat_template=True)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class Gateway:
         """By public key: those of API keys that have one."""
         self.models = ModelTable(self._own)
         self.traffic = Counts()
-        self.templates = Templates()
+        self.templates = Templates(settings.trust_request_chat_template)
         self.tunnels = Tunnels(settings)
         """The WebSockets of LMTP, each with a connection of its own."""
         self.draining = False

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from ...protocol.errors import Code, RequestError
+from ...protocol.errors import Code, RequestError, ServiceError
 from ...protocol.messages import ModelInfo, TokenizerFiles
 from ...protocol.text_bounds import TextBound, TokenSize, size_of_tokenizer
 from .. import AsyncClient
@@ -22,6 +22,8 @@ FRESH_S = 10.0
 SHORT_TEXT = 4096
 """Most characters of a text that is tokenized in the event loop, and most tokens that are decoded
 there."""
+MAX_REASON = 500
+"""Most characters that say why a tokenizer cannot be read."""
 LOAD_S = 600.0
 """How long a model may take to load on demand, in seconds."""
 
@@ -153,6 +155,16 @@ class ModelTable:
         self._tokenization = Tokenization()
         self._locks: dict[str, asyncio.Lock] = {}
 
+    async def info(self, name: str) -> ModelInfo:
+        """The description of the model of this name, whose tokenizer need not be readable.
+
+        Raises TokenbusError: ``unknown_model`` if none is served under this name.
+        """
+        kept = self._models.get(name)
+        if kept is not None and time.monotonic() - kept[0] < FRESH_S:
+            return kept[1].info
+        return await self._client.model_info(name, timeout_s=LOAD_S)
+
     async def get(self, name: str = "") -> ServedModel:
         """The model of this name, loaded where it is served on demand; empty: the default.
 
@@ -189,7 +201,11 @@ class ModelTable:
         if kept is None:
             files = await self._client.tokenizer(name)
             # A vocabulary of 130,000 tokens takes a second to read.
-            tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
-            size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))
+            try:
+                tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
+                size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))
+            except Exception as error:  # The package raises nothing more exact.
+                what = f"the tokenizer of the model {name!r} cannot be read: {error}"
+                raise ServiceError(Code.MODEL_LOAD_FAILED, what[:MAX_REASON]) from None
             kept = self._tokenizers[fingerprint] = files, tokenizer, size
         return kept

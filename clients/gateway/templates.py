@@ -41,7 +41,9 @@ class Templates:
     first needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trust_requests: bool = False) -> None:
+        """``trust_requests``: whether requests may bring templates of their own."""
+        self._trust_requests = trust_requests
         self._of_models = _Renderer()
         self._of_requests = _Renderer()
 
@@ -58,8 +60,17 @@ class Templates:
     ) -> str:
         """The text of ``messages`` under the model's template, or under ``chat_template``.
 
-        Raises ApiError 400 if the template is not valid, refuses the messages, or takes too long.
+        Raises ApiError 400 if the template is not valid, refuses the messages, or takes too long,
+        or if it is the request's own and this gateway does not trust requests.
         """
+        if chat_template is not None and not self._trust_requests:
+            raise ApiError(
+                400,
+                "this gateway renders no chat template of a request; leave chat_template out, or "
+                "start the gateway with --trust-request-chat-template",
+                code="chat_template_not_trusted",
+                param="chat_template",
+            )
         if chat_template is not None and len(chat_template) > MAX_TEMPLATE:
             raise _fault(
                 f"it has {len(chat_template)} characters; at most {MAX_TEMPLATE} are allowed"

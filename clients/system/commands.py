@@ -124,6 +124,13 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="an origin whose pages may use the gateways; may be given again",
     )
+    add(
+        "--trust-request-chat-template",
+        dest="trust_request_chat_template",
+        action="store_const",
+        const=True,
+        help="render the chat templates that requests over HTTP bring",
+    )
     add("--device", help="auto (default), cpu, cuda, cuda:1")
     add("--dtype", help="auto (default), float32, bfloat16")
     add(

@@ -64,5 +64,5 @@ async def _loaded(gateway: Gateway) -> list[str]:
 
 
 async def _model(gateway: Gateway, name: str) -> Model:
-    served = await gateway.models.get(name)
-    return Model(name, STARTED, served.info.context_length)
+    info = await gateway.models.info(name)
+    return Model(name, STARTED, info.context_length)

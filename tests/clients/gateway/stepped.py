@@ -73,8 +73,13 @@ class Stepped:
 class SteppedWorker:
     """Serves the model ``stepped``, with the tokenizer of the embedded one."""
 
-    def __init__(self, back: str, capacity: int) -> None:
+    def __init__(
+        self, back: str, capacity: int, model: str = "stepped", tokenizer: str | None = None
+    ) -> None:
+        """``tokenizer``: the text of its ``tokenizer.json``; None: that of the embedded model."""
         self._capacity = capacity
+        self._model = model
+        self._json = tokenizer or (embedded.path() / "tokenizer.json").read_text()
         self._arrived: deque[FromBus] = deque()
         self._bus = Bus(back, self._registration, lambda: (0, {}), self._tokenizer)
         self._bus.start()
@@ -111,21 +116,21 @@ class SteppedWorker:
 
     def _registration(self) -> Register:
         info = ModelInfo(
-            name="stepped",
+            name=self._model,
             vocab_size=4096,
             context_length=2**20,
             eos_token_ids=[0],
-            fingerprint="stepped",
+            fingerprint=self._model,
         )
         return Register(
-            name="gpu-stepped",
+            name=f"gpu-{self._model}",
             role="gpu",
             version=1,
             pid=os.getpid(),
             host="here",
             capacity=self._capacity,
             models=[info],
-            default="stepped",
+            default=self._model,
         )
 
     def _tokenizer(self, messages: list[FromBus]) -> list[FromBus]:
@@ -140,8 +145,7 @@ class SteppedWorker:
                 continue
             header, encoding = message.header, encoding_to(message.header)
             asked = decode_as(ModelTokenizerRequest, message.body)
-            json = (embedded.path() / "tokenizer.json").read_text()
-            files = TokenizerFiles(fingerprint="stepped", json=json)
+            files = TokenizerFiles(fingerprint=self._model, json=self._json)
             answer = encode_body(Msg(stream_id=asked.stream_id, tokenizer=files), encoding)
             head = encode_header(header.request, header.address, Flag.FINAL)
             self._bus.post([b"MSG", head, answer])
@@ -149,9 +153,11 @@ class SteppedWorker:
 
 
 @contextmanager
-def stepped_worker(back: str, capacity: int) -> Iterator[SteppedWorker]:
+def stepped_worker(
+    back: str, capacity: int, model: str = "stepped", tokenizer: str | None = None
+) -> Iterator[SteppedWorker]:
     """Such a worker, registered with the broker at ``back``."""
-    worker = SteppedWorker(back, capacity)
+    worker = SteppedWorker(back, capacity, model, tokenizer)
     try:
         yield worker
     finally:

@@ -201,7 +201,7 @@ def model() -> ServedModel:
 
 @pytest.fixture
 async def templates(processes: None) -> AsyncIterator[Templates]:
-    templates = Templates()
+    templates = Templates(trust_requests=True)
     yield templates
     await templates.close()
 
@@ -226,6 +226,14 @@ async def test_endless_templates_end_and_others_are_rendered_all_the_while(
     with pytest.raises(ApiError, match=r"at most \d+ are allowed"):
         await given("{{ 'a' * 2**25 }}")
     assert await given("{{ messages[0].role }}, {{ bos_token }}") == "user, <s>"
+
+
+@pytest.mark.anyio
+async def test_a_request_brings_no_template_unless_it_is_trusted(model: ServedModel) -> None:
+    templates = Templates()
+    with pytest.raises(ApiError, match="--trust-request-chat-template") as caught:
+        await templates.render(model, SHORT, chat_template="{{ messages[0].content }}")
+    assert (caught.value.status, caught.value.param) == (400, "chat_template")
 
 
 @pytest.mark.anyio

@@ -1,0 +1,81 @@
+"""The internals of uvicorn that the gateway overrides or uses: they are no interface of uvicorn's.
+
+A release that changes one of these has to be looked at before pyproject.toml allows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import uvicorn
+from tokenbus.clients.gateway.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.server import GatewayServer
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+PROTOCOL = {
+    "connection_lost": ["exc"],
+    "connection_made": ["transport"],
+    "data_received": ["data"],
+    "handle_websocket_upgrade": [],
+    "on_body": ["body"],
+    "on_header": ["name", "value"],
+    "on_headers_complete": [],
+    "on_message_begin": [],
+    "on_message_complete": [],
+    "pause_writing": [],
+    "resume_writing": [],
+    "send_400_response": ["msg"],
+}
+"""Methods of ``HttpToolsProtocol`` that ``BoundedHttp`` overrides, with their parameters."""
+
+SERVER = {"handle_exit": ["sig", "frame"], "serve": ["sockets"], "shutdown": ["sockets"]}
+"""Methods of ``uvicorn.Server`` that ``GatewayServer`` overrides."""
+
+ATTRIBUTES = {
+    HttpToolsProtocol: ["app", "config", "connections", "cycle", "flow", "loop", "transport"],
+    RequestResponseCycle: ["response_complete", "response_started"],
+    FlowControl: ["read_paused"],
+    uvicorn.Server: ["config", "force_exit", "lifespan", "server_state", "servers", "should_exit"],
+    ServerState: ["connections"],
+    uvicorn.Config: ["http_protocol_class", "loaded_app", "proxy_headers", "ssl"],
+}
+"""Attributes that the gateway reads or sets."""
+
+
+def overridden(own: type, base: type) -> set[str]:
+    return {name for name in vars(own) if name in dir(base) and not name.startswith("__")}
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "methods"),
+    [(BoundedHttp, HttpToolsProtocol, PROTOCOL), (GatewayServer, uvicorn.Server, SERVER)],
+)
+def test_the_methods_that_are_overridden_are_there_and_take_the_same(
+    own: type, base: type, methods: dict[str, list[str]]
+) -> None:
+    assert overridden(own, base) == set(methods)
+    for name, parameters in methods.items():
+        assert list(inspect.signature(getattr(base, name)).parameters)[1:] == parameters, name
+
+
+@pytest.mark.parametrize(("owner", "names"), ATTRIBUTES.items())
+def test_the_attributes_that_are_used_are_there(owner: type, names: list[str]) -> None:
+    source = inspect.getsource(owner)
+    missing = [n for n in names if not re.search(rf"\b(self\.{n}\b|def {n}\b|{n}:)", source)]
+    assert not missing
+
+
+def test_the_package_takes_no_release_of_uvicorn_that_was_not_looked_at() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    needed = project["project"]["optional-dependencies"]["gateway"]
+    [uvicorn_needed] = [one for one in needed if one.startswith("uvicorn")]
+    bound = re.search(r"<(\d+)\.(\d+)$", uvicorn_needed)
+    assert bound is not None
+    installed = tuple(int(part) for part in uvicorn.__version__.split(".")[:2])
+    assert installed < (int(bound[1]), int(bound[2]))
