@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError, UnavailableError
 from ..protocol.messages import (
+    GroupName,
     Name,
     RequestId,
     StreamId,
@@ -37,6 +38,7 @@ class RoutingFields(Struct, kw_only=True):
     controller: str | None = None
     heal_prompt: bool = False
     by: UserName = ""
+    group: GroupName = ""
     trace: TraceParent = ""
     request_id: RequestId = ""
 
@@ -121,6 +123,7 @@ class Admission:
             frames=[*frames[1:], *buffers, *tenant],
             arrived=now,
             by=fields.by,
+            group=fields.group,
             trace=fields.trace,
             request_id=fields.request_id,
         )

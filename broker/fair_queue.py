@@ -11,9 +11,11 @@ from ..protocol.pace import Pace
 from .tables import Request
 
 Users = OrderedDict[str, OrderedDict[int, Request]]
-"""What a session has waiting: by user, the next one first, and by the request's id."""
-Sessions = OrderedDict[int, Users]
-"""What the sessions of a key have waiting, the next one first. Clients without keys are one key."""
+"""The requests of a session, or of a group of sessions, by user, the next one first, and by the
+request's id."""
+Sessions = OrderedDict[int | str, Users]
+"""The requests of a key by session or group (``Request.turn``), the next one first. Clients without
+keys are one key."""
 
 
 class FairQueue:
@@ -22,12 +24,13 @@ class FairQueue:
     Within a priority, keys take turns, and in the turns of a key its sessions: a session that sends
     a thousand requests at once delays the first request of another session by one place, and a
     thousand sessions of one key delay that of another key by one place. In the turns of a session
-    that serves several users (``Request.by``), as a gateway's does, these take turns likewise.
+    that serves several users (``Request.by``), as a gateway's does, these take turns likewise. The
+    sessions of a group (``Request.group``) count as one.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[str, Sessions]] = {}
-        """By priority, key and session."""
+        """By priority, key, and session or group."""
         self._lengths: dict[int, int] = {}
         """By priority."""
         self._length = 0
@@ -57,7 +60,7 @@ class FairQueue:
         level = self._levels.setdefault(request.priority, OrderedDict())
         request.queued_for = request.session.key
         sessions = level.setdefault(request.queued_for, OrderedDict())
-        users = sessions.setdefault(request.session.id, OrderedDict())
+        users = sessions.setdefault(request.turn, OrderedDict())
         users.setdefault(request.by, OrderedDict())[request.id] = request
         self._count(request, 1)
 
@@ -66,7 +69,7 @@ class FairQueue:
         key = request.queued_for
         level = self._levels.get(request.priority, OrderedDict())
         sessions = level.get(key, OrderedDict())
-        users = sessions.get(request.session.id, OrderedDict())
+        users = sessions.get(request.turn, OrderedDict())
         waiting = users.get(request.by)
         if waiting is None or waiting.pop(request.id, None) is None:
             return False
@@ -74,7 +77,7 @@ class FairQueue:
         if not waiting:
             del users[request.by]
         if not users:
-            del sessions[request.session.id]
+            del sessions[request.turn]
         if not sessions:
             del level[key]
         if not level:
@@ -105,10 +108,10 @@ class FairQueue:
         level = self._levels.get(request.priority, OrderedDict())
         session = request.session
         sessions = level.get(session.key, OrderedDict())
-        users = sessions.get(session.id, OrderedDict())
+        users = sessions.get(request.turn, OrderedDict())
         rivals = len(users) + (request.by not in users)
         turns = (len(users.get(request.by, ())) + 1) * rivals
-        turns *= len(sessions) + (session.id not in sessions)
+        turns *= len(sessions) + (request.turn not in sessions)
         others = len(level) + (session.key not in level)
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 

@@ -319,6 +319,8 @@ class Request:
     arrived: float
     by: str = ""
     """The user whose request it is, where its client serves several."""
+    group: str = ""
+    """The secret of the sessions with which its session takes turns as one; empty: alone."""
     trace: str = ""
     request_id: str = ""
     dispatched: float | None = None
@@ -368,6 +370,11 @@ class Request:
     """Whether it was adopted, and its client has not attached yet."""
     pages: list[bytes] | None = None
     """The keys of its prompt's pages, from when they are first needed until it is sent."""
+
+    @property
+    def turn(self) -> int | str:
+        """With which requests it shares turns in a queue: those of its group, or its session."""
+        return self.group or self.session.id
 
     @property
     def bytes(self) -> int:

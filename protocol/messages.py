@@ -40,6 +40,7 @@ Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
 """Seconds between two messages, or without one. Less would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 UserName = Annotated[str, Meta(max_length=256)]
+GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended: it is a whole value; it is one
@@ -104,6 +105,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     by: UserName = ""
     """Whose request it is, where one session serves several users: their requests take turns in the
     queue."""
+    group: GroupName = ""
+    """A secret that several sessions of one client share, as those of a gateway: in the queue their
+    requests take turns as if they were of one session."""
     inspect: bool = False
     """TOKEN entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
     trace: TraceParent = ""
@@ -127,6 +131,7 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
     by: UserName = ""
+    group: GroupName = ""
     trace: TraceParent = ""
     request_id: RequestId = ""
 

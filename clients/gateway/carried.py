@@ -8,7 +8,7 @@ that is made again knows nothing of the messages before.
 
 from __future__ import annotations
 
-from ...protocol.bodies import decode_as, encode_body, encoding_of, error_body
+from ...protocol.bodies import decode_as, encode_body, encoding_of
 from ...protocol.errors import Code, RequestError
 from ...protocol.frames import Frames
 from ...protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, StatusRequest
@@ -34,12 +34,3 @@ def carried(frames: Frames) -> Frames:
         return [kind, encode_body(status, encoding_of(frames[1])), *frames[2:]]
     return frames
 
-
-def refusal(error: RequestError, frames: Frames) -> Frames:
-    """The ERROR that answers a message which does not pass, as the broker would send it."""
-    try:
-        named: StatusRequest | None = decode_as(StatusRequest, frames[1])
-    except RequestError:
-        named = None
-    stream_id = named.stream_id if named is not None else None
-    return [b"ERROR", encode_body(error_body(error, stream_id, frames[0]), "json")]

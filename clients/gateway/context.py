@@ -27,7 +27,7 @@ class Gateway:
         self.models = ModelTable(self._own)
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
-        self.tunnels = Tunnels(settings)
+        self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with a connection of its own."""
         self.draining = False
         """The process was asked to end: running requests are finished."""

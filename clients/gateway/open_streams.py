@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct
 
 from ...protocol.bodies import decode_as
 from ...protocol.columns import TokenBody, TokenColumns
-from ...protocol.errors import RequestError
+from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"BUFFER", b"PING", b"BYE"}
@@ -22,9 +22,28 @@ _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
 """A finish reason that is a text, in JSON or msgpack."""
 
 
+class _Named(Struct):
+    """Of a client's message. It has no other field, which could be of another type there."""
+
+    stream_id: StreamId | None = None
+
+
 class _About(Struct):
     stream_id: StreamId | None = None
     attached: Any = UNSET
+    code: str = ""
+    type: str | None = None
+    """Of an ERROR that refuses a message: the type of that."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether a MSG or an ERROR is the last message about its stream. An ERROR may refuse
+        another message that names a live stream."""
+        if self.type is None:
+            return self.attached is UNSET
+        if self.type == "ATTACH":
+            return self.code == Code.UNKNOWN_STREAM
+        return self.type.encode() in ANSWERED
 
 
 class OpenStreams:
@@ -33,15 +52,25 @@ class OpenStreams:
     def __init__(self) -> None:
         self._open: set[int] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
+    def __len__(self) -> int:
+        return len(self._open)
 
-    def sent(self, frames: Sequence[bytes]) -> None:
-        """A message of the client goes to the broker."""
-        if frames[0] in ANSWERED:
-            about = _about(frames[1])
-            if about is not None and about.stream_id is not None:
-                self._open.add(about.stream_id)
+    def __contains__(self, stream: object) -> bool:
+        return stream in self._open
+
+    @staticmethod
+    def named(body: bytes) -> int | None:
+        """The stream that the body of a client's message names; None: none, or it is not valid."""
+        try:
+            named: _Named = decode_as(_Named, body)
+        except RequestError:
+            return None
+        return named.stream_id
+
+    def sent(self, kind: bytes, stream: int | None) -> None:
+        """A message of the type ``kind``, which names ``stream``, goes to the broker."""
+        if kind in ANSWERED and stream is not None:
+            self._open.add(stream)
 
     def received(self, frames: Sequence[bytes]) -> None:
         """A message of the broker goes to the client. Tokens are decoded only where one ends a
@@ -53,7 +82,7 @@ class OpenStreams:
                         self._ended(body)
             case b"MSG" | b"ERROR":
                 about = _about(frames[1])
-                if about is not None and about.stream_id is not None and about.attached is UNSET:
+                if about is not None and about.stream_id is not None and about.is_end:
                     self._open.discard(about.stream_id)
 
     def _ended(self, body: bytes) -> None:

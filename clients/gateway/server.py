@@ -96,6 +96,8 @@ class GatewayServer(uvicorn.Server):
             # A compressor for each connection takes some 300 KiB, and tokens are short.
             ws_per_message_deflate=False,
             lifespan="on",
+            # A caller would choose with X-Forwarded-For as which user it is counted.
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -116,6 +116,8 @@ class Traffic:
         counts: Counts = scope["app"].state.gateway.traffic
         request = _Request(scope)
         counts.websockets += 1
+        if scope.get("client") is not None:
+            current_user.set(scope["client"][0])
         try:
             with request:
                 await self._app(scope, receive, send)

@@ -22,21 +22,25 @@ from typing import Any
 import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ...protocol.bodies import decode_as, encode_body, encoding_of
+from ...protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
 from ...protocol.endpoints import separate
-from ...protocol.errors import Code, ConnectionLostError, RequestError
+from ...protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ...protocol.frames import Frames
 from ...protocol.keys import own_key
 from ...protocol.lines import error_line, frames_binary, frames_line, line_frames
 from ...protocol.messages import Hello
 from ...protocol.settings import Settings
+from ...protocol.shares import fits_share
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
 from .broker_watch import BrokerWatch
-from .carried import carried, refusal
+from .carried import carried
+from .errors import UserLimitError
 from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
-from .turns import current_tenant
+from .tunnel_requests import TunnelRequests
+from .turns import current_tenant, current_user
+from .user_shares import UserShares
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +56,9 @@ INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1011, 1012, 1013
 class Tunnels:
     """The WebSockets of one gateway process. Made inside the event loop that serves it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, shares: UserShares) -> None:
+        self._shares = shares
+        self._most = min(settings.max_connections, MAX_SOCKETS)
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._open: set[Tunnel] = set()
@@ -68,7 +74,7 @@ class Tunnels:
     @property
     def busy(self) -> bool:
         """Whether any WebSocket waits for answers."""
-        return any(tunnel.streams for tunnel in self._open)
+        return any(tunnel.requests.open for tunnel in self._open)
 
     def drain(self) -> None:
         """The gateway ends: closes each WebSocket as soon as all of its requests are answered."""
@@ -78,7 +84,7 @@ class Tunnels:
 
     def _rested(self, tunnel: Tunnel) -> None:
         """A WebSocket may have no request left."""
-        if self._draining and not tunnel.streams:
+        if self._draining and not tunnel.requests.open:
             self._later(close(tunnel.websocket, SERVICE_RESTART, "the gateway is restarted"))
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -93,6 +99,8 @@ class Tunnels:
                 if tunnel is None:
                     tunnel = self._connect(websocket)
                 await tunnel.send(line)
+        except UserLimitError as error:
+            await close(websocket, TRY_AGAIN_LATER, error.message)
         except zmq.ZMQError as error:
             log.warning("a WebSocket cannot be carried to the broker: %s", error)
             await close(websocket, TRY_AGAIN_LATER, "the gateway has no connection left")
@@ -110,6 +118,13 @@ class Tunnels:
         await asyncio.to_thread(self._context.destroy, linger=0)
 
     def _connect(self, websocket: WebSocket) -> Tunnel:
+        user = current_user.get()
+        own = sum(tunnel.user == user for tunnel in self._open)
+        if not fits_share(own, len(self._open), self._most):
+            raise UserLimitError(
+                Code.CLIENT_LIMIT,
+                f"you have {own} WebSockets of the {self._most} that this gateway has; close some",
+            )
         for watch in self._watches:
             watch.start()
         # Of several brokers, one that has not been silent.
@@ -118,7 +133,10 @@ class Tunnels:
         tenant = current_tenant.get()
         dealer = AsyncDealer(self._context, front, tenant or self._key)
         several = len(self._watches) > 1
-        tunnel = Tunnel(websocket, dealer, self._rested, front, several)
+        name = websocket.scope.get("api_key_name", "")
+        requests = TunnelRequests(self._shares, user, name, ranks=tenant is not None)
+        tunnel = Tunnel(websocket, dealer, self._rested, requests, several)
+        tunnel.user, tunnel.front = user, front
         # A tenant's key says itself what its holder may do.
         tunnel.marks_users = tenant is None
         self._open.add(tunnel)
@@ -140,26 +158,32 @@ class Tunnels:
 class Tunnel:
     """One WebSocket's connection to the broker."""
 
+    user = ""
+    """Whose it is; set by who makes it, as ``front``."""
+    front = ""
+    """Where its broker is."""
+
     def __init__(
         self,
         websocket: WebSocket,
         dealer: AsyncDealer,
         rested: Callable[[Tunnel], None],
-        front: str,
+        requests: TunnelRequests,
         several: bool,
     ) -> None:
-        """``rested`` is called where an answer may have been the last one. ``front``: where its
-        broker is; ``several``: it is one of several."""
-        self.front = front
+        """``rested`` is called where an answer may have been the last one. ``several``: its broker
+        is one of several."""
         self._several = several
         self.marks_users = True
         """Whether its connection has the rights of the gateway, which its user does not have."""
         self.websocket = self._websocket = websocket
-        self.streams = OpenStreams()
+        self.requests = requests
         self._rested = rested
         self._dealer = dealer
         self._plain: PlainLmtp | None = PlainLmtp()
         """None once the broker has answered a HELLO."""
+        self._encoding: Encoding = "json"
+        """In which the broker answers."""
         self._delivery = asyncio.create_task(self._deliver())
 
     async def send(self, line: str) -> None:
@@ -169,18 +193,26 @@ class Tunnel:
         except RequestError as error:
             await self._websocket.send_text(error_line(error, line))
             return
+        try:
+            if self.marks_users:
+                frames = carried(frames)
+            frames = self.requests.sent(frames)
+        except TokenbusError as error:
+            await self._refuse(error, frames)
+            return
         if self._several and frames[0] == b"HELLO":
             frames = _from_elsewhere(frames)
         if self._plain is not None:
             self._plain.sent(frames)
-        if self.marks_users:
-            try:
-                frames = carried(frames)
-            except RequestError as error:
-                await self._pass_on(refusal(error, frames))
-                return
-        self.streams.sent(frames)
         await self._dealer.send(frames)
+
+    async def _refuse(self, error: TokenbusError, frames: Frames) -> None:
+        """Answers a request that is not sent, as the broker would."""
+        body = error_body(error, OpenStreams.named(frames[1]), frames[0])
+        refusal = [b"ERROR", encode_body(body, self._encoding)]
+        if self._plain is not None:
+            self._plain.sent(frames)
+        await self._pass_on(refusal)
 
     async def lost(self, what: str) -> None:
         """Ends a WebSocket whose streams the broker has lost."""
@@ -190,9 +222,10 @@ class Tunnel:
         await close(self._websocket, SERVICE_RESTART, what)
 
     async def close(self) -> None:
-        """The WebSocket is gone. An anonymous session ends now, and its streams with it; one that
+        """The WebSocket is closed. An anonymous session ends now, and its streams with it; one that
         began with HELLO waits to be taken over."""
         self._delivery.cancel()
+        self.requests.close()
         try:
             async with asyncio.timeout(LAST_MESSAGE_S):
                 await self._dealer.send([b"BYE", b'{"keep":true}'])
@@ -208,10 +241,11 @@ class Tunnel:
                 for frames in await self._dealer.receive():
                     if frames[0] == b"WELCOME":
                         self._plain = None
+                        self._encoding = encoding_of(frames[1])
                     await self._pass_on(frames)
-                    if self.streams:
-                        self.streams.received(frames)
-                        if not self.streams:
+                    if self.requests.open:
+                        self.requests.received(frames)
+                        if not self.requests.open:
                             self._rested(self)
         except WebSocketDisconnect:
             pass

@@ -1,12 +1,14 @@
 """What each user of a gateway has open, and how much that may be.
 
-All requests over HTTP share one session at the broker. Users, told apart by API key or else by
-address, share its streams and the memory for bodies: none can take all, and who has too much is
-refused with a 429 while others are served. Beyond what there is for all, requests get a 503.
+All requests over HTTP share one session at the broker, and each WebSocket has one of its own.
+Users, told apart by API key or else by address, share the streams of both and the memory for
+bodies. None can take all: a user with too much is refused with a 429 while others are served. If
+nothing is left for anybody, requests get a 503.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Unpack
 
-from ...protocol.errors import Code, UnavailableError
+from ...protocol.errors import Code, RequestError, UnavailableError
 from ...protocol.keys import OwnKey
+from ...protocol.messages import Generate, Score
 from ...protocol.pace import Pace
 from ...protocol.shares import fits_share
 from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
+from ..calls import Call
 from ..recording import Recorder
-from ..request_options import Prompt
+from ..request_options import OnSystem, Prompt
 from .errors import UserLimitError
 from .turns import current_user
 
@@ -46,6 +50,8 @@ class UserShares:
     """The users of one gateway process, which has ``max_streams`` streams at the broker."""
 
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.group = secrets.token_hex(16)
+        """Joins the sessions of this process at the broker, where they take turns as one."""
         self._most = max_streams
         self._most_bytes = max_body_bytes
         self._streams = 0
@@ -71,6 +77,20 @@ class UserShares:
     def take_stream(self) -> None:
         """A request is about to begin a stream; raises UnavailableError."""
         name = current_user.get()
+        user = self._fitting(name)
+        self._take(name, user, 1, 0)
+
+    def take_of_socket(self, name: str) -> None:
+        """A WebSocket of the user ``name`` is about to send a request; raises UnavailableError."""
+        self._count(name, self._fitting(name), 1, 0)
+
+    def give_back_of_socket(self, name: str, count: int) -> None:
+        """``count`` requests of a WebSocket of the user ``name`` have ended."""
+        if count:
+            self._give_back(name, count, 0)
+
+    def _fitting(self, name: str) -> _User:
+        """The user ``name``, who may begin one more stream; raises UnavailableError."""
         user = self._users.get(name) or _User()
         if self._streams >= self._most:
             raise UnavailableError(
@@ -87,7 +107,7 @@ class UserShares:
                 "until one of yours ends",
                 retry_after_s=user.pace.retry_after_s(time.monotonic()),
             )
-        self._take(name, user, 1, 0)
+        return user
 
     def take_bytes(self, size: int) -> None:
         """A part of a request's body has arrived; raises UnavailableError."""
@@ -113,6 +133,9 @@ class UserShares:
         if held is None:
             return
         held.append((name, streams, size))
+        self._count(name, user, streams, size)
+
+    def _count(self, name: str, user: _User, streams: int, size: int) -> None:
         self._users[name] = user
         user.streams += streams
         user.body_bytes += size
@@ -143,6 +166,8 @@ class SharedClient(AsyncClient):
         super().__init__(front, max_unread=max_unread, wait_for_room=False, key=key)
         self._connection.carry_users()
         self._shares = shares
+        self._ranks = key is not None
+        """Whether the broker decides, by the key of the bus, who may raise priorities."""
 
     def generate(
         self,
@@ -151,7 +176,10 @@ class SharedClient(AsyncClient):
         record: str | Path | Recorder | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """As ``AsyncClient.generate``; raises UnavailableError where the share is used up."""
+        """As ``AsyncClient.generate``; raises UnavailableError where the share is used up, and
+        RequestError where a user without a key of the bus raises the priority."""
+        if not self._ranks:
+            check_priority(options.get("priority", 0))
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
         return super().generate(prompt, record=record, **options)
@@ -163,3 +191,21 @@ class SharedClient(AsyncClient):
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
         return await super().score(prompt, scored, **options)
+
+    def _stream(
+        self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
+    ) -> AsyncStream:
+        if isinstance(call.message, Generate | Score):
+            call.message.group = self._shares.group
+        return super()._stream(call, on_system, recorder)
+
+
+def check_priority(priority: int) -> None:
+    """Raises RequestError where a user asks to be served before all others."""
+    if priority > 0:
+        raise RequestError(
+            Code.NOT_ALLOWED,
+            "this request asks to be served before those of all other users; leave priority out, "
+            "or lower it: only an API key with a key of the bus may raise it",
+            path="$.priority",
+        )

@@ -22,7 +22,6 @@ from tokenbus.clients.gateway.anthropic.bodies import Conversation
 from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.http_protocol import http_protocol
-from tokenbus.clients.gateway.open_streams import OpenStreams
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.messages import for_template
@@ -31,6 +30,8 @@ from tokenbus.clients.gateway.openai.response_input import read_items, to_messag
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
+from tokenbus.clients.gateway.tunnel_requests import TunnelRequests
+from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.lines import error_line, line_frames
 from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES
@@ -123,7 +124,8 @@ def _headers() -> Iterator[bytes]:
 
 def run_websocket(data: bytes) -> None:
     """The text messages of a WebSocket, and the broker's answers to them."""
-    plain, streams = PlainLmtp(), OpenStreams()
+    plain = PlainLmtp()
+    requests = TunnelRequests(UserShares(1000), "user", "name", ranks=False)
     draws = Draws(data)
     while draws.left:
         text = draws.frame().decode("utf-8", "replace")
@@ -133,12 +135,16 @@ def run_websocket(data: bytes) -> None:
             error_line(error, text)
             continue
         plain.sent(frames)
-        streams.sent(frames)
+        try:
+            signed = requests.sent(frames)
+        except TokenbusError:
+            continue
+        assert len(signed) == len(frames)
         if frames[0] in SERVER_MESSAGES:
             continue
         answer = [b"ERROR", b'{"code":"internal","message":"m","stream_id":1}']
         assert plain.line(answer) is not None
-        streams.received(answer)
+        requests.received(answer)
 
 
 def _lines() -> Iterator[bytes]:

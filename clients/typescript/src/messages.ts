@@ -240,6 +240,11 @@ export interface Generate {
    */
   readonly by?: string | undefined;
   /**
+   * A secret that several sessions of one client share, as those of a gateway: in the queue their
+   * requests take turns as if they were of one session. At most 64 in length.
+   */
+  readonly group?: string | undefined;
+  /**
    * TOKEN entries also say what their masks did: `allowed`, `cut` and `round_us`. Default: false.
    */
   readonly inspect?: boolean | undefined;
@@ -276,6 +281,8 @@ export interface Score {
   readonly timeout_s?: number | null | undefined;
   /** At most 256 in length. */
   readonly by?: string | undefined;
+  /** At most 64 in length. */
+  readonly group?: string | undefined;
   /** At most 256 in length. */
   readonly trace?: string | undefined;
   /** At most 128 in length. */

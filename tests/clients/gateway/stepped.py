@@ -42,7 +42,8 @@ class Stepped:
         self.request = message.header.request
         self._session = message.header.address
         self._encoding = encoding_to(message.header)
-        self._stream_id = decode_as(Generate, message.body).stream_id
+        self.generate: Generate = decode_as(Generate, message.body)
+        self._stream_id = self.generate.stream_id
         self.sent = 0
         """Tokens that were sent."""
 

@@ -1,0 +1,95 @@
+"""The requests of one WebSocket, which count towards the share of its user.
+
+The broker serves users in turn by the fields ``group`` and ``by`` of requests. A client could name
+anybody in them, so that the gateway writes its own at the end of each body: of a field that is
+there twice, every reader takes the last one.
+"""
+
+from __future__ import annotations
+
+import json
+
+from msgspec import Struct
+
+from ...protocol.bodies import decode_as
+from ...protocol.errors import Code, RequestError
+from ...protocol.frames import Frames
+from .open_streams import ANSWERED, OpenStreams
+from .user_shares import MAX_NAME, UserShares, check_priority
+
+QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER"})
+"""Requests that wait in a queue in turn between users."""
+STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
+"""Requests about modules, which show in ``by`` who has changed them."""
+_SPACE = b" \t\r\n"
+
+
+class _Ranked(Struct):
+    priority: int = 0
+
+
+class TunnelRequests:
+    """What one WebSocket of a user has open.
+
+    ``user``: as which its requests are counted; ``name``: of its API key, empty without one.
+    ``ranks``: whether the broker decides who may raise priorities, by the key of the bus.
+    """
+
+    def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
+        self._shares = shares
+        self._user = user
+        self._name = name
+        self._ranks = ranks
+        self.open = OpenStreams()
+        self._taken = 0
+
+    def sent(self, frames: Frames) -> Frames:
+        """A message of the client, as it goes to the broker; raises TokenbusError."""
+        kind = frames[0]
+        if kind not in ANSWERED:
+            return frames
+        stream = self.open.named(frames[1])
+        if stream is not None and kind != b"ATTACH" and stream in self.open:
+            raise RequestError(
+                Code.DUPLICATE_STREAM,
+                f"stream {stream} is still running; give each live stream its own id",
+                path="$.stream_id",
+            )
+        frames = self._signed(frames)
+        if stream is not None and stream not in self.open:
+            self._shares.take_of_socket(self._user)
+            self._taken += 1
+        self.open.sent(kind, stream)
+        return frames
+
+    def received(self, frames: Frames) -> None:
+        """A message of the broker goes to the client."""
+        if self.open:
+            self.open.received(frames)
+            self._settle(len(self.open))
+
+    def close(self) -> None:
+        """The WebSocket is closed."""
+        self._settle(0)
+
+    def _settle(self, count: int) -> None:
+        self._shares.give_back_of_socket(self._user, self._taken - count)
+        self._taken = count
+
+    def _signed(self, frames: Frames) -> Frames:
+        """The frames with the gateway's own ``group`` and ``by``; raises RequestError."""
+        kind, body, *attached = frames
+        if (kind not in QUEUED and kind not in STORED) or not body:
+            return frames
+        try:
+            ranked: _Ranked = decode_as(_Ranked, body)
+        except RequestError:
+            # The broker's answer says what is wrong with it.
+            return frames
+        if not self._ranks:
+            check_priority(ranked.priority)
+        by = self._user[:MAX_NAME] if kind in QUEUED else self._name[:MAX_NAME]
+        own = json.dumps({"group": self._shares.group, "by": by})[1:].encode()
+        begun = body.rstrip(_SPACE)[:-1].rstrip(_SPACE)
+        separator = b"" if begun.endswith(b"{") else b","
+        return [kind, b"%b%b%b" % (begun, separator, own), *attached]

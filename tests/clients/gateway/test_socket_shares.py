@@ -1,0 +1,198 @@
+"""WebSockets count as their users, who cannot choose as which: shares, turns and priorities."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from ...processes import Bus, Gateway, until
+from .stepped import WAIT_S, SteppedWorker, stepped_worker
+
+MOST = 6
+GENERATE: dict[str, Any] = {"model": "stepped", "prompt": [5], "max_tokens": 1000}
+
+
+@pytest.fixture(scope="module")
+def narrow(processes: None) -> Iterator[tuple[Bus, SteppedWorker]]:
+    """A worker that runs one request at a time."""
+    with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 1) as worker:
+        bus.wait_for_models("stepped")
+        yield bus, worker
+
+
+@pytest.fixture(scope="module")
+def wide(processes: None) -> Iterator[tuple[Gateway, SteppedWorker]]:
+    """A gateway for few streams and few connections, and a worker that runs all of them."""
+    with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 64) as worker:
+        bus.wait_for_models("stepped")
+        yield bus.start_gateway(max_streams=MOST, max_connections=MOST), worker
+
+
+def place_of(gateway: Gateway) -> tuple[str, int]:
+    place = urlsplit(gateway.url)
+    return str(place.hostname), int(place.port or 0)
+
+
+def web_socket(gateway: Gateway, address: str) -> ClientConnection:
+    """A WebSocket from an address of this machine."""
+    sock = socket.create_connection(place_of(gateway), WAIT_S, source_address=(address, 0))
+    return connect(gateway.ws_url, sock=sock)
+
+
+def ask(ws: ClientConnection, stream: int, kind: str = "GENERATE", **fields: Any) -> None:
+    ws.send(f"{kind} {json.dumps({'stream_id': stream, **fields})}")
+
+
+def post(
+    gateway: Gateway, address: str, headers: dict[str, str] | None = None, **fields: Any
+) -> HTTPConnection:
+    """Sends a request for a completion from an address of this machine."""
+    host, port = place_of(gateway)
+    connection = HTTPConnection(host, port, timeout=WAIT_S, source_address=(address, 0))
+    given = {"content-type": "application/json", **(headers or {})}
+    connection.request("POST", "/v1/completions", json.dumps({**GENERATE, **fields}), given)
+    return connection
+
+
+def refusal(ws: ClientConnection) -> dict[str, Any]:
+    """The next error, in the form of LMTP without HELLO."""
+    [entry] = json.loads(str(ws.recv(WAIT_S)).partition(" ")[2])
+    assert isinstance(entry, dict)
+    return entry
+
+
+def test_a_header_does_not_choose_the_user(wide: tuple[Gateway, SteppedWorker]) -> None:
+    gateway, worker = wide
+    with ExitStack() as requests:
+        for _ in range(MOST // 2):
+            requests.callback(post(gateway, "127.0.0.1").close)
+            worker.begun()
+        forged = post(gateway, "127.0.0.1", {"x-forwarded-for": "192.0.2.1"})
+        requests.callback(forged.close)
+        assert forged.getresponse().status == 429
+    for _ in range(MOST // 2):
+        worker.cancelled()
+
+
+def test_streams_of_web_sockets_count_as_those_of_their_user(
+    wide: tuple[Gateway, SteppedWorker],
+) -> None:
+    gateway, worker = wide
+    with web_socket(gateway, "127.0.0.2") as ws:
+        for stream in range(1, 1 + MOST // 2):
+            ask(ws, stream, **GENERATE)
+        streams = [worker.begun() for _ in range(MOST // 2)]
+        # Messages that are refused and name a live stream do not make the gateway forget it.
+        ask(ws, 1, **GENERATE)
+        assert refusal(ws)["code"] == "duplicate_stream"
+        ask(ws, 2, kind="NONSENSE")
+        assert refusal(ws)["code"] == "unknown_type"
+        ask(ws, 9, **GENERATE, code=5, type=[])
+        assert refusal(ws)["code"] == "client_limit"
+        again = post(gateway, "127.0.0.2")
+        assert again.getresponse().status == 429
+        again.close()
+        with web_socket(gateway, "127.0.0.3") as other:
+            ask(other, 1, **GENERATE)
+            worker.begun()
+        worker.cancelled()
+        streams[0].step(finish_reason="stop")
+        assert json.loads(str(ws.recv(WAIT_S))[6:])[0]["finish_reason"] == "stop"
+        ask(ws, 9, **GENERATE)
+        worker.begun()
+    for _ in range(MOST // 2):
+        worker.cancelled()
+    # The closed WebSocket has given back its share.
+    with ExitStack() as requests:
+        for _ in range(MOST // 2):
+            requests.callback(post(gateway, "127.0.0.2").close)
+            worker.begun()
+    for _ in range(MOST // 2):
+        worker.cancelled()
+
+
+def test_one_user_cannot_take_all_web_sockets(wide: tuple[Gateway, SteppedWorker]) -> None:
+    gateway, _ = wide
+    with ExitStack() as sockets:
+
+        def opened(address: str) -> ClientConnection:
+            ws = sockets.enter_context(web_socket(gateway, address))
+            ask(ws, 1, kind="MODEL_INFO", model="stepped")
+            return ws
+
+        for _ in range(MOST // 2):
+            assert str(opened("127.0.0.4").recv(WAIT_S)).startswith("MSG")
+        with pytest.raises(ConnectionClosed) as closed:
+            opened("127.0.0.4").recv(WAIT_S)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1013
+        assert str(opened("127.0.0.5").recv(WAIT_S)).startswith("MSG")
+
+
+def test_a_web_socket_does_not_choose_whose_its_requests_are(
+    narrow: tuple[Bus, SteppedWorker],
+) -> None:
+    bus, worker = narrow
+    gateway = bus.start_gateway()
+    with web_socket(gateway, "127.0.0.2") as ws:
+        ask(ws, 1, **GENERATE, by="127.0.0.9", group="another")
+        stream = worker.begun()
+        found = stream.generate
+        assert (found.by, found.group == "another", len(found.group)) == ("127.0.0.2", False, 32)
+        stream.step(finish_reason="stop")
+
+
+def test_many_web_sockets_delay_another_user_by_one_turn(
+    narrow: tuple[Bus, SteppedWorker],
+) -> None:
+    bus, worker = narrow
+    gateway = bus.start_gateway()
+    with bus.client() as client, ExitStack() as requests:
+
+        def queued(count: int) -> None:
+            until(lambda: client.status().queued == count, WAIT_S, f"{count} queued requests")
+
+        requests.callback(post(gateway, "127.0.0.7").close)
+        first = worker.begun()
+        for number in range(5):
+            ws = requests.enter_context(web_socket(gateway, "127.0.0.2"))
+            ask(ws, 1, **GENERATE)
+            queued(1 + number)
+        requests.callback(post(gateway, "127.0.0.3").close)
+        queued(6)
+        served = []
+        running = first
+        for _ in range(6):
+            running.step(finish_reason="stop")
+            running = worker.begun()
+            served.append(running.generate.by)
+        running.step(finish_reason="stop")
+    assert served.index("127.0.0.3") <= 1
+
+
+def test_no_user_without_a_key_of_the_bus_goes_before_all_others(
+    narrow: tuple[Bus, SteppedWorker],
+) -> None:
+    bus, worker = narrow
+    gateway = bus.start_gateway()
+    raised = post(gateway, "127.0.0.2", priority=-1)
+    answer = raised.getresponse()
+    assert answer.status == 403
+    assert json.loads(answer.read())["error"]["param"] == "priority"
+    raised.close()
+    with web_socket(gateway, "127.0.0.2") as ws:
+        ask(ws, 1, **GENERATE, priority=1)
+        assert refusal(ws)["code"] == "not_allowed"
+        ask(ws, 2, **GENERATE, priority=-1)
+        stream = worker.begun()
+        assert stream.generate.priority == -1
+        stream.step(finish_reason="stop")
