@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.ids import new_session_token, session_id
+from ..protocol.ids import is_session_token, new_session_token, session_id
 from ..protocol.messages import (
     CARRIES_USERS,
     ENCODINGS,
@@ -59,11 +59,14 @@ class Sessions:
         self._room = MOST_ENDED
         """Streams that may still end with their sessions before the next tick."""
 
-    def open(self, peer: bytes, key: str, encoding: Encoding, now: float) -> Session:
-        """A new session on the connection ``peer``; raises ``client_limit`` where its key has its
-        share of them, and ``queue_full`` where none is free."""
+    def open(
+        self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
+    ) -> Session:
+        """A new session on the connection ``peer``, with the token that its client has ``chosen``
+        if that is free; raises ``client_limit`` if its key has its share of sessions, and
+        ``queue_full`` if none is free."""
         self._check_room(key)
-        token = new_session_token()
+        token = chosen if chosen and self._is_free(chosen, key) else new_session_token()
         number = session_id(token, key)
         session = Session(
             id=number,
@@ -76,6 +79,11 @@ class Sessions:
         )
         self._table.add(session)
         return session
+
+    def _is_free(self, token: str, key: str) -> bool:
+        """Whether a client with this key may begin a session with a token of its own choice."""
+        taken = token in self._table.by_token or session_id(token, key) in self._table.by_id
+        return is_session_token(token) and not taken
 
     def hello(
         self, peer: bytes, session: Session | None, frames: list[bytes], key: str, now: float
@@ -102,7 +110,7 @@ class Sessions:
             self._take_over(known, peer, session)
             session = known
         if session is None:
-            session = self.open(peer, key, "json", now)
+            session = self.open(peer, key, "json", now, hello.session if hello.begin else None)
         session.greeted = True
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.recovers = "recover" in hello.capabilities

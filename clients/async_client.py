@@ -60,11 +60,13 @@ class AsyncClient:
         max_unread: int | None = None,
         wait_for_room: bool = True,
         key: OwnKey | None = None,
+        session: str | None = None,
     ) -> None:
         """As ``Client``. ``max_unread``: how many entries of a stream may wait to be read; beyond
         it the stream is cancelled, and ends with SlowClientError. None: any number.
         ``wait_for_room``: whether a request that finds the queue full is sent again, for
-        ``retry_s``, as after other refusals; a server leaves that to its own clients."""
+        ``retry_s``, as after other refusals; a server leaves that to its own clients. ``session``:
+        the token of a named session, which is begun or taken over."""
         settings = load(front=front)
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
@@ -82,6 +84,7 @@ class AsyncClient:
             deliver,
             settings.session_timeout_s if patience_s is None else patience_s,
             key or own_key(settings, "client"),
+            session,
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}

@@ -96,6 +96,12 @@ class Call:
     unread: Unread = field(default_factory=Unread)
     """What it takes, and the rows."""
 
+    base: int | None = None
+    """The first ``stream_id`` of a call of a named session, whose streams another client may have
+    begun; the last 8 bits count the attempts."""
+    repeated: bool = False
+    """Whether the stream was begun before, so that a worker may still report it to a broker that
+    was restarted. Set by who makes the call."""
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
     began: float = 0.0

@@ -37,14 +37,16 @@ class Connection:
         deliver: Callable[[Delivery], None],
         patience_s: float = 30.0,
         key: OwnKey | None = None,
+        session: str | None = None,
     ) -> None:
+        """``session``: the token of a named session; None: a new one."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
         """Reentrant, as a client may be finalized, and so closed, within any allocation."""
         self._closed: str | None = None
         """Why no more calls are taken."""
-        session = self._session = ClientSession(front, patience_s, time.monotonic())
-        peer = _ClientPeer(session, self._commands, deliver, self._end)
+        own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
+        peer = _ClientPeer(own, self._commands, deliver, self._end)
         self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
 
     def carry_users(self) -> None:
@@ -78,15 +80,16 @@ class Connection:
         """The address of the broker that it connects to at the moment."""
         return self._carrier.address
 
-    def close(self) -> None:
-        """Ends the session, and every call that has not ended."""
+    def close(self, keep: bool = False) -> None:
+        """Ends the session, and every call that has not ended; with ``keep``, the broker keeps the
+        session for another client that names it."""
         if self._carrier.forked:
             return
         with self._lock:
             if self._closed is not None:
                 return
             self._closed = "this client is closed"
-            self._commands.append(lambda session, now: session.bye())
+            self._commands.append(lambda session, now: session.bye(keep))
         self._carrier.close()
 
     def _end(self, reason: str) -> None:

@@ -58,6 +58,10 @@ LOOK_S = 0.25
 GRACE_S = 1.0
 """How much later than the broker the client itself ends a request that times out."""
 
+STREAM_BITS, TRY_BITS = 20, 8
+"""Stream ids of a named session: the last bits count its streams and their attempts."""
+MAX_TRY = (1 << TRY_BITS) - 1
+
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
 """What the broker sends: type to body."""
 
@@ -73,7 +77,9 @@ class ClientSession:
     capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
     """What its HELLO offers."""
 
-    def __init__(self, front: str, patience_s: float, now: float) -> None:
+    def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
+        """``token``: of a named session, which this client begins or takes over from another
+        client, with its streams."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
@@ -88,7 +94,15 @@ class ClientSession:
         """BUFFER calls by the number of the PING that follows them."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
-        self._token: str | None = None
+        self._token = token
+        self._named = token is not None
+        """Whether the session is named. Unset once another client has taken it over."""
+        self._found: frozenset[int] = frozenset()
+        """Streams that a named session had before this client."""
+        self._may_have_more = False
+        """Whether workers may still report streams of a named session."""
+        self._foreign = False
+        """Whether the streams of a named session are of another request, and are left alone."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
@@ -136,6 +150,7 @@ class ClientSession:
             Hello(
                 encodings=self.encodings,
                 session=self._token,
+                begin=self._named,
                 elsewhere=self._several and self._token is not None,
                 client="tokenbus-python",
                 capabilities=list(self.capabilities),
@@ -149,7 +164,7 @@ class ClientSession:
         call.began = call.heard = now
         self._queue(call)
         if self._welcomed:
-            self._send_call(call, now)
+            self._begin(call, now)
 
     def cancel(self, call: Call) -> None:
         """Ends a call whose events are not needed any more."""
@@ -162,18 +177,47 @@ class ClientSession:
         for call in list(self._calls.values()):
             self._end(call, error)
 
-    def bye(self) -> None:
-        """Ends the session; the broker ends its streams."""
+    def bye(self, keep: bool = False) -> None:
+        """Ends the session, and the broker its streams; with ``keep``, only the connection."""
+        keep = keep or self._foreign
         self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
         if self._welcomed:
-            self._send(b"BYE", Bye())
+            self._send(b"BYE", Bye(keep=keep))
 
     def _queue(self, call: Call) -> None:
         """Assigns a new number to the next attempt, so that entries of earlier ones are dropped."""
         call.number = next(self._ids)
+        if call.base is not None:
+            call.number = call.base + min(call.tries, MAX_TRY)
         if not isinstance(call.message, Buffer):
             call.message.stream_id = call.number
         self._calls[call.number] = self._waiting[call.number] = call
+
+    def _begin(self, call: Call, now: float) -> None:
+        """Sends a call, or attaches to its stream where the named session has it already."""
+        if call.base is None or call.tries:
+            self._send_call(call, now)
+            return
+        first = call.base >> STREAM_BITS
+        if any(stream >> STREAM_BITS != first for stream in self._found):
+            self._foreign = True
+            what = "its key was used for another request, whose path or body is not the same"
+            self._end(call, RequestError(Code.CONFLICT, what))
+            return
+        same = [n for n in self._found if n >> TRY_BITS == call.base >> TRY_BITS]
+        if not same and not (self._may_have_more and (self._several or call.repeated)):
+            self._send_call(call, now)
+            return
+        if same:
+            del self._calls[call.number], self._waiting[call.number]
+            assert not isinstance(call.message, Buffer)
+            call.number = call.message.stream_id = max(same)
+            self._calls[call.number] = call
+        self._waiting.pop(call.number, None)
+        call.sent = call.attaching = True
+        call.heard = now
+        self._lanes = None
+        self._send(b"ATTACH", Attach(stream_id=call.number, received=0, moves=0))
 
     def _send_call(self, call: Call, now: float) -> None:
         """Sends a call; ends it if it cannot be encoded."""
@@ -329,7 +373,10 @@ class ClientSession:
             for kept, attachments in self._buffers.values():
                 self._send(b"BUFFER", kept, attachments)
         live = set(welcome.streams) if welcome.resumed or welcome.recovering else set()
-        ended = sorted(live - self._calls.keys())
+        ended = sorted(live - self._calls.keys()) if not self._named else []
+        if self._named:
+            self._found = frozenset(welcome.streams)
+            self._may_have_more = welcome.recovering
         lost = ConnectionLostError(Code.CONNECTION_LOST, "the connection to the broker was lost")
         for call in sent:
             if call.number in live or (welcome.recovering and call.may_be_live):
@@ -344,7 +391,7 @@ class ClientSession:
             self._send(b"CANCEL", Cancel(stream_id=number))
         for call in list(self._waiting.values()):
             if call.resend_at is None:
-                self._send_call(call, now)
+                self._begin(call, now)
 
     def _on_pong(self, pong: Pong, now: float) -> None:
         barrier = self._barriers.get(pong.n)
@@ -367,8 +414,16 @@ class ClientSession:
         call = self._calls.get(body.stream_id) if body.stream_id is not None else None
         if call is not None:
             if call.attaching and body.code == Code.UNKNOWN_STREAM:
+                if call.base is not None and not call.tries:
+                    call.attaching = False
+                    self._send_call(call, now)
+                    return
                 error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
+        elif body.code == Code.SESSION_TAKEN and self._named:
+            # Another client serves the request now; with the token this one would take it back.
+            self._named, self._token = False, None
+            self.end_all(error)
         elif body.type == "BUFFER" and self._barriers:
             refused = next(iter(self._barriers.values()))
             self._buffers.pop(_buffer_name(refused), None)

@@ -63,6 +63,9 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """In order of preference; the broker answers in the first that it supports."""
     session: str | None = None
     """The token of a ``WELCOME``: take that session over, under the same key."""
+    begin: bool = False
+    """Where the broker has no session with this token, under any key, begin one with it: a secret
+    of 32 hexadecimal digits that the client has chosen."""
     elsewhere: bool = False
     """The session may have been at another broker since it was at this one, if it was: the broker
     asks the workers for its live streams. The client sends its buffers again."""

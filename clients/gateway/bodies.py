@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from ...protocol.messages import MAX_BODY_BYTES
 from .context import gateway_of
 from .errors import ApiError, field_name
+from .idempotency import HEADER, LAST_EVENT, current_named
 
 IGNORED_HEADER = "x-tokenbus-ignored"
 """Names the fields of the request that have no effect."""
@@ -52,7 +53,9 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         raise _too_large(int(declared), limit)
     parts: list[bytes] = []
     size = 0
-    shares = gateway_of(request).shares
+    gateway = gateway_of(request)
+    shares = gateway.shares
+    named = gateway.named.of(request.headers.get(HEADER), request.headers.get(LAST_EVENT))
     try:
         async for part in request.stream():
             size += len(part)
@@ -62,7 +65,11 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
             parts.append(part)
     except ClientDisconnect:
         raise ApiError(400, "the connection was closed before the whole body arrived") from None
-    return b"".join(parts)
+    body = b"".join(parts)
+    if named is not None:
+        named.read(request.url.path, body)
+        current_named.set(named)
+    return body
 
 
 async def read_body(request: Request, kind: type[B], limit: int = MAX_BODY_BYTES) -> B:

@@ -7,6 +7,7 @@ import asyncio
 from starlette.requests import HTTPConnection
 
 from ...protocol.settings import Settings
+from .idempotency import NamedRequests
 from .models import ModelTable
 from .templates import Templates
 from .traffic import Counts
@@ -24,6 +25,7 @@ class Gateway:
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
         """By public key: those of API keys that have one."""
+        self.named = NamedRequests(settings)
         self.models = ModelTable(self._own)
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)

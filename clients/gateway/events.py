@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .idempotency import NumberedEvents
 from .json import encode
 
 T = TypeVar("T")
@@ -63,7 +64,12 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        numbered = NumberedEvents.of_task()
         async for part in self._events:
+            if numbered is not None:
+                part = numbered.write(part)
+            if not part:
+                continue
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -141,7 +141,7 @@ class GatewayServer(uvicorn.Server):
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway
-        gateway.draining = True
+        gateway.draining = gateway.shares.leaving = True
         gateway.tunnels.drain()
         if self._leaves and self._leaving is not None:
             log.info("its place is free; finishing what runs")

@@ -17,6 +17,7 @@ from ...protocol.logs import task_ids
 from ...protocol.metrics import OTHER, REQUEST_S, Histogram, Series
 from ...protocol.tracing import TraceContext
 from ..tracing import Origin, origin
+from .idempotency import current_named
 from .turns import current_user
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ class Traffic:
             with request, gateway.shares.request():
                 await self._app(scope, receive, sending)
         finally:
+            named = current_named.get()
+            if named is not None:
+                current_named.set(None)
+                await named.close(gateway.shares.leaving)
             counts.in_progress -= 1
             duration_s = time.perf_counter() - began
             path = route_path(scope)

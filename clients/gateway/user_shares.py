@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -25,8 +26,9 @@ from ...protocol.shares import fits_share
 from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
 from ..calls import Call
 from ..recording import Recorder
-from ..request_options import OnSystem, Prompt
+from ..request_options import OnSystem, Prompt, generate_call
 from .errors import UserLimitError
+from .idempotency import NamedClient, current_named
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
@@ -52,6 +54,8 @@ class UserShares:
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
         self.group = secrets.token_hex(16)
         """Joins the sessions of this process at the broker, where they take turns as one."""
+        self.leaving = False
+        """Whether the process ends, and leaves streams to the next one; set by ``server.py``."""
         self._most = max_streams
         self._most_bytes = max_body_bytes
         self._streams = 0
@@ -166,6 +170,7 @@ class SharedClient(AsyncClient):
         super().__init__(front, max_unread=max_unread, wait_for_room=False, key=key)
         self._connection.carry_users()
         self._shares = shares
+        self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
         """Whether the broker decides, by the key of the bus, who may raise priorities."""
 
@@ -182,7 +187,21 @@ class SharedClient(AsyncClient):
             check_priority(options.get("priority", 0))
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
-        return super().generate(prompt, record=record, **options)
+        named = current_named.get()
+        if named is None:
+            return super().generate(prompt, record=record, **options)
+        call = generate_call(prompt, options)
+        assert isinstance(call.message, Generate)
+        call.message.seed = named.begin(call, options.get("seed"))
+        call.message.group = self._shares.group
+        own = named.client(self._make_named)
+        if own is not None:
+            return own.begin(call)
+        call.base = None
+        return self._stream(call, None)
+
+    def _named(self, max_unread: int, key: OwnKey | None, session: str) -> NamedClient:
+        return NamedClient(self.front, max_unread, key, session, lambda: self._shares.leaving)
 
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]

@@ -193,6 +193,22 @@ def test_a_session_is_taken_over_by_its_token_under_the_same_key_only(bench: Ben
     assert [w for w, _ in bench.to_worker("a")] == ["ATTACH"]
 
 
+def test_a_client_begins_a_session_with_a_token_of_its_own_that_nobody_has(bench: Bench) -> None:
+    token = "0123456789abcdef" * 2
+    chosen = {"session": token, "begin": True}
+    [(_, welcome)] = bench.client("a", "HELLO", chosen, key="k")
+    assert (welcome["session"], "resumed" in welcome) == (token, False)
+    # Under the same key it is taken over; under another one it stays as it is.
+    [(_, again)] = bench.client("b", "HELLO", chosen, key="k")
+    assert (again["session"], again["resumed"]) == (token, True)
+    [(_, thief)] = bench.client("c", "HELLO", chosen, key="other")
+    assert thief["session"] != token
+    [(_, still)] = bench.client("d", "HELLO", chosen, key="k")
+    assert (still["session"], still["resumed"]) == (token, True)
+    [(_, odd)] = bench.client("e", "HELLO", {"session": "x", "begin": True}, key="k")
+    assert odd["session"] != "x"
+
+
 def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> None:
     bench.worker("a", capacity=9)
 

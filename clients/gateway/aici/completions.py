@@ -6,7 +6,6 @@ The path is OpenAI's; its door hands those bodies over that ``handles`` recogniz
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, ClassVar, Literal
@@ -36,6 +35,7 @@ from ..field_types import (
     seed_of,
 )
 from ..json import json_response
+from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
 PATH = "/v1/aici_modules"
@@ -139,7 +139,7 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
     prompt = prompt_for(model, _one_prompt(body.prompt))
     run = await Run.begin(request, gateway, prompt, {**_options(body), "model": model.name})
     answer = Completion(
-        f"cmpl-{uuid.uuid4()}",
+        new_id("cmpl-"),
         "text_completion",
         int(time.time()),
         model.name,

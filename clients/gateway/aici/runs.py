@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from ..bodies import Body, read_body
 from ..context import gateway_of
 from ..events import DONE, EventStream, event, unless_disconnected
 from ..field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
+from ..new_ids import new_id
 from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 
 
@@ -92,7 +92,7 @@ async def run(request: Request) -> Response:
 
 
 async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:
-    yield event(InitialRun(f"run-{uuid.uuid4()}", "initial-run", int(time.time()), model))
+    yield event(InitialRun(new_id("run-"), "initial-run", int(time.time()), model))
     async with aclosing(run.forks()) as forks:
         async for fork in forks:
             usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from ....protocol.messages import ConstraintEnd, Token
 from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
-from ..openai.fields import new_id
+from ..new_ids import new_id
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):

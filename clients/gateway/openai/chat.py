@@ -17,6 +17,7 @@ from ..context import Gateway, gateway_of
 from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
+from ..new_ids import new_id
 from ..templates import template_of
 from .answering import answering
 from .chat_bodies import (
@@ -31,7 +32,6 @@ from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
 from .constraints import Constraint
 from .conversations import prompt_ids
-from .fields import new_id
 from .generations import Generations, begun
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
 from .messages import for_template

@@ -11,10 +11,10 @@ from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, R
 from ..events import DONE, event
 from ..json import encode
 from ..models import ServedModel
+from ..new_ids import new_id
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
 from .choices import GrowingChoice, GrowingChoices, finish_reason, receipt_of
 from .constraints import Constraint, Receipt
-from .fields import new_id
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
 from .usage import Counter
 

@@ -20,10 +20,10 @@ from ..errors import from_tokenbus
 from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
+from ..new_ids import new_id
 from .choices import Indexes, check_some_succeeded, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .completion_chunks import CompletionChunks
-from .fields import new_id
 from .generations import Generations, Prompt, begun
 from .logprobs import Sampled, completion_logprobs, cumulative, reported
 from .usage import Counter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
@@ -139,8 +138,3 @@ class SampledRequest(TextRequest):
         if self.seed is not None:
             options["seed"] = seed_of(self.seed)
         return options
-
-
-def new_id(prefix: str) -> str:
-    """An id for an answer or a part of it: ``cmpl-…``."""
-    return f"{prefix}{secrets.token_hex(12)}"

@@ -9,9 +9,9 @@ from ....protocol.messages import Token
 from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
 from ..events import event
 from ..models import ServedModel
+from ..new_ids import new_id
 from .choices import GrowingChoices
 from .constraints import Receipt
-from .fields import new_id
 from .logprobs import Sampled, TokenLogprob, token_logprobs
 from .response_bodies import (
     AnsweredText,

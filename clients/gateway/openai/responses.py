@@ -19,12 +19,13 @@ from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
+from ..new_ids import new_id
 from ..templates import template_of
 from .answering import answering
 from .chat import chat_generations
 from .constraints import Constraint, Receipt
 from .conversations import Rendering, prompt_ids
-from .fields import OPENAI_TEMPERATURE, new_id
+from .fields import OPENAI_TEMPERATURE
 from .generations import Generations, begun
 from .messages import for_template
 from .response_bodies import (

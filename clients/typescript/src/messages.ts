@@ -130,6 +130,11 @@ export interface Hello {
   /** The token of a `WELCOME`: take that session over, under the same key. */
   readonly session?: string | null | undefined;
   /**
+   * Where the broker has no session with this token, under any key, begin one with it: a secret of
+   * 32 hexadecimal digits that the client has chosen. Default: false.
+   */
+  readonly begin?: boolean | undefined;
+  /**
    * The session may have been at another broker since it was at this one, if it was: the broker
    * asks the workers for its live streams. The client sends its buffers again. Default: false.
    */

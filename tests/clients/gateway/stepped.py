@@ -46,6 +46,7 @@ class Stepped:
         self._stream_id = self.generate.stream_id
         self.sent = 0
         """Tokens that were sent."""
+        self._entries: list[Token] = []
 
     def step(
         self, count: int = 1, finish_reason: FinishReason | None = None, text: str = "x"
@@ -64,9 +65,20 @@ class Stepped:
             for i in range(count)
         ]
         self.sent += count
+        self._entries += entries
         if finish_reason is not None:
             entries[-1].finish_reason = finish_reason
         finished = [] if finish_reason is None else [self.request]
+        self._send(entries, finished)
+
+    def send_again(self) -> None:
+        """Answers an ATTACH of a client that has received nothing."""
+        answer = Msg(stream_id=self._stream_id, attached=0)
+        head = encode_header(self.request, self._session)
+        self._post([b"MSG", head, encode_body(answer, self._encoding)])
+        self._send(self._entries, [])
+
+    def _send(self, entries: list[Token], finished: list[int]) -> None:
         body = encode_body(entries, self._encoding)
         self._post([b"TOKEN", encode_token_header([self._session], finished), body])
 
@@ -88,6 +100,10 @@ class SteppedWorker:
     def begun(self) -> Stepped:
         """The next request."""
         return Stepped(self._bus.post, self._next(b"GENERATE"))
+
+    def attached(self) -> int:
+        """For which request the next ATTACH asks."""
+        return self._next(b"ATTACH").header.request
 
     def cancelled(self) -> int:
         """Which request the next CANCEL ends."""

@@ -1,0 +1,287 @@
+"""Requests that name themselves: a client that asks again gets the same stream from its beginning.
+
+``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). Such a
+request has a session of its own at the broker, whose token follows from the key, the user and a
+secret of the gateways; its stream ids follow from the path and the body. So the gateway that serves
+the repetition needs nothing of the one that served the request first: it takes the session over
+and attaches to the stream. Whoever guesses the key of another user gets another token.
+
+If the broker has no such stream any more, the request runs again. Its seed, if it has none,
+follows from the token too, so that it draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Self
+
+from ...protocol.keys import OwnKey, own_key
+from ...protocol.messages import Token
+from ...protocol.settings import Settings
+from ...protocol.shares import fits_share
+from .. import AsyncClient, AsyncStream
+from ..calls import Call
+from ..recording import Recorder
+from ..request_options import OnSystem
+from .errors import ApiError
+from .turns import current_user
+
+log = logging.getLogger(__name__)
+
+HEADER, LAST_EVENT = "idempotency-key", "last-event-id"
+KEY = re.compile(r'"?[!#-~]{1,256}"?')
+"""A key: visible characters. The draft's form is a string of structured fields, in quotes."""
+EVENT_ID = re.compile(r"[0-9]{1,15}")
+MAX_NAMED = 256
+"""Most named requests of one gateway that have sessions of their own, each with a thread. Others
+share the session of all, and run again where they are repeated."""
+STREAM_BITS, TRY_BITS = 12, 8
+"""Of a stream id, below 32 bits of its body's digest: which stream of the request, which try."""
+
+
+class NamedRequest:
+    """A request over HTTP with an idempotency key."""
+
+    def __init__(self, key: str, last_event: int, rooms: NamedRequests) -> None:
+        self.last_event = last_event
+        """The number of the last event that the client has; it gets those after that."""
+        self._key = key
+        self._rooms = rooms
+        self._user = ""
+        self._digest = b""
+        self._streams = 0
+        self._ids = 0
+        self._client: NamedClient | None = None
+
+    @property
+    def token(self) -> str:
+        """The token of its session: nobody knows it who does not know the gateways' secret."""
+        return self._derived("session").hex()[:32]
+
+    @property
+    def base(self) -> int:
+        """The first of its stream ids."""
+        return int.from_bytes(self._digest[:4], "big") << (STREAM_BITS + TRY_BITS)
+
+    def read(self, path: str, body: bytes) -> None:
+        """Its body has arrived, of the user whom the current task serves."""
+        self._user = current_user.get()
+        self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
+
+    def new_id(self, prefix: str) -> str:
+        """An id for its answer or a part of it, which is the same in a repetition."""
+        self._ids += 1
+        return prefix + self._derived(f"id {self._ids}").hex()[:24]
+
+    def begin(self, call: Call, seed: int | None) -> int:
+        """Names the stream of a call: returns its seed."""
+        call.base = self.base + (self._streams << TRY_BITS)
+        call.repeated = self.last_event > 0
+        self._streams += 1
+        if seed is not None:
+            return seed
+        return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
+
+    def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
+        """The connection of its session, made by ``make`` with the token when it is first asked
+        for; None where this gateway has no room for another one. Raises ApiError 409 where a
+        request with the same key and another body is served here."""
+        if self._client is None and self._rooms.enter(self.token, self.base, self._user):
+            self._client = make(self.token)
+        return self._client
+
+    async def close(self, leave: bool) -> None:
+        """Its answer was sent or its client has gone; ``leave``: the streams go on at the broker
+        for a while, as the next gateway may be asked for them."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._rooms.leave(self.token, self._user)
+            await asyncio.to_thread(client.end, leave)
+
+    def _derived(self, purpose: str) -> bytes:
+        parts = "\0".join((self._user, self._key, purpose))
+        return hmac.digest(self._rooms.secret, parts.encode(), "sha256")
+
+
+current_named: ContextVar[NamedRequest | None] = ContextVar("tokenbus_named", default=None)
+"""The named request that the current task serves."""
+
+
+class NamedRequests:
+    """The named requests of one gateway process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._open: dict[str, tuple[int, int]] = {}
+        """By token: the first stream id of those that are served, and how many these are."""
+        self._users = Counter[str]()
+        """How many of these each user has."""
+
+    @cached_property
+    def secret(self) -> bytes:
+        """What all gateways of a system have in common, and nobody else knows."""
+        try:
+            return _secret(self._settings)
+        except OSError as error:
+            log.warning("idempotency keys are of this gateway only, without a secret: %s", error)
+            return secrets.token_bytes(32)
+
+    def of(self, key: str | None, last_event: str | None) -> NamedRequest | None:
+        """The request with these headers; None without a key. Raises ApiError 400."""
+        if key is None:
+            if last_event is not None:
+                raise _fault(f"{LAST_EVENT} is given without {HEADER}, which names the request")
+            return None
+        if not KEY.fullmatch(key):
+            raise _fault(f"{HEADER} must have 1 to 256 visible characters of ASCII")
+        if last_event is not None and not EVENT_ID.fullmatch(last_event):
+            raise _fault(f"{LAST_EVENT} is {last_event[:40]!r}; it must be the id of an event")
+        return NamedRequest(key.strip('"'), int(last_event or 0), self)
+
+    def enter(self, token: str, base: int, user: str) -> bool:
+        """Whether a request of ``user`` may have a session of its own; raises ApiError 409."""
+        other, count = self._open.get(token, (base, 0))
+        if other != base:
+            raise reused()
+        if not fits_share(self._users[user], self._users.total(), MAX_NAMED):
+            return False
+        self._open[token] = base, count + 1
+        self._users[user] += 1
+        return True
+
+    def leave(self, token: str, user: str) -> None:
+        """A request that has entered is over."""
+        base, count = self._open.pop(token)
+        if count > 1:
+            self._open[token] = base, count - 1
+        self._users[user] -= 1
+        if not self._users[user]:
+            del self._users[user]
+
+
+class NamedClient(AsyncClient):
+    """The session of one named request."""
+
+    def __init__(
+        self,
+        front: str,
+        max_unread: int,
+        key: OwnKey | None,
+        session: str,
+        leaves: Callable[[], bool],
+    ) -> None:
+        """``leaves``: whether streams that are closed go on at the broker."""
+        super().__init__(
+            front, max_unread=max_unread, wait_for_room=False, key=key, session=session
+        )
+        self.leaves = leaves
+
+    def end(self, leave: bool) -> None:
+        """Ends the session, or with ``leave`` its connection only. Blocks."""
+        self._connection.close(keep=leave)
+
+    def begin(self, call: Call) -> AsyncStream:
+        """Sends a call that has the name of a stream, or attaches to that stream."""
+        return self._stream(call, None)
+
+    def _stream(
+        self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
+    ) -> AsyncStream:
+        self._enter_loop()
+        call.waits_for_room = False
+        return NamedStream(self, self._connection, call, on_system, self._max_unread)
+
+
+class NamedStream(AsyncStream):
+    """A stream whose entries are read one by one: so its answer has the same events each time,
+    however many have arrived together."""
+
+    async def arrived(self) -> list[Token]:
+        """The next entry; ``[]`` after the last one."""
+        try:
+            return [await anext(self)]
+        except StopAsyncIteration:
+            return []
+
+    def close(self) -> None:
+        """Cancels the request, or leaves it to the next gateway."""
+        client = self._client
+        if isinstance(client, NamedClient) and client.leaves() and not self._over:
+            self._over = self._closed = True
+            self._wake()
+        else:
+            super().close()
+
+
+class NumberedEvents:
+    """Writes ``id:`` into the events of a stream, and leaves out those that the client has.
+
+    Pings and the error that ends a stream have no number: they are not the same each time.
+    """
+
+    def __init__(self, last_event: int) -> None:
+        self._last = last_event
+        self._count = 0
+
+    @classmethod
+    def of_task(cls) -> Self | None:
+        """For the named request of the current task, if it is one."""
+        named = current_named.get()
+        return cls(named.last_event) if named is not None else None
+
+    def write(self, part: bytes) -> bytes:
+        """Some whole events, as they are sent."""
+        return b"".join(map(self._event, part.split(b"\n\n")[:-1]))
+
+    def _event(self, event: bytes) -> bytes:
+        if event.startswith((b"event: ping", b"event: error", b'data: {"error"')):
+            return event + b"\n\n"
+        self._count += 1
+        if self._count <= self._last:
+            return b""
+        return b"id: %d\n%b\n\n" % (self._count, event)
+
+
+def reused() -> ApiError:
+    """The answer to a key that was used for another body."""
+    return ApiError(
+        409,
+        f"this {HEADER} was used for another request, whose path or body is not the same; give "
+        "each request a key of its own, and repeat it unchanged",
+        code="idempotency_key_reused",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _fault(what: str) -> ApiError:
+    return ApiError(400, what, code="invalid_header")
+
+
+def _secret(settings: Settings) -> bytes:
+    """What all gateways of a system have in common: the key with which they connect, or else a file
+    in the run directory."""
+    own = own_key(settings, "client")
+    if own is not None:
+        return hashlib.sha256(b"gateway " + bytes.fromhex(own.secret)).digest()
+    path = settings.run_folder / "gateway-secret"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+    # The first one to link its file decides, and that file is whole.
+    with suppress(FileExistsError):
+        path.hardlink_to(made)
+    made.unlink()
+    return path.read_bytes()

@@ -1,0 +1,14 @@
+"""Ids of answers and of their parts."""
+
+from __future__ import annotations
+
+import secrets
+
+from .idempotency import current_named
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer or a part of it: ``cmpl-…``. A request with an idempotency key gets the
+    same ids when it is repeated."""
+    named = current_named.get()
+    return named.new_id(prefix) if named is not None else f"{prefix}{secrets.token_hex(12)}"
