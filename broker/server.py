@@ -341,7 +341,7 @@ class BrokerServer:
         self._drain()
         try:
             for peer in connections.take_closed():
-                self._gone(side, peer)
+                self._post(self._on_gone(side, peer))
         except Exception:
             self._on_defect("ending the connections that have closed")
         self._drain_soon()

@@ -33,4 +33,3 @@ def carried(frames: Frames) -> Frames:
         status.own = True
         return [kind, encode_body(status, encoding_of(frames[1])), *frames[2:]]
     return frames
-

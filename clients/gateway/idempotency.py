@@ -185,6 +185,7 @@ class NamedClient(AsyncClient):
         super().__init__(
             front, max_unread=max_unread, wait_for_room=False, key=key, session=session
         )
+        self._connection.carry_users()
         self.leaves = leaves
 
     def end(self, leave: bool) -> None:
