@@ -110,9 +110,9 @@ def cluster(processes: None) -> Iterator[RayCluster]:
 class Placed:
     """A broker and a state worker here, and the other workers in the cluster."""
 
-    def __init__(self, cluster: RayCluster, **settings: object) -> None:
+    def __init__(self, cluster: RayCluster, **settings: Any) -> None:
         self.cluster = cluster
-        own: dict[str, object] = {
+        own: dict[str, Any] = {
             "heartbeat_s": 0.2,
             "expiry_s": 20,
             # Ray takes up to a minute to find that a node is dead.

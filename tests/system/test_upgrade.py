@@ -45,7 +45,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> str:
     with tarfile.open(folder / "old.tar") as archive:
         archive.extractall(folder / "tree", filter="data")
     # The same files as in a wheel, with the guests compiled.
-    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", folder / "path"]
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(folder / "path")]
     subprocess.run(build, cwd=folder / "tree", check=True, capture_output=True)
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "path"} exec {sys.executable} "$@"\n')
