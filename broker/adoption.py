@@ -271,8 +271,8 @@ class Adoption:
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
         """The session of a client that comes from another broker, on the connection ``peer``.
 
-        What the workers have of it is taken from them, also where it was here before: it may have
-        gone on elsewhere since."""
+        The workers report its streams even if the session was here before: the streams may have
+        continued under another broker since."""
         if not is_session_token(token):
             return None
         self._recovery.follow()

@@ -31,7 +31,7 @@ class _Claim:
     asked: dict[int, set[int]] = field(default_factory=dict)
     """By worker that has not answered: streams that it may still send entries of."""
     next: dict[int, set[int]] = field(default_factory=dict)
-    """The same of the workers that the next CLAIM goes to."""
+    """By worker that receives the next CLAIM: streams that it may still send entries of."""
 
 
 class Claims:

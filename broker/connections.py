@@ -67,7 +67,7 @@ class Connections:
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
         self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # Without a bound: ZeroMQ's thread waits where there is no room for an event.
+        # The socket has no bound: ZeroMQ's thread would wait if an event had no room.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))

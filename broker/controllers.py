@@ -165,7 +165,7 @@ class Controllers:
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """What a controller worker has to serve that a request goes to, as in ``choose``."""
+        """The pattern that a controller worker must serve to get this request, as in ``choose``."""
         name = request.controller
         if request.served_as:
             return request.served_as

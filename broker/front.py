@@ -310,7 +310,7 @@ class _Closing(Struct):
 
     stream_id: StreamId | None = None
     attached: int | None = None
-    """Of a MSG that answers an ATTACH."""
+    """In a MSG that answers an ATTACH: the stream."""
 
 
 def _stream_id(body: bytes) -> int | None:

@@ -25,7 +25,7 @@ CHUNK_BYTES = 64 * 1024
 PART_BYTES = 4096
 """A part of a chunk that has reached this size gets none either."""
 AGAIN_BYTES = 100
-"""What the place counts for from which the entries of a request were sent again."""
+"""Bytes that are counted for the place from which entries of a request were sent again."""
 LARGE_BYTES = 512
 """Larger bodies are not joined."""
 _MSGPACK = b"\x80"

@@ -1,4 +1,4 @@
-"""What the broker logs of workers that leave or are lost: one line for all streams of a worker."""
+"""Log lines for workers that leave or are lost: one line for all streams of a worker."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Quotas:
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
 
     def variables(self, request: Request | None) -> Tenant | None:
-        """What the state worker is to know of the tenant of a request: None without a key."""
+        """The tenant of a request with its quota, for the state worker; None without a key."""
         key = request.session.key if request is not None else ""
         if not key:
             return None

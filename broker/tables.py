@@ -33,7 +33,7 @@ class WorkerState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """What all sessions of one key have waiting. Clients without keys have none in common."""
+    """Waiting requests of all sessions of one key. Each session without a key has its own."""
 
     queued: int = 0
     queued_bytes: int = 0
@@ -89,7 +89,7 @@ class Session:
     """Its requests that wait for a worker."""
     queued_bytes: int = 0
     use: KeyUse = field(default_factory=KeyUse)
-    """Of its key; set by the table of sessions."""
+    """Shared by the sessions of its key; the table of sessions sets it."""
     pace: Pace = field(default_factory=Pace)
     """At which its streams end."""
     journal: Journal

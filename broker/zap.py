@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 FRAMES = 6
-"""Of a request: version, request id, domain, address, routing id, mechanism. CURVE adds the key."""
+"""Frames of a request: version, request id, domain, address, routing id, mechanism. CURVE adds
+the key."""
 
 
 class Zap:

@@ -13,7 +13,7 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Of one stop string: each new text is compared with every beginning of it."""
+"""Bound of one stop string, as each new text is compared with all of its beginnings."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 SAMPLING_VERSION = 2

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from .errors import Code, RequestError
 
 SEGMENT_CHARS = 65_536
-"""Longer texts are counted in segments of so many characters before they are tokenized."""
+"""Longer texts are counted in segments of this length before they are tokenized."""
 MAX_SHORTENING = 4
 """How many times as much text a tokenizer that shortens text may get."""
 
@@ -46,7 +46,7 @@ def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bo
 
 
 def size_of_tokenizer(tokenizer: Mapping[str, Any]) -> TokenSize:
-    """The same of a tokenizer in the form of the tokenizers library, decoded from JSON."""
+    """The token size of a tokenizer in the tokenizers library's form, decoded from JSON."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab") or {}
     pieces = (p if isinstance(p, str) else p[0] for p in vocabulary)
@@ -69,7 +69,7 @@ class TextBound(NamedTuple):
 
     model: str
     max_tokens: int
-    """Of a prompt."""
+    """The bound of a prompt."""
     size: TokenSize
 
     @property
@@ -88,7 +88,7 @@ class TextBound(NamedTuple):
         return num_bytes
 
     def check_bytes(self, num_bytes: int, path: str = "$.prompt") -> None:
-        """Raises RequestError where so many bytes of text are too many for the model."""
+        """Raises RequestError if the model cannot take ``num_bytes`` of text."""
         if num_bytes > self.max_bytes:
             times = f" times {MAX_SHORTENING}" if self.size.shortens else ""
             raise RequestError(

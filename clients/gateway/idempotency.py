@@ -47,7 +47,8 @@ MAX_NAMED = 256
 """Most named requests of one gateway that have sessions of their own, each with a thread. Others
 share the session of all, and run again where they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""Of a stream id, below 32 bits of its body's digest: which stream of the request, which try."""
+"""The low bits of a stream id, after 32 bits of the body's digest: the number of the stream
+within the request, and the number of the try."""
 
 
 class NamedRequest:
@@ -130,7 +131,7 @@ class NamedRequests:
 
     @cached_property
     def secret(self) -> bytes:
-        """What all gateways of a system have in common, and nobody else knows."""
+        """The secret that the gateways of a system share."""
         try:
             return _secret(self._settings)
         except OSError as error:
@@ -270,8 +271,8 @@ def _fault(what: str) -> ApiError:
 
 
 def _secret(settings: Settings) -> bytes:
-    """What all gateways of a system have in common: the key with which they connect, or else a file
-    in the run directory."""
+    """The secret that the gateways of a system share: the key with which they connect, or else a
+    file in the run directory."""
     own = own_key(settings, "client")
     if own is not None:
         return hashlib.sha256(b"gateway " + bytes.fromhex(own.secret)).digest()

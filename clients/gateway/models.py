@@ -36,7 +36,7 @@ class ServedModel:
     files: TokenizerFiles
     tokenizer: Tokenizer
     tokenization: Tokenization = field(default_factory=Tokenization)
-    """Of all models of the gateway."""
+    """Shared by all models of the gateway."""
     token_size: TokenSize = TokenSize(1_000_000)  # noqa: RUF009
     """How much text a token can stand for."""
     _texts: dict[int, str] = field(default_factory=dict)

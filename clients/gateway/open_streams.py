@@ -23,7 +23,7 @@ _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
 
 
 class _Named(Struct):
-    """Of a client's message. It has no other field, which could be of another type there."""
+    """The stream id of a client's message. Other fields may have other types there."""
 
     stream_id: StreamId | None = None
 
@@ -33,7 +33,7 @@ class _About(Struct):
     attached: Any = UNSET
     code: str = ""
     type: str | None = None
-    """Of an ERROR that refuses a message: the type of that."""
+    """In an ERROR that refuses a message: the type of that message."""
 
     @property
     def is_end(self) -> bool:

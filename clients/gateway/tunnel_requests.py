@@ -29,7 +29,7 @@ class _Ranked(Struct):
 
 
 class TunnelRequests:
-    """What one WebSocket of a user has open.
+    """The open requests of one WebSocket.
 
     ``user``: as which its requests are counted; ``name``: of its API key, empty without one.
     ``ranks``: whether the broker decides who may raise priorities, by the key of the bus.

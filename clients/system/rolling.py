@@ -17,7 +17,7 @@ from .watch import Watcher
 READY_S = 600.0
 """How long a worker that was replaced may take until it is ready: a model may be loaded."""
 OTHERS_READY_S = 120.0
-"""The same of a broker or a gateway, which load nothing."""
+"""How long a broker or a gateway that was replaced may take, as they load nothing."""
 ANSWER_S = 10.0
 """How long the broker may take to answer before anything is replaced."""
 LOOK_EVERY_S = 0.1

@@ -456,7 +456,7 @@ def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
 
 
 def waiting_starts(number: int) -> tuple[Bench, list[Header]]:
-    """A broker with so many STARTs, of which a controller worker with one place runs the first."""
+    """A broker with ``number`` STARTs. A controller worker with one place runs the first."""
     bench = Bench(expiry_s=1000.0)
     bench.worker("gpu", capacity=number)
     controller_worker(bench, "a", capacity=number)

@@ -50,7 +50,7 @@ def gone(bench: Bench, name: str, side: Side = Side.FRONT) -> None:
 
 
 def back(bench: Bench, token: str, name: str = "d") -> list[int]:
-    """The client takes its session over on a new connection; the streams that it is told of."""
+    """Takes the session over on a new connection; returns the streams that WELCOME lists."""
     [(_, welcome)] = bench.client(name, "HELLO", HELLO | {"session": token})
     assert welcome["resumed"]
     streams: list[int] = welcome["streams"]

@@ -15,7 +15,7 @@ CRASH = "its connection closed"
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the broker logs at the level of a system that runs."""
+    """The broker's log lines at the level of a running system."""
     caplog.set_level(logging.INFO, "tokenbus.broker")
     return caplog
 

@@ -1,4 +1,4 @@
-"""What ``tokenbus up`` prints without a terminal, as under an init system."""
+"""The output of ``tokenbus up`` without a terminal, as under an init system."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def checkout(folder: Path) -> Path:
 
 @pytest.fixture
 def patient(checkout: Path) -> Path:
-    """The same, where a worker may finish its streams for ten minutes."""
+    """A system whose workers may finish their streams for ten minutes."""
     conf = checkout / "supervisord.conf"
     text = conf.read_text().replace("startsecs=30", "startsecs=1")
     conf.write_text(text.replace("stopwaitsecs=40", "stopwaitsecs=610"))

@@ -31,7 +31,7 @@ class Limits:
     compile_bytes: int = 1024**3
     """Its memory."""
     text_bytes: int = 1024 * 1024
-    """Of a text that a guest has tokenized at once, as far as ``most_text`` allows it."""
+    """Bound of a text that a guest has tokenized at once; ``most_text`` may allow less."""
     forks: int = 128
     """Sequences that one request may come to have."""
     silent_rounds: int = 256

@@ -91,8 +91,8 @@ class PendingResult:
             return
         sent = False
         while not sent:
-            # A request that has ended may have been started again, and nothing of before may
-            # follow that. The message is made without the lock, as that may take milliseconds.
+            # A request that has ended may have been started again. Results of the earlier start
+            # must not follow. The message is made without the lock, as that may take milliseconds.
             live = [part for part in parts if not part[0].closed]
             body, attachments = _message(live)
             with self._order:

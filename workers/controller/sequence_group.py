@@ -332,7 +332,7 @@ class SequenceGroup:
         return children
 
     def _check_forks(self, more: int) -> None:
-        """Raises ControllerError if the request may not have so many more sequences."""
+        """Raises ControllerError if the request may not have ``more`` further sequences."""
         total = len(self._numbers) + more
         if total > self._limits.forks:
             raise ControllerError(

@@ -53,8 +53,8 @@ class Waiting:
     sent: list[Token] | None = None
     """Of a request that has moved here: what its client was sent before."""
     attempt: int = 0
-    """Of a request that was here before: as in ``Start``. Decisions for the earlier attempt may
-    still arrive."""
+    """The attempt of a request that was here before, as in ``Start``. Decisions for the earlier
+    attempt may still arrive."""
     job: Job[Tokens] | None = None
     """The tokenization of its texts; None while its model is being loaded."""
 

@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 class RequestTexts(NamedTuple):
-    """What a request has its tokens from. ``prompt``: its parts, in order."""
+    """The texts and token ids of a request. ``prompt``: its parts, in order."""
 
     prompt: list[Part]
     scored: Part

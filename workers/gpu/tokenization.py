@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from ...protocol.text_bounds import SEGMENT_CHARS
 
 MAX_INLINE_BYTES = 1024
-"""Texts of up to so many bytes are tokenized at once: that takes less than a thread does."""
+"""Texts of up to this size are tokenized at once, which costs less than another thread."""
 
 T = TypeVar("T")
 

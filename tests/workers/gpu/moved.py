@@ -111,8 +111,8 @@ def same_entries(
     loaded: LoadedModel,
     body: dict[str, Any],
 ) -> None:
-    """The same entries of each sequence in the same order, up to its first tie; steps may divide
-    them otherwise. ``body``: the request."""
+    """Fails unless each sequence has the same entries in order, up to its first tie. Steps may
+    divide them otherwise. ``body``: the request."""
     first, second = ([e for m in messages for e in m] for messages in (got, wanted))
     seqs = {entry.seq for entry in second}
     assert {entry.seq for entry in first} == seqs
@@ -139,7 +139,7 @@ def same_entries(
 
 
 def asked_of(loaded: LoadedModel, body: dict[str, Any]) -> Asked:
-    """What a request asks of the model."""
+    """The prompt and the sampling of a request."""
     request = msgspec.convert({"stream_id": REQUEST} | body, Generate)
     prompt = request.prompt or []
     if isinstance(prompt, str):

@@ -221,7 +221,7 @@ def test_a_controller_gets_no_token_of_an_earlier_attempt(
     in_the_next_step(loop, lambda: come_back(loop, before, controller="c"))
     first, second = loop.sent(b"START")
     assert decode_header(first[1]).request == decode_header(second[1]).request == MOVED
-    # What was decided for the earlier attempt is void.
+    # Decisions for the earlier attempt are void.
     allow(loop, embedded, MOVED, 64)
     attempt = msgpack.decode(second[2], type=Start).attempt
     assert attempt > msgpack.decode(first[2], type=Start).attempt

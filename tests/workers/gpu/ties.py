@@ -77,7 +77,7 @@ class RecordingEngine(Engine):
 
 @dataclass
 class Outputs:
-    """What an engine gave for each sequence, and what it was asked."""
+    """The outputs of each sequence of an engine, and its requests."""
 
     streams: dict[tuple[int, int], list[TokenOutput]] = field(default_factory=dict)
     asked: Mapping[int, Asked] = field(default_factory=dict)

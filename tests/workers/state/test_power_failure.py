@@ -1,4 +1,4 @@
-"""What was answered as durable is on the disk: at each moment, and whichever call fails.
+"""A durable answer is on the disk: at each moment, and whichever call fails.
 
 A table of modules is durable when its replacement is answered. The disk of these tests records what
 a power failure would leave (``disk.py``); every image of it is opened as the next worker does.

@@ -72,7 +72,7 @@ MAX_MUTABLE_GLOBALS = 128
 """Each fork copies them one by one."""
 MAX_EXPORTS = 1000
 MAX_IMPORTS = 256
-"""The same function may be imported several times."""
+"""A module may import one function several times."""
 
 _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 

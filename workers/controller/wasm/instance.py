@@ -121,7 +121,7 @@ class Spares:
 
 
 INSTANCE_BYTES = 512 * 1024
-"""What an instance takes besides its memory, about: tables, globals, and its side in the host."""
+"""Estimated bytes of an instance besides its memory: tables, globals, and its host objects."""
 
 SPARES = Spares(64 * 1024 * 1024)
 

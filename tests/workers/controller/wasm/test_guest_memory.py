@@ -30,7 +30,7 @@ FORK_ONCE = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then
 
 @dataclass
 class Worker:
-    """What the requests of a worker have in common."""
+    """The parts that the requests of a worker share."""
 
     memory: GuestMemory
     engine: wasmtime.Engine
