@@ -174,11 +174,17 @@ class BrokerServer:
         self._closed = True
         for _, connections in self._sides():
             loop.remove_reader(connections.fd)
-            connections.close()
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         self._post(self.core.left() if self._leaving else self.core.stop())
         loop.remove_reader(self._zap.fd)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sockets of a broker that does not run; ``run`` calls it at its end."""
+        self._closed = True
+        for _, connections in self._sides():
+            connections.close()
         self._zap.close()
         self._front.close()
         self._back.close()

@@ -43,8 +43,7 @@ def test_what_the_loss_of_a_peer_leads_to_overtakes_nothing(tmp_path: Path) -> N
     server._post(
         [Outgoing(Side.BACK, b"gone", [b"lost"]), Outgoing(Side.BACK, b"here", [b"first"])]
     )
-    server._front.close(0)
-    server._back.close(0)
+    server.close()
     assert arrived == [b"first", b"second"]
 
 
@@ -78,5 +77,4 @@ def test_a_request_that_finds_thousands_of_workers_gone_at_once_ends_up_waiting(
         assert request.worker is None
         assert not server._to_back.waiting
     finally:
-        server._front.close(0)
-        server._back.close(0)
+        server.close()
