@@ -18,6 +18,7 @@ from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.compiling.bounds import TOO_DEEP, Bounds, RefusedGrammar
 from tokenbus.workers.controller.backends.compiling.meter import CompileMeter
 from tokenbus.workers.controller.backends.compiling.processes import Processes
+from tokenbus.workers.controller.backends.grammar import grammar_tables
 from tokenbus.workers.controller.backends.grammar.grammar_tables import Tables
 from tokenbus.workers.controller.backends.llguidance.matchers import Grammar, Matchers
 from tokenbus.workers.controller.backends.llguidance.plain import is_plain
@@ -143,20 +144,30 @@ def test_a_hundred_requests_have_a_grammar_compiled_once(
 
 
 def test_tables_that_took_time_are_there_for_the_next_process(
-    tmp_path: Path, processes_of_ours: Processes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On any processor these tables take enough time to be kept, and little enough to be made.
+    monkeypatch.setattr(grammar_tables, "WORTH_S", 0.0)
+    processes = Processes(Bounds(cpu_s=BOUND_S))
+    try:
+        _check_kept_tables(tmp_path, processes, monkeypatch)
+    finally:
+        processes.close()
+
+
+def _check_kept_tables(folder: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     arg = json.dumps({"choices": [f"{i * i:020d}" for i in range(1500)]}).encode()
-    made = Tables(tmp_path, processes_of_ours, CompileMeter()).choice(arg)
-    [file] = tmp_path.iterdir()
+    made = Tables(folder, processes, CompileMeter()).choice(arg)
+    [file] = folder.iterdir()
 
     def again(kind: str, grammar: bytes) -> bytes:
         raise AssertionError("it was compiled again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes_of_ours, "run", again)
-        assert Tables(tmp_path, processes_of_ours, CompileMeter()).choice(arg) == made
+        patch.setattr(processes, "run", again)
+        assert Tables(folder, processes, CompileMeter()).choice(arg) == made
     file.write_bytes(made[:-1] + b"?")
-    assert Tables(tmp_path, processes_of_ours, CompileMeter()).choice(arg) == made
+    assert Tables(folder, processes, CompileMeter()).choice(arg) == made
 
 
 # --- counted, and beside other streams ------------------------------------------------------------
