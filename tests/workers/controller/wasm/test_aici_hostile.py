@@ -93,7 +93,7 @@ def test_memory_has_an_end(engine: wasmtime.Engine) -> None:
 
 
 def test_blobs_do_not_pile_up(engine: wasmtime.Engine) -> None:
-    result = play(engine, "prompt blobs 2000\nprompt poke read_blob 4 0 0\nprompt poke read_blob 7")
+    result = play(engine, "prompt blobs 100\nprompt poke read_blob 4 0 0\nprompt poke read_blob 7")
     assert result.error is not None
     assert "it read blob 7, which does not exist" in result.error
 
