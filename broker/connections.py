@@ -27,12 +27,16 @@ log = logging.getLogger(__name__)
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
+_RESET = struct.pack("ii", 1, 0)
 
 
 class Connection:
     """A connection that libzmq has accepted."""
 
-    __slots__ = ("fd", "inode", "key", "peer", "refused", "user")
+    __slots__ = (
+        *("fd", "inode", "key", "peer", "refused", "user"),
+        *("grown", "received", "since", "spoke"),
+    )
 
     def __init__(self, fd: int, inode: int) -> None:
         self.fd = fd
@@ -46,6 +50,14 @@ class Connection:
         """The public key of the peer; empty without CURVE."""
         self.refused = False
         """Whether the peer chose a routing id that belonged to another connection."""
+        self.spoke = False
+        """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
+        self.since = 0.0
+        """When it found that a message had ended, or first looked, in seconds."""
+        self.received = 0
+        """Bytes received by then."""
+        self.grown = 0
+        """By how much the process had grown by then, in bytes."""
 
     def is_newer_than(self, user: str) -> bool:
         """Whether the connection was established after the one with the ``User-Id`` ``user``."""
@@ -62,7 +74,10 @@ class Connections:
         self.socket = socket
         self.by_peer: dict[bytes, Connection] = {}
         self.closed: Callable[[], object] = lambda: None
-        self._by_fd: dict[int, Connection] = {}
+        self.by_fd: dict[int, Connection] = {}
+        """The open connections by descriptor."""
+        self.taken = 0
+        """Messages that were taken from the socket."""
         self._closed: list[Connection] = []
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
@@ -75,7 +90,11 @@ class Connections:
 
     def __iter__(self) -> Iterator[Connection]:
         """The open connections."""
-        return iter(self._by_fd.values())
+        return iter(self.by_fd.values())
+
+    def has(self, connection: Connection) -> bool:
+        """Whether a connection is open, as far as libzmq has reported."""
+        return self.by_fd.get(connection.fd) is connection
 
     def close(self) -> None:
         """Ends the watch; before the socket itself is closed."""
@@ -89,8 +108,8 @@ class Connections:
             while True:
                 kind, fd = EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
                 if kind == zmq.EVENT_ACCEPTED:
-                    self._by_fd[fd] = Connection(fd, _inode(fd))
-                elif (connection := self._by_fd.pop(fd, None)) is not None:
+                    self.by_fd[fd] = Connection(fd, _inode(fd))
+                elif (connection := self.by_fd.pop(fd, None)) is not None:
                     self._closed.append(connection)
         if len(self._closed) > before:
             self.closed()
@@ -102,14 +121,14 @@ class Connections:
         then: the message is dropped and the new connection is shut.
         """
         self.look()
-        connection = self._by_fd.get(fd)
+        connection = self.by_fd.get(fd)
         if connection is not None and connection.user and connection.user != user:
             if connection.is_newer_than(user):
                 connection = None
             else:
                 # The first message of the connection before on this descriptor was taken late.
                 self._end(connection)
-                connection = self._by_fd[fd] = Connection(fd, connection.inode)
+                connection = self.by_fd[fd] = Connection(fd, connection.inode)
         if connection is None:
             connection = Connection(fd, 0)
             self._end(connection)
@@ -144,8 +163,13 @@ class Connections:
 
 
 def shut(connection: Connection) -> None:
-    """Closes a connection; libzmq notices that it was closed."""
+    """Closes a connection; libzmq notices that it was closed.
+
+    The peer's side is reset: where it has more to send, and was told that there is no room, it
+    would else wait for a minute.
+    """
     with contextlib.suppress(OSError), open_socket(connection) as socket:
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
         socket.shutdown(sockets.SHUT_RDWR)
 
 

@@ -32,10 +32,12 @@ from .sockets import (
     bind_router,
     listen_again,
     packing_sender,
+    readable,
     receive,
     receive_keyed,
     sender,
 )
+from .unfinished import LOOK_EVERY_S, Unfinished
 from .unread import PIPE_MESSAGES
 from .zap import Zap
 
@@ -115,6 +117,9 @@ class BrokerServer:
         self._front, self._back = self._clients.socket, self._workers.socket
         self.front_endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self.back_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._unfinished = Unfinished(
+            self._clients, keys is not None, partial(readable, self._front)
+        )
         core = self.core
         clients, workers = self._clients, self._workers
         self._take_front: Take = partial(self._take, clients, receive, core.on_clients)
@@ -161,6 +166,8 @@ class BrokerServer:
         log.info("clients on %s, workers on %s", self.front_endpoint, self.back_endpoint)
         self._drain()
         self._tick()
+        if self.front_endpoint.startswith("tcp://"):
+            self._guard()
         await self._stopping.wait()
         if self._leaving:
             signalled_at = time.monotonic() + SIGNALLED_S
@@ -369,6 +376,18 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking at keys, leases and deadlines")
         self._loop.call_later(self.core.wait_s(time.monotonic()), self._tick)
+        self._drain_soon()
+
+    def _guard(self) -> None:
+        """Looks for clients' messages without an end."""
+        if self._stopped or self._loop is None:
+            return
+        try:
+            self._unfinished.look(time.monotonic())
+        except Exception:
+            self._on_defect("looking for messages without an end")
+        self._loop.call_later(LOOK_EVERY_S, self._guard)
+        # To look whether a message waits may swallow the edge of the socket's descriptor.
         self._drain_soon()
 
     def _watch_deadlines(self) -> None:

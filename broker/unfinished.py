@@ -1,0 +1,216 @@
+"""A guard against messages without an end.
+
+libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
+does not bound the frames of one message: ``pipe_t::write`` counts a message at its last frame, and
+keeps 64 bytes even for an empty one until then. No option and no event concerns them.
+
+The guard asks the kernel how many bytes a TCP connection has received since its last complete
+message. With CURVE a frame has at least 35 bytes on the wire, and so these bytes bound the memory.
+Without keys an empty frame has two, and so the guard watches the memory of the process as well.
+Unix sockets count no bytes and are not guarded: who can open one runs as the broker's own user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket as sockets
+import struct
+from collections import Counter
+from collections.abc import Callable
+from fcntl import ioctl
+from termios import FIONREAD
+
+from .connections import Connection, Connections, shut
+from .sockets import MAX_MESSAGE_BYTES
+from .sweep import Sweep
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.05
+"""How often a part of the connections is looked at, in seconds."""
+CONNECTIONS_AT_ONCE = 128
+"""Connections in a part, unless there are more than ``TICKS`` times as many."""
+TICKS = 32
+"""A walk over all connections has at most this many parts."""
+MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
+"""Of one message on the wire. A smaller one beyond the protocol's limits is refused."""
+MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
+"""The same of all connections of a key together. Those that have sent no complete message yet,
+and those without keys, count as one key."""
+MAX_GROWTH_BYTES = 512 * 1024 * 1024
+"""By how much the process may grow during one message of a peer without a key."""
+QUIET_BYTES = 4096
+QUIET_BYTES_PER_S = 16
+"""A connection that has received less since its last message counts as idle: these are the
+handshake and ZeroMQ's heartbeats."""
+RECEIVED_AT = 128
+"""The offset of ``tcpi_bytes_received`` in ``struct tcp_info`` (``linux/tcp.h``)."""
+_U64 = struct.Struct("=Q")
+_INT = struct.Struct("=i")
+_INFO_BYTES = RECEIVED_AT + _U64.size
+
+
+class Unfinished:
+    """Closes a TCP connection whose message takes more than its bounds.
+
+    ``has_keys``: whether peers need a key. ``readable`` returns whether a complete message waits.
+    """
+
+    def __init__(
+        self, connections: Connections, has_keys: bool, readable: Callable[[], bool]
+    ) -> None:
+        self._connections = connections
+        self._has_keys = has_keys
+        self._readable = readable
+        self._sweep = Sweep(connections.by_fd, CONNECTIONS_AT_ONCE, TICKS)
+        self._open: dict[Connection, int] = {}
+        """Bytes of the unfinished message, beyond what an idle connection receives."""
+        self._accused: dict[Connection, int | None] = {}
+        """Connections beyond a bound, and the round of the socket by then; None: it was shut."""
+        self._rounds = 0
+        """How often all connections had their turn while messages were unfinished."""
+        self._taken = 0
+        """Messages that had been taken when the last round ended."""
+        self._size: int | None = None
+        """Bytes of the process; None while no message is unfinished."""
+        self._grown = 0
+        """By how many bytes the process has grown in all while messages were unfinished."""
+
+    def look(self, now: float) -> None:
+        """Looks at the next connections, and closes those that take too much."""
+        if self._open:
+            self._count_rounds()
+            self._measure()
+        for connection in self._sweep.part():
+            self._visit(connection, now)
+        if not self._open:
+            self._size = None
+        elif self._size is None:
+            self._measure()
+        self._judge()
+
+    def _judge(self) -> None:
+        """Compares the unfinished messages with their bounds, the smallest one first: the largest
+        ones are then those beyond the bound of their key."""
+        totals = Counter[str]()
+        for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
+            if connection.spoke or not self._connections.has(connection):
+                self._forget(connection)
+                continue
+            totals[connection.key] += unfinished
+            if self._is_over(connection, unfinished, totals[connection.key]):
+                self._accuse(connection, unfinished)
+            else:
+                self._accused.pop(connection, None)
+
+    def _visit(self, connection: Connection, now: float) -> None:
+        """Finds out how many bytes of an unfinished message a connection has received."""
+        if not self._connections.has(connection):
+            return
+        received = _bytes_received(connection.fd)
+        if received is None:
+            return
+        if connection.spoke or not connection.since:
+            connection.received = received if connection.spoke else 0
+            connection.spoke, connection.since = False, now
+            self._forget(connection)
+        quiet = QUIET_BYTES + QUIET_BYTES_PER_S * (now - connection.since)
+        unfinished = int(received - connection.received - quiet)
+        if unfinished > 0:
+            unfinished -= _bytes_unread(connection.fd)
+        if unfinished <= 0:
+            self._forget(connection)
+            return
+        if connection not in self._open:
+            connection.grown = self._grown
+        self._open[connection] = unfinished
+
+    def _is_over(self, connection: Connection, unfinished: int, of_key: int) -> bool:
+        if unfinished > MAX_UNFINISHED_BYTES or of_key > MAX_KEY_UNFINISHED_BYTES:
+            return True
+        return not self._has_keys and self._grown - connection.grown > MAX_GROWTH_BYTES
+
+    def _accuse(self, connection: Connection, unfinished: int) -> None:
+        """Shuts a connection, once all that had arrived when it was accused has been taken: its
+        message may have been complete by then."""
+        accused_in = self._accused.setdefault(connection, self._rounds)
+        if accused_in is None or accused_in == self._rounds:
+            return
+        self._accused[connection] = None
+        log.warning(
+            "a connection was closed: %d bytes of its message have arrived, and not its end",
+            unfinished,
+        )
+        shut(connection)
+
+    def _count_rounds(self) -> None:
+        """Counts a round where nothing waits at the socket, or where each connection has had its
+        turn: a ROUTER takes one message of each one that has any, and then the next ones."""
+        taken = self._connections.taken
+        if taken - self._taken > 2 * len(self._connections.by_fd) or not self._readable():
+            self._rounds += 1
+            self._taken = taken
+
+    def _forget(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+        self._accused.pop(connection, None)
+
+    def _measure(self) -> None:
+        """Adds what the process has grown by since the last look."""
+        if self._has_keys:
+            return
+        size = memory_in_use()
+        if self._size is not None:
+            self._grown += max(0, size - self._size)
+        self._size = size
+
+
+class _Memory(ctypes.Structure):
+    """``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def memory_in_use() -> int:
+    """Bytes that this process has allocated; resident ones where the C library counts none.
+
+    Memory that is free, and not returned to the system, would hide the growth of a message.
+    """
+    allocated = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if allocated is not None:
+        allocated.restype = _Memory
+        memory = allocated()
+        return int(memory.uordblks + memory.hblkhd)
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _bytes_received(fd: int) -> int | None:
+    """The bytes that a TCP connection has received; None for another descriptor."""
+    try:
+        connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO_BYTES)
+        return int(_U64.unpack_from(info, RECEIVED_AT)[0])
+    except (OSError, struct.error):
+        return None
+    finally:
+        connection.detach()
+
+
+def _bytes_unread(fd: int) -> int:
+    """The bytes that a connection has received, and libzmq has not taken."""
+    try:
+        return int(_INT.unpack(ioctl(fd, FIONREAD, bytes(_INT.size)))[0])
+    except OSError:
+        return 0
