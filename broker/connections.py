@@ -165,8 +165,7 @@ class Connections:
 def shut(connection: Connection) -> None:
     """Closes a connection; libzmq notices that it was closed.
 
-    The peer's side is reset: where it has more to send, and was told that there is no room, it
-    would else wait for a minute.
+    The peer's side is reset. A peer with more to send could otherwise wait for a minute.
     """
     with contextlib.suppress(OSError), open_socket(connection) as socket:
         socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)

@@ -35,9 +35,9 @@ CONNECTIONS_AT_ONCE = 128
 TICKS = 32
 """A walk over all connections has at most this many parts."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
-"""Of one message on the wire. A smaller one beyond the protocol's limits is refused."""
+"""Bound of one message on the wire. A smaller one beyond the protocol's limits is refused."""
 MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
-"""The same of all connections of a key together. Those that have sent no complete message yet,
+"""Bound of all unfinished messages of a key. Those that have sent no complete message yet,
 and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
 """By how much the process may grow during one message of a peer without a key."""

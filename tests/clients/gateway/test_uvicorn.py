@@ -1,4 +1,4 @@
-"""The internals of uvicorn that the gateway overrides or uses: they are no interface of uvicorn's.
+"""The internals of uvicorn that the gateway overrides or uses: uvicorn does not promise them.
 
 A release that changes one of these has to be looked at before pyproject.toml allows it.
 """

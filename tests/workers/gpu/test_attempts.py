@@ -297,7 +297,7 @@ def test_an_error_while_a_token_is_appended_ends_its_own_sequence_only(
 
     monkeypatch.setattr(LiveSequences, "append", failing)
     for request in (1, 2):
-        # Outputs with log-probabilities of other tokens are no columns.
+        # Outputs with log-probabilities of other tokens do not travel in columns.
         sampling = Sampling(max_tokens=6, ignore_eos=True, top_logprobs=2)
         engine.add(request, [5, 6, 7] * 8, sampling)
     got = []
