@@ -9,6 +9,7 @@ TYPECHECK := build/typecheck
 PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 NATIVE := $(wildcard workers/gpu/native/*.c workers/gpu/native/*.h)
+SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
 .PHONY: install image demo test test-quick test-paused test-long fuzz chaos ray lint bench bench-peers clean
@@ -26,7 +27,7 @@ endef
 
 # SGLang's parsers of answers without what their package depends on, which would replace the
 # versions of transformers and openai here; pyproject.toml has what they import.
-$(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE)
+$(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE) $(SDK)
 	$(call with_extra,dev)
 	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@
@@ -103,6 +104,6 @@ bench-peers: install
 	$(PY) benchmarks/_llamacpp.py
 
 clean:
-	rm -f grammars/guest/*.wasm
+	rm -f grammars/guest/*.wasm clients/console/*.wasm
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) -name __pycache__ -type d -prune -exec rm -rf {} +

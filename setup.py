@@ -1,5 +1,7 @@
-"""Compiles what is C when the package is built: the guest that runs grammars, for the sandbox, and
-on Linux the GPU worker's forward of few tokens, for this machine's kind of processor.
+"""Compiles what is C when the package is built.
+
+For the sandbox: the guest that runs grammars, and the examples of the console. On Linux also the GPU
+worker's forward of few tokens, for this machine's kind of processor.
 """
 
 import platform
@@ -13,6 +15,11 @@ from setuptools.command.build_py import build_py
 GUEST = Path("grammars", "guest")
 GUEST_FLAGS = ["-target", "wasm32-freestanding", "-O3", "-g0", "-nostdlib", "-Wl,--no-entry"]
 GUEST_FLAGS += ["-Wl,-z,stack-size=65536", "-mcpu=generic+simd128+bulk_memory"]
+
+SDK = Path("workers", "controller", "sdk")
+CONSOLE = Path("clients", "console")
+EXAMPLES = ["backtrack", "best_of"]
+"""Modules of the SDK's examples that the console uploads."""
 
 NATIVE = Path("workers", "gpu", "native")
 NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "rows.c", "threads.c")]
@@ -31,6 +38,9 @@ class BuildNative(build_py):
         root = Path() if self.editable_mode else Path(self.build_lib, "tokenbus")
         guest = root / GUEST / "grammar.wasm"
         _compile([*GUEST_FLAGS, str(GUEST / "grammar.c")], guest)
+        for name in EXAMPLES:
+            sources = ["-I", str(SDK), str(SDK / "examples" / f"{name}.c")]
+            _compile([*GUEST_FLAGS, *sources], root / CONSOLE / f"{name}.wasm")
         machine = platform.machine() if sys.platform == "linux" else ""
         for processor in PROCESSORS.get(machine, []):
             library = root / NATIVE / f"decode-{machine}-{processor}.so"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
 from ..protocol.metrics import Tally
+from ..protocol.worker_messages import ANY_MODULE
 from .dispatch import Dispatcher
 from .tables import Session
 
@@ -44,6 +45,7 @@ def status_of(
             host=w.host,
             state=w.state.value,
             models=list(w.models),
+            controllers=[p for p in w.patterns if w.role == "controller" and p != ANY_MODULE],
             requests=len(w.requests) + len(w.steers) + w.elsewhere,
             capacity=w.capacity,
             heartbeat_age_s=round(now - w.last_seen, 3),

@@ -458,6 +458,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     state: str
     models: list[str]
     """Those that are loaded."""
+    controllers: list[str] = []
+    """Of a controller worker: the controllers that it serves by name, modules aside."""
     requests: int
     capacity: int
     heartbeat_age_s: float

@@ -14,6 +14,7 @@ const ARGUMENTS = {
   controller: ["Argument", "What the controller gets as its argument."],
 };
 const FIELDS = ["max_tokens", "temperature", "seed", "n", "top_logprobs"];
+const LABELLED = ["model", ...FIELDS];
 
 /** The form. Events: `generate` with the fields of a GENERATE as its `detail`, and `stop`. */
 export class Composer extends EventTarget {
@@ -22,6 +23,8 @@ export class Composer extends EventTarget {
   #editor = new Editor(byId("editor"), "argument-text", "argument-fault", "argument-hint");
   #kind = "";
   #texts = {};
+  #served = [];
+  #stored = [];
   #connection;
 
   constructor(connection) {
@@ -48,13 +51,14 @@ export class Composer extends EventTarget {
     this.fill(EXAMPLES[2]);
   }
 
-  /** Sets the prompt, what it is steered by, and the argument. */
-  fill({ kind, prompt, argument = "" }) {
+  /** Sets the prompt, the kind and the argument; uploads the module of an example that has one. */
+  fill({ kind, prompt, argument = "", module = "" }) {
     this.#texts[kind] = argument;
     this.#prompt.value = prompt;
     for (const radio of this.#form.elements.kind) radio.checked = radio.value === kind;
     this.#kind = kind;
     this.#show();
+    if (module) this.#uploadExample(module);
   }
 
   /** Shows whether a generation runs. */
@@ -68,18 +72,26 @@ export class Composer extends EventTarget {
     byId(list).replaceChildren(...names.map((name) => el("option", { value: name })));
   }
 
+  /** The names of controllers that workers serve, as those of `tokenbus controller serve`. */
+  set served(names) {
+    this.#served = names;
+    this.#suggestControllers();
+  }
+
   /** Asks for the modules that are stored. */
   async refreshModules() {
     const { result } = await this.#connection.request("TAGS");
-    this.suggest(
-      "controllers",
-      result.flatMap((m) => (m.tags?.length ? m.tags : [m.module])),
-    );
+    this.#stored = result.flatMap((m) => (m.tags?.length ? m.tags : [m.module]));
+    this.#suggestControllers();
+  }
+
+  #suggestControllers() {
+    this.suggest("controllers", [...this.#served, ...this.#stored]);
   }
 
   /** Shows an error at the field that it is about. */
   showFault({ code, path, message }) {
-    const field = path?.match(/^\$\.(\w+)/)?.[1] ?? null;
+    const field = code === "unknown_model" ? "model" : path?.match(/^\$\.(\w+)/)?.[1];
     if (code === "unknown_controller" || field === "controller") {
       return this.#faultAt(this.#kind === "controller" ? "controller" : "request", message);
     }
@@ -87,11 +99,9 @@ export class Composer extends EventTarget {
       return this.#argumentFault(message);
     }
     if (field === "prompt") return this.#faultAt("prompt", message);
-    if (FIELDS.includes(field)) {
-      byId(field).setAttribute("aria-invalid", "true");
-      byId(field).closest("details").open = true;
-    }
-    return this.#faultAt("request", message);
+    if (!LABELLED.includes(field)) return this.#faultAt("request", message);
+    byId(field).closest("details").open = true;
+    return this.#faultAt(field, inWordsOfThePage(field, message));
   }
 
   #argumentFault(message) {
@@ -110,7 +120,7 @@ export class Composer extends EventTarget {
     const fault = byId(`${name}-fault`);
     fault.textContent = message.charAt(0).toUpperCase() + message.slice(1);
     fault.hidden = false;
-    if (name === "prompt" || name === "controller") byId(name).setAttribute("aria-invalid", "true");
+    byId(name)?.setAttribute("aria-invalid", "true");
     return fault;
   }
 
@@ -147,6 +157,8 @@ export class Composer extends EventTarget {
       const value = byId(name).value;
       if (value !== "") request[name] = Number(value);
     }
+    // The page shows the seed, so that the same tokens can be had again.
+    request.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
     if (this.#kind) request.controller = this.#kind;
     if (this.#kind === "controller") request.controller = byId("controller").value.trim();
     if (this.#kind === "choice") {
@@ -162,18 +174,31 @@ export class Composer extends EventTarget {
   async #upload() {
     const input = byId("upload");
     const file = input.files[0];
-    if (!file) return;
+    if (file) await this.#store(file.name.replace(/\.wasm$/, ""), async () => file);
+    input.value = "";
+  }
+
+  #uploadExample(name) {
+    return this.#store(`example-${name}`, async () => {
+      const answer = await fetch(new URL(`console/${name}.wasm`, location.href));
+      if (!answer.ok) throw new Error(`the gateway does not have the example ${name}.wasm`);
+      return answer.blob();
+    });
+  }
+
+  /** Uploads the module that `read` returns as a file, under a tag. */
+  async #store(tag, read) {
     this.#clearFaults();
+    byId("controller").value = tag;
     const said = byId("uploaded");
-    said.textContent = `Uploading ${file.name} …`;
+    said.textContent = `Uploading ${tag} …`;
     try {
-      const tag = file.name.replace(/\.wasm$/, "");
+      const file = await read();
       const { result } = await this.#connection.request("UPLOAD", {
         data: await base64(file),
         tag,
       });
       this.#clearFaults();
-      byId("controller").value = tag;
       const what = result.forks === false ? ", whose sequences cannot fork" : "";
       said.textContent = `${tag}: ${bytes(result.size)}, ${result.abi} ABI${what}`;
       await this.refreshModules();
@@ -181,8 +206,20 @@ export class Composer extends EventTarget {
       said.textContent = "";
       this.#faultAt("controller", fault.message);
     }
-    input.value = "";
   }
+}
+
+/** An error with the label of its field in place of the name that requests have for it. */
+function inWordsOfThePage(field, message) {
+  const label = byId(field).labels[0].firstChild.textContent.trim();
+  const text = message
+    .replace(/,? \(?at `?\$[^)]*$/, "")
+    .replace("`int`", "a whole number")
+    .replace("`float`", "a number")
+    .replace(" >= ", " of at least ")
+    .replace(" <= ", " of at most ");
+  if (text.startsWith(`${field} `)) return label + text.slice(field.length);
+  return `${label}: ${text.charAt(0).toLowerCase()}${text.slice(1)}`;
 }
 
 function base64(file) {

@@ -53,4 +53,18 @@ sum
     prompt: "# Is this function pure? ",
     argument: "yes\nno\nit depends",
   },
+  {
+    name: "The longest of four, by forks",
+    kind: "controller",
+    module: "best_of",
+    prompt: "def ",
+    argument: "4 20 longest",
+  },
+  {
+    name: "A word replaced, by backtracking",
+    kind: "controller",
+    module: "backtrack",
+    prompt: "class Stack:\n    def __init__(",
+    argument: "self=this",
+  },
 ];

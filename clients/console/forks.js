@@ -49,7 +49,7 @@ export function drawForks(host, width, generation, chosen, select) {
       svg(
         "text",
         { x: Math.min(x(reach(sequence)) + 10, width - RIGHT + 10), y: at + 4 },
-        `#${sequence.seq}`,
+        `#${sequence.seq}${sequence.chosenBy ? " ✓" : ""}`,
       ),
       svg("rect", { class: "hit", x: 0, y: at - LANE / 2, width, height: LANE }),
     );
@@ -82,6 +82,7 @@ function legend(sequences) {
   const signs = [];
   if (sequences.some((s) => s.writes.length))
     signs.push(el("span", {}, el("i.diamond"), "wrote a variable"));
+  if (sequences.some((s) => s.chosenBy)) signs.push(el("span", {}, "✓ chosen by its controller"));
   if (sequences.some((s) => s.splices.length)) signs.push(el("span", {}, el("i.arc"), "took back"));
   return el("p.legend", { "aria-hidden": "true" }, ...signs);
 }
@@ -89,7 +90,8 @@ function legend(sequences) {
 function summary(sequences) {
   const each = sequences.map((s) => {
     const origin = s.parent ? ` forked from #${s.parent.seq} at token ${s.from}` : "";
-    const notes = [counted(s.length, "token")];
+    const notes = [counted(s.own, "token")];
+    if (s.chosenBy) notes.push(`chosen by #${s.chosenBy.seq}`);
     if (s.writes.length) notes.push(counted(s.writes.length, "write") + " to variables");
     if (s.splices.length) notes.push(counted(s.splices.length, "splice"));
     return `#${s.seq}${origin}: ${notes.join(", ")}`;

@@ -5,7 +5,7 @@ import { drawForks } from "./forks.js";
 import { count, counted, micros } from "./format.js";
 import { Generation } from "./generation.js";
 import { Notes } from "./notes.js";
-import { SequenceList, surprise } from "./sequences.js";
+import { SequenceList } from "./sequences.js";
 import { showStep } from "./step.js";
 import { Steps } from "./steps.js";
 import { Vocabulary } from "./vocabulary.js";
@@ -17,10 +17,10 @@ const DRAW_SHARE = 3; // At most one part of this many and one of the time goes 
 export class GenerationView extends EventTarget {
   #connection;
   #generation = null;
+  /** The one that is drawn: the last one that was not refused. */
+  #shown = null;
   #cancel = null;
   #models = new Map();
-  #vocabSize = 0;
-  #vocabulary = null;
   #chosen = null;
   #index = 0;
   #follows = true;
@@ -48,22 +48,16 @@ export class GenerationView extends EventTarget {
     this.stop();
     const generation = new Generation(request, performance.now());
     this.#generation = generation;
-    this.#chosen = null;
-    this.#follows = true;
+    dim(true);
     this.#say("starting");
     this.dispatchEvent(new CustomEvent("running", { detail: true }));
     try {
-      await this.#useModel(request.model ?? "");
+      generation.model = await this.#modelOf(request.model ?? "");
     } catch (fault) {
       if (generation === this.#generation) this.#fail(fault);
       return;
     }
     if (generation !== this.#generation) return;
-    this.#list.clear(this.#vocabSize);
-    this.#notes.clear();
-    byId("blank").hidden = true;
-    byId("result").hidden = false;
-    byId("result").classList.toggle("steered", Boolean(request.controller));
     showHeading();
     generation.startedAt = performance.now();
     this.#cancel = this.#connection.stream("GENERATE", request, {
@@ -84,7 +78,7 @@ export class GenerationView extends EventTarget {
   }
 
   /** The size and the texts of a model's vocabulary; both are kept for the next generation. */
-  async #useModel(model) {
+  async #modelOf(model) {
     let known = this.#models.get(model);
     if (!known) {
       const { model_info: info } = await this.#connection.request("MODEL_INFO", { model });
@@ -94,21 +88,33 @@ export class GenerationView extends EventTarget {
         .request("TOKENIZER", { model })
         .then(({ tokenizer }) => {
           known.vocabulary = new Vocabulary(tokenizer.json);
-          this.#vocabulary = known.vocabulary;
           this.#update();
         })
         .catch(() => {}); // A model without one: alternatives are shown by their ids.
     }
-    this.#vocabSize = known.vocabSize;
-    this.#vocabulary = known.vocabulary;
+    return known;
+  }
+
+  /** Shows the generation that runs in place of the one before. */
+  #show() {
+    const generation = this.#generation;
+    this.#shown = generation;
+    this.#chosen = null;
+    this.#follows = true;
+    this.#list.clear(generation.model.vocabSize);
+    this.#notes.clear();
+    byId("blank").hidden = true;
+    byId("result").hidden = false;
+    dim(false);
+    byId("result").classList.toggle("steered", Boolean(generation.request.controller));
   }
 
   #receive(entries) {
     const now = performance.now();
-    for (const entry of entries) {
-      const sequence = this.#generation.add(entry, now);
-      this.#chosen ??= sequence;
-    }
+    for (const entry of entries) this.#generation.add(entry, now);
+    const refused = this.#generation.failed && !this.#generation.tokens;
+    const begun = this.#generation.tokens || !this.#generation.running;
+    if (begun && !refused && this.#shown !== this.#generation) this.#show();
     if (this.#generation.tokens) this.#say("running");
     if (this.#generation.running) return this.#update();
     this.#draw();
@@ -143,11 +149,9 @@ export class GenerationView extends EventTarget {
     this.#update();
   }
 
-  /** Nothing was generated: the error is at the form, and there is nothing to show here. */
+  /** Nothing was generated: the error is at the form, and the result before stays, dimmed. */
   #refused() {
-    this.#say("refused");
-    byId("result").hidden = byId("figures").hidden = true;
-    byId("blank").hidden = false;
+    this.#say(this.#shown ? "refused; below is the result before" : "refused");
     this.#generation = null;
   }
 
@@ -161,7 +165,7 @@ export class GenerationView extends EventTarget {
     this.#chosen = sequence;
     this.#index = Math.max(0, Math.min(index, sequence.items.length - 1));
     // At the last step of a generation that runs, the choice follows it.
-    this.#follows = this.#generation.running && this.#index === sequence.items.length - 1;
+    this.#follows = this.#shown.running && this.#index === sequence.items.length - 1;
     this.#draw();
   }
 
@@ -177,8 +181,9 @@ export class GenerationView extends EventTarget {
   }
 
   #draw() {
-    const generation = this.#generation;
+    const generation = this.#shown;
     if (!generation?.sequences.size) return;
+    const { vocabSize, vocabulary } = generation.model;
     this.#list.update(generation);
     this.#notes.update(generation);
     showFigures(generation);
@@ -186,23 +191,22 @@ export class GenerationView extends EventTarget {
       this.#choose(s, s.items.length - 1),
     );
     if (!this.#chosen?.items.length) {
-      this.#chosen = generation.inOrder.find((s) => s.items.length) ?? this.#chosen;
+      const { inOrder } = generation;
+      this.#chosen = inOrder.find((s) => s.items.length) ?? inOrder[0];
     }
     if (this.#follows) {
-      const { items } = this.#chosen;
-      this.#index = generation.running ? items.length - 1 : mostTelling(items);
+      this.#index = this.#chosen.items.length - 1;
       this.#follows = generation.running;
     }
-    this.#steps.show(this.#chosen, this.#index, this.#vocabSize);
-    showStep(this.#chosen, this.#index, this.#vocabSize, this.#vocabulary);
+    this.#steps.show(this.#chosen, this.#index, vocabSize);
+    showStep(this.#chosen, this.#index, vocabSize, vocabulary);
     this.#list.select(this.#chosen, this.#index);
   }
 }
 
-/** The step to begin with: where the mask cut off most, or else the most surprising one. */
-function mostTelling(items) {
-  const weight = (item) => (item.cut.size ? 1 + item.cutOff : item.appended ? -1 : surprise(item));
-  return items.reduce((best, item, i) => (weight(item) > weight(items[best]) ? i : best), 0);
+/** Dims the result before, or shows it as the present one. */
+function dim(stale) {
+  byId("result").closest("section").classList.toggle("stale", stale);
 }
 
 /** Brings the generation into view where it is below the form, as on a phone. */
@@ -214,16 +218,19 @@ function showHeading() {
 }
 
 function showFigures(generation) {
-  const { tokens, startedAt, firstAt, endedAt, promptTokens, cachedTokens } = generation;
+  const { tokens, takenBack, promptTokens, cachedTokens, request } = generation;
+  const { startedAt, firstAt, endedAt } = generation;
   const list = byId("figures");
   list.hidden = false;
-  const facts = [["Tokens", count(tokens)]];
+  const taken = takenBack ? `, ${count(takenBack)} taken back` : "";
+  const facts = [["Tokens", count(tokens) + taken]];
   if (firstAt !== null) facts.push(["First token", micros((firstAt - startedAt) * 1000)]);
   if (endedAt !== null && tokens > 1 && endedAt > firstAt) {
     facts.push(["Tokens/s", count(Math.round(((tokens - 1) * 1000) / (endedAt - firstAt)))]);
   }
   if (promptTokens) facts.push(["Prompt", `${count(promptTokens)}, ${count(cachedTokens)} cached`]);
   if (generation.sequences.size > 1) facts.push(["Sequences", count(generation.sequences.size)]);
+  facts.push(["Seed", String(request.seed)]);
   list.replaceChildren(
     ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
   );

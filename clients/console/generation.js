@@ -4,6 +4,8 @@
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
+  /** Set for a token of the parent that a splice of the fork dropped. */
+  inherited = false;
 
   constructor(entry) {
     this.id = entry.token;
@@ -38,6 +40,12 @@ export class Sequence {
   constraint = null;
   splices = [];
   writes = [];
+  /** How many of its own tokens it took back. */
+  takenBack = 0;
+  /** The sequence that appended this one's tokens, as a judge does with the best of several. */
+  chosenBy = null;
+  /** The ids of the tokens that its controller appended last, without one sampled in between. */
+  run = [];
 
   constructor(seq, parent, from) {
     this.seq = seq;
@@ -52,21 +60,41 @@ export class Sequence {
     return this.kept.length;
   }
 
+  /** How many tokens it has now that it did not inherit from its parent. */
+  get own() {
+    return this.kept.length - this.inherited;
+  }
+
   /** Drops the last tokens. Those of the parent are shown among its own, as taken back. */
   takeBack(n) {
     const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
     const own = new Set(this.items);
     for (const item of dropped) {
-      if (own.has(item)) item.taken = true;
-      else this.items.push(Object.assign(Object.create(Item.prototype), item, { taken: true }));
+      if (own.has(item)) {
+        item.taken = true;
+        this.takenBack++;
+      } else {
+        const copy = Object.assign(Object.create(Item.prototype), item);
+        this.items.push(Object.assign(copy, { taken: true, inherited: true }));
+      }
     }
+    this.run = [];
     this.inherited = Math.min(this.inherited, this.kept.length);
     this.splices.push({ from: this.kept.length + n, to: this.kept.length });
   }
 
   append(item) {
+    if (!item.appended) this.run = [];
+    else this.run.push(item.id);
     this.items.push(item);
     this.kept.push(item);
+  }
+
+  /** Whether `run` is all that it generated, the token that ended it aside. */
+  hasWritten(run) {
+    const own = this.kept.slice(this.inherited);
+    const rest = own.length - run.length;
+    return (rest === 0 || rest === 1) && run.every((id, i) => own[i].id === id);
   }
 }
 
@@ -85,6 +113,18 @@ export class Generation {
   constructor(request, startedAt) {
     this.request = request;
     this.startedAt = startedAt;
+    /** Its model: `vocabSize`, and `vocabulary`, which is null until its texts are known. */
+    this.model = { vocabSize: 0, vocabulary: null };
+  }
+
+  /** Whether it ended with errors in all of its sequences. */
+  get failed() {
+    return !this.running && [...this.sequences.values()].every((s) => s.error);
+  }
+
+  /** How many of its tokens were taken back. */
+  get takenBack() {
+    return [...this.sequences.values()].reduce((sum, s) => sum + s.takenBack, 0);
   }
 
   get running() {
@@ -118,6 +158,7 @@ export class Generation {
       sequence.error = entry.error ?? null;
       sequence.code = entry.code ?? null;
       sequence.constraint = entry.constraint ?? null;
+      this.#markChosen(sequence);
       if (!entry.live) this.endedAt = now;
     }
     return sequence;
@@ -136,6 +177,14 @@ export class Generation {
       this.sequences.set(seq, sequence);
     }
     return sequence;
+  }
+
+  /** Marks the sequence whose tokens the controller of `judge` appended as the judge's own. */
+  #markChosen(judge) {
+    if (!judge.run.length) return;
+    const others = [...this.sequences.values()].filter((s) => s !== judge);
+    const chosen = others.find((s) => s.hasWritten(judge.run));
+    if (chosen) chosen.chosenBy = judge;
   }
 
   #note(sequence, entry) {

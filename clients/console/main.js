@@ -51,6 +51,7 @@ async function poll() {
     const { status } = await connection.request("STATUS", { streams: true });
     showSystem(status);
     composer.suggest("models", [...new Set(status.workers.flatMap((w) => w.models))]);
+    composer.served = [...new Set(status.workers.flatMap((w) => w.controllers ?? []))];
   } catch {
     // The state of the connection says so.
   }

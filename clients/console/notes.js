@@ -3,8 +3,9 @@
 import { byId, el } from "./dom.js";
 import { bytes, micros } from "./format.js";
 
-const SHOWN = 300; // Characters of a value,
-const BYTES_SHOWN = 24; // or bytes, where it is no text.
+const SHOWN = 300; // Characters of a text,
+const BYTES_SHOWN = 24; // and bytes of a value that is not a text as a whole.
+const MIN_TEXT = 4; // Characters of a text among other bytes.
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 
 /** The two lists, which only grow while a generation runs. */
@@ -43,21 +44,47 @@ function add(section, entries, content) {
   section.querySelector("ol").append(...items);
 }
 
-/** A write to a variable: `said = "yes"`, `texts += 01 00 00`. */
+/** A write to a variable: `said = "yes"`, `texts += 01 00 "red"`. */
 export function writeText({ name, op, value }) {
   return `${name} ${op === "Append" ? "+=" : "="} ${valueText(value)}`;
 }
 
 function valueText(value) {
-  let text;
-  try {
-    text = utf8.decode(value);
-    if (/[\x00-\x08\x0e-\x1f]/.test(text)) throw new TypeError("not a text");
-    text = `"${text}"`;
-  } catch {
-    const shown = [...value.slice(0, BYTES_SHOWN)].map((b) => b.toString(16).padStart(2, "0"));
-    text = shown.join(" ");
-    if (value.length > BYTES_SHOWN) return `${text} … (${bytes(value.length)})`;
+  const text = textOf(value);
+  if (text !== null) return cutShort(`"${text}"`, value);
+  const parts = [];
+  let begin = 0;
+  for (const { index, 0: run } of latin1(value).matchAll(PRINTABLE)) {
+    parts.push(hex(value.slice(begin, index)), `"${run}"`);
+    begin = index + run.length;
   }
-  return text.length > SHOWN ? `${text.slice(0, SHOWN)}… (${bytes(value.length)})` : text;
+  parts.push(hex(value.slice(begin)));
+  return cutShort(parts.filter(Boolean).join(" "), value);
+}
+
+const PRINTABLE = new RegExp(`[\\x20-\\x7e]{${MIN_TEXT},}`, "g");
+
+/** The value as a text; null where it is none. */
+function textOf(value) {
+  try {
+    const text = utf8.decode(value);
+    return /[\x00-\x08\x0e-\x1f]/.test(text) ? null : text;
+  } catch {
+    return null;
+  }
+}
+
+function latin1(value) {
+  return String.fromCharCode(...value.slice(0, SHOWN));
+}
+
+function hex(value) {
+  const shown = [...value.slice(0, BYTES_SHOWN)].map((b) => b.toString(16).padStart(2, "0"));
+  return shown.join(" ") + (value.length > BYTES_SHOWN ? " …" : "");
+}
+
+function cutShort(text, value) {
+  const size = ` (${bytes(value.length)})`;
+  if (text.length > SHOWN) return `${text.slice(0, SHOWN)}…${size}`;
+  return text.endsWith("…") ? text + size : text;
 }

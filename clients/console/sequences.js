@@ -1,7 +1,7 @@
 // The tree of sequences: what each has written, token by token.
 
 import { el, setText } from "./dom.js";
-import { counted } from "./format.js";
+import { count, counted } from "./format.js";
 import { writeText } from "./notes.js";
 
 const SURPRISING = 6; // A log-probability of -6, 0.25 %, has the full tint.
@@ -10,7 +10,7 @@ const INHERITED_SHOWN = 60; // Characters before a fork that are shown again.
 
 const ENDS = {
   stop: "stopped",
-  length: "at its most tokens",
+  length: "at its max tokens",
   controller: "stopped by its controller",
   cancelled: "cancelled",
   timeout: "timed out",
@@ -87,6 +87,7 @@ export class SequenceList {
 class SequenceView {
   #text = el("p.text");
   #pick = el("button.pick", { type: "button", "aria-pressed": "false" });
+  #chosenBy = el("span.chosen-by", { hidden: true });
   #state = el("span.state");
   #writes = el("p.writes", { hidden: true });
   #fault = el("p.fault", { hidden: true });
@@ -103,7 +104,7 @@ class SequenceView {
     this.element = el(
       "li.sequence",
       { "data-seq": seq, "data-depth": Math.min(6, depth(sequence)) },
-      el("p.about", {}, this.#pick, el("span", {}, origin), this.#state),
+      el("p.about", {}, this.#pick, el("span", {}, origin), this.#chosenBy, this.#state),
       this.#text,
       this.#writes,
       this.#fault,
@@ -121,7 +122,7 @@ class SequenceView {
   }
 
   update() {
-    const { items, splices, writes, finish, error } = this.sequence;
+    const { items, splices, writes, finish, error, chosenBy } = this.sequence;
     if (this.#shownTaken !== splices.length) {
       items.slice(0, this.#spans.length).forEach((item, at) => {
         if (item.taken && !this.#spans[at].matches("del")) this.#replace(at, item);
@@ -135,6 +136,8 @@ class SequenceView {
     this.#text.append(...added);
     this.element.dataset.state = finish ? (error ? "error" : "ended") : "running";
     setText(this.#state, this.#stateText());
+    this.#chosenBy.hidden = !chosenBy;
+    if (chosenBy) setText(this.#chosenBy, `✓ chosen by #${chosenBy.seq}`);
     this.#writes.hidden = !writes.length;
     if (writes.length) setText(this.#writes, writesText(writes));
     this.#fault.hidden = !error;
@@ -148,9 +151,10 @@ class SequenceView {
   }
 
   #stateText() {
-    const { finish, constraint, length } = this.sequence;
+    const { finish, constraint, own, takenBack } = this.sequence;
+    const taken = takenBack ? `${count(takenBack)} taken back` : "";
     const end = CONSTRAINT_ENDS[constraint];
-    return [counted(length, "token"), finish ? ENDS[finish] : "running", end]
+    return [counted(own, "token"), taken, finish ? ENDS[finish] : "running", end]
       .filter(Boolean)
       .join(", ");
   }

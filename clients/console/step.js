@@ -47,8 +47,8 @@ function alternatives(item, vocabulary) {
       "tr",
       { "data-outcome": outcome },
       el("th", { scope: "row" }, cut ? el("s", {}, text) : text),
-      el("td", {}, bar, percent(p)),
-      el("td", {}, outcome),
+      el("td.outcome", {}, outcome),
+      el("td.share", {}, bar, percent(p)),
     );
   });
   return el(
@@ -61,7 +61,7 @@ function alternatives(item, vocabulary) {
       el(
         "tr",
         {},
-        ...["Token", "Probability", "Outcome"].map((name) => {
+        ...["Token", "Outcome", "Probability"].map((name) => {
           return el("th", { scope: "col" }, name);
         }),
       ),

@@ -1,15 +1,15 @@
 // The steps of one sequence as a chart, with a slider over it that chooses one.
 
-import { byId, setText } from "./dom.js";
-import { counted, micros, percent, visible } from "./format.js";
+import { byId, el, setText } from "./dom.js";
+import { count, micros, percent, visible } from "./format.js";
 import { allowedShare, surprise } from "./sequences.js";
 
-const WIDEST = 16; // Pixels of a step.
-const GAP = 6; // Between the three rows:
+const MAX_STEP = 16; // Pixels of a step.
+const GAP = 10; // Between the three rows:
 const CUTS = 16; // the probability that masks cut off,
 const TIMES = 16; // below it the shares that they allowed, and the times of rounds.
 
-const COLOURS = ["allowed", "free", "cut", "surprise", "time"];
+const COLOURS = ["allowed", "cut", "surprise", "time"];
 
 /** The chart. Event: `choose`, with the index of the step as its `detail`. */
 export class Steps extends EventTarget {
@@ -51,12 +51,31 @@ export class Steps extends EventTarget {
   }
 
   #hint(sequence) {
-    const parts = [counted(this.#items.length, "step") + ` of #${sequence.seq}`];
-    if (this.#masked) parts.push("above: probability cut off", "middle: allowed share");
-    else parts.push("height: surprise");
     const times = this.#items.map((i) => i.roundUs).filter(Boolean);
-    if (times.length) parts.push(`below: time of the round, median ${micros(median(times))}`);
-    return parts.join("; ");
+    const rounds = times.length ? `; a round takes ${micros(median(times))} in the median` : "";
+    return `One column for each step of #${sequence.seq}${rounds}`;
+  }
+
+  /** The rows of the chart from above: name, scale, and pixels from where to where. */
+  #rows(height, slowest) {
+    const top = this.#masked ? CUTS + GAP : 0;
+    const bottom = slowest ? height - TIMES - GAP : height;
+    const allowed = ["allowed", count(this.#vocabSize), "1", top, bottom];
+    const unlikely = ["surprise", "≤\u00a00.25\u00a0%", "100\u00a0%", top, bottom];
+    const rows = [this.#masked ? allowed : unlikely];
+    if (this.#masked) rows.unshift(["cut off", "100\u00a0%", "", 0, CUTS]);
+    if (slowest) rows.push(["round", micros(slowest), "", bottom + GAP, height]);
+    return rows;
+  }
+
+  #label(rows) {
+    const labels = rows.map(([name, most, least, from, to]) => {
+      const label = el("span", {}, name, el("small", {}, el("b", {}, most), el("b", {}, least)));
+      label.style.setProperty("inset-block-start", `${from}px`);
+      label.style.setProperty("block-size", `${to - from}px`);
+      return label;
+    });
+    byId("axes").replaceChildren(...labels);
   }
 
   /** Draws again, as after a change of colours. */
@@ -71,7 +90,7 @@ export class Steps extends EventTarget {
     const scale = devicePixelRatio;
     canvas.width = Math.round(box.width * scale);
     canvas.height = Math.round(box.height * scale);
-    const step = Math.min(WIDEST, box.width / Math.max(1, this.#items.length));
+    const step = Math.min(MAX_STEP, box.width / Math.max(1, this.#items.length));
     const track = Math.max(step * this.#items.length, step);
     this.#scrub.style.setProperty("inline-size", `${track}px`);
     this.#scrub.style.setProperty("--step", `${step}px`);
@@ -81,19 +100,22 @@ export class Steps extends EventTarget {
     const colours = Object.fromEntries(
       COLOURS.map((name) => [name, style.getPropertyValue(`--chart-${name}`)]),
     );
-    const top = this.#masked ? CUTS + GAP : 0;
-    const bottom = box.height - TIMES - GAP;
     const gap = step > 4 ? 1 : 0;
-    const slowest = Math.max(1, ...this.#items.map((item) => item.roundUs));
+    const slowest = Math.max(0, ...this.#items.map((item) => item.roundUs));
+    const rows = this.#rows(box.height, slowest);
+    this.#label(rows);
+    const [, , , top, bottom] = rows[this.#masked ? 1 : 0];
     const bar = (i, name, y, height) => {
       paint.fillStyle = colours[name];
       paint.fillRect(i * step, y, step - gap, height);
     };
     this.#items.forEach((item, i) => {
-      const [share, name] = this.#masked ? maskBar(item, this.#vocabSize) : surpriseBar(item);
-      const height = Math.max(2, share * (bottom - top));
+      const share = this.#masked ? allowedOf(item, this.#vocabSize) : surpriseOf(item);
       paint.globalAlpha = item.taken ? 0.35 : 1;
-      bar(i, name, bottom - height, height);
+      if (share !== null) {
+        const height = Math.max(2, share * (bottom - top));
+        bar(i, this.#masked ? "allowed" : "surprise", bottom - height, height);
+      }
       if (item.cut.size) bar(i, "cut", 0, Math.max(1, item.cutOff * CUTS));
       // By the square root: one slow round leaves the others visible.
       const time = TIMES * Math.sqrt(item.roundUs / slowest);
@@ -102,16 +124,14 @@ export class Steps extends EventTarget {
   }
 }
 
-/** Height and colour of a step under masks: nothing was left to choose where it was appended. */
-function maskBar(item, vocabSize) {
-  if (item.appended) return [0, "free"];
-  if (item.allowed === null) return [1, "free"];
-  return [allowedShare(item.allowed, vocabSize), "allowed"];
+/** The height of a step under masks; null where none was applied. */
+function allowedOf(item, vocabSize) {
+  return item.allowed === null ? null : allowedShare(item.allowed, vocabSize);
 }
 
-/** And without any mask. */
-function surpriseBar(item) {
-  return item.appended ? [0, "free"] : [surprise(item), "surprise"];
+/** The height of a step without any mask; null where the token was appended, not sampled. */
+function surpriseOf(item) {
+  return item.appended ? null : surprise(item);
 }
 
 /** A step as a screen reader says it. */

@@ -13,8 +13,22 @@ export function showSystem(status) {
   );
   const nodes = [brokerNode(status), ...workers.map(workerNode)];
   follow(byId("rail"), nodes, (node) => node.key, makeNode, updateNode);
+  setText(byId("processes-summary"), summaryOf(nodes));
   showStreams(status.live ?? []);
 }
+
+/** The processes in a line, as a phone shows them until they are unfolded. */
+function summaryOf(nodes) {
+  const others = nodes.filter((node) => node.late || node.state !== "ready");
+  const all = `${count(nodes.length)} processes`;
+  if (!others.length) return `${all}, all ready`;
+  return `${all}; ${others.map((node) => `${node.name} ${node.late || node.state}`).join(", ")}`;
+}
+
+const narrow = matchMedia("(max-width: 40rem)");
+const unfold = () => (byId("processes").open = !narrow.matches);
+narrow.addEventListener("change", unfold);
+unfold();
 
 /** Shows that nothing is known of the system. */
 export function showNoSystem() {

@@ -22,6 +22,7 @@ TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
 }
 HEADERS = {
     # Nothing but the page's own files, and no HTML that a script has put together from text.

@@ -705,6 +705,8 @@ export interface WorkerStatus {
   readonly state: string;
   /** Those that are loaded. */
   readonly models: readonly string[];
+  /** Of a controller worker: the controllers that it serves by name, modules aside. */
+  readonly controllers: readonly string[];
   readonly requests: number;
   readonly capacity: number;
   readonly heartbeat_age_s: number;
@@ -718,6 +720,7 @@ export interface WorkerStatus {
 export function readWorkerStatus(
   sent: Sent<
     WorkerStatus,
+      | "controllers"
       | "step_age_s"
       | "load"
       | "metrics"
@@ -730,6 +733,7 @@ export function readWorkerStatus(
     host: sent.host,
     state: sent.state,
     models: sent.models,
+    controllers: sent.controllers ?? [],
     requests: sent.requests,
     capacity: sent.capacity,
     heartbeat_age_s: sent.heartbeat_age_s,

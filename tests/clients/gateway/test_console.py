@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from tokenbus.clients.gateway.keys import hash_of, new_key
 from tokenbus.grammars.regex import RegexError, compile_regex
 from tokenbus.grammars.yacc import GrammarError, compile_grammar
 
-from ...processes import Bus, Gateway
+from ...processes import Bus, Gateway, Process
 from ..wasm_guests import guest
 
 CHROMIUM = next(
@@ -140,6 +141,8 @@ def test_a_constrained_generation_shows_what_each_step_allowed_and_cut_off(
     assert page.locator("#step tr[data-outcome='cut off'] s").count() > 0
     slider.press("ArrowRight")
     expect(page.locator("#step h3")).to_have_text("Step 2 of #0")
+    axes = page.locator("#axes > span")
+    assert [axis.split()[0] for axis in axes.all_inner_texts()] == ["cut", "allowed", "round"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     console.check_accessibility()
 
@@ -184,6 +187,97 @@ def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) ->
     console.check_accessibility()
 
 
+def example(console: Console, name: str) -> None:
+    """Chooses an example with a module, and waits until that is stored."""
+    console.page.locator("#example").select_option(label=name)
+    expect(console.page.locator("#uploaded")).to_contain_text("native ABI")
+
+
+def figure(console: Console, name: str) -> str:
+    """The figure of this name above the generation."""
+    row = console.page.locator("#figures > div").filter(has_text=name).first
+    return row.locator("dd").inner_text()
+
+
+def test_the_sequence_that_a_controller_chose_is_marked_and_the_counts_agree(
+    console: Console,
+) -> None:
+    example(console, "The longest of four, by forks")
+    console.generate()
+    console.finished()
+    chosen = console.page.get_by_text("✓ chosen by #0")
+    expect(chosen).to_have_count(1)
+    marked = console.page.locator("#sequences > li").filter(has=chosen).locator(".token")
+    judged = console.sequence(0).locator(".token.appended")
+    assert marked.all_text_contents()[: judged.count()] == judged.all_text_contents()
+    assert console.page.locator("#forks text", has_text="✓").count() == 1
+    shown = console.page.locator("#sequences .state").all_inner_texts()
+    counts = [int(n) for text in shown for n in re.findall(r"(\d+) (?:tokens?|taken)", text)]
+    total = figure(console, "Tokens").partition(",")[0]
+    assert sum(counts) == int(total)
+    expect(console.page.locator("#progress")).to_have_text(f"finished: {total} tokens")
+
+
+def test_a_seed_that_is_shown_gives_the_same_tokens_again(console: Console) -> None:
+    example(console, "A word replaced, by backtracking")
+    console.generate(max_tokens=12)
+    console.finished()
+    text = console.sequence(0).locator(".text").text_content()
+    seed = figure(console, "Seed")
+    # The last step was followed, and stays chosen at the end.
+    last = console.page.locator("#sequences .token").last
+    expect(last).to_have_class(re.compile("chosen"))
+    console.generate(seed=seed)
+    expect(console.page.locator("section.generation.stale")).to_have_count(0)
+    console.finished()
+    assert console.sequence(0).locator(".text").text_content() == text
+
+
+def test_a_refused_request_leaves_the_result_before_dimmed(console: Console) -> None:
+    console.choose("regex", "ab{3}")
+    console.generate()
+    console.finished()
+    console.choose("regex", "a(")
+    console.generate()
+    expect(console.page.locator("#progress")).to_contain_text("refused")
+    expect(console.page.locator("section.generation.stale")).to_have_count(1)
+    expect(console.sequence(0).locator(".text")).to_contain_text("abbb")
+    console.choose("regex", "cd{2}")
+    console.generate()
+    console.finished()
+    expect(console.page.locator("section.generation.stale")).to_have_count(0)
+    expect(console.sequence(0).locator(".text")).to_contain_text("cdd")
+
+
+def test_controllers_that_are_served_by_name_are_suggested(
+    console: Console, steered: Bus, tmp_path: Path
+) -> None:
+    (tmp_path / "console_own.py").write_text("async def main(ctx):\n    pass\n")
+    served = Process(
+        "tokenbus.workers.controller",
+        tmp_path / "served.log",
+        steered.environment,
+        arguments=["console_own:main"],
+    )
+    suggestion = console.page.locator("#controllers > option[value='console_own:main']")
+    try:
+        expect(suggestion).to_have_count(1)
+    finally:
+        served.send(signal.SIGTERM)
+        served.wait()
+    expect(suggestion).to_have_count(0)
+
+
+@pytest.mark.parametrize("console", [("dark", 390)], indirect=True)
+def test_a_phone_shows_the_processes_in_a_line_until_they_are_unfolded(console: Console) -> None:
+    rail = console.page.locator("#rail")
+    summary = console.page.locator("#processes-summary")
+    expect(summary).to_have_text(re.compile(r"^\d+ processes, all ready$"))
+    expect(rail).to_be_hidden()
+    summary.click()
+    expect(rail).to_be_visible()
+
+
 def test_an_error_of_a_grammar_is_shown_where_it_is(console: Console) -> None:
     page = console.page
     console.choose("grammar", '%start s\n%%\ns : "a" t ;\n')
@@ -207,8 +301,17 @@ def test_an_error_of_another_field_is_shown_at_that_field(console: Console) -> N
     page = console.page
     page.get_by_role("radio", name="nothing").check()
     console.generate(max_tokens=0)
-    expect(page.locator("#request-fault")).to_contain_text("max_tokens")
+    fault = page.locator("#max_tokens-fault")
+    expect(fault).to_have_text("Max tokens: expected a whole number of at least 1")
     expect(page.locator("#max_tokens")).to_have_attribute("aria-invalid", "true")
+    console.generate(max_tokens=4, top_logprobs=1000)
+    expect(page.locator("#top_logprobs-fault")).to_contain_text("Alternatives: expected")
+    expect(fault).to_be_hidden()
+    page.locator("#top_logprobs").fill("8")
+    page.locator("#model").fill("no-such-model")
+    console.generate()
+    expect(page.locator("#model-fault")).to_contain_text("no-such-model")
+    page.locator("#model").fill("")
     page.get_by_role("radio", name="controller", exact=True).check()
     page.locator("#controller").fill("no-such-module")
     console.generate(max_tokens=4)
