@@ -1,6 +1,6 @@
 """Compiles what is C when the package is built.
 
-For the sandbox: the guest that runs grammars, and the examples of the console. On Linux also the GPU
+For the sandbox: the guest that runs grammars, and the console's examples. On Linux also the GPU
 worker's forward of few tokens, for this machine's kind of processor.
 """
 

@@ -41,6 +41,7 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
         *(f"tokenbus/clients/console/{p.name}" for p in (ROOT / "clients/console").iterdir()),
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
         "tokenbus/grammars/guest/grammar.wasm",
+        "tokenbus/clients/console/best_of.wasm",
         f"{controller}/sdk/tokenbus.h",
         f"{controller}/sdk/tokenbus/trie.h",
         f"{controller}/sdk/examples/upper4.c",
