@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 from tokenbus.protocol.errors import Code, ControllerError, RequestError
+from tokenbus.workers.controller.backends.llguidance.completion import MOST_BYTES, Completion
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
     MAX_BYTES,
     JsonSchemaProgram,
     LarkProgram,
 )
+from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ..played import vocabulary
@@ -202,6 +205,42 @@ def test_what_takes_too_much_to_follow_ends_its_own_stream(
             assert answer.code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
             assert "text so far" in answer.message
             break
+
+
+def test_a_text_without_a_completion_is_searched_at_intervals(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search costs seconds of CPU time here."""
+    find, searches = Completion.find, []
+
+    def counted(completion: Completion) -> bytes | None:
+        searches.append(completion)
+        return find(completion)
+
+    monkeypatch.setattr(Completion, "find", counted)
+    schema = {"type": "string", "minLength": 100_000}
+    stream = Stream(JsonSchemaProgram(matchers), schema, vocabulary(TOKENS), max_tokens=100)
+    assert not stream.random(random.Random(0), 30)
+    assert len(stream.tokens) == 30
+    assert len(searches) == 1
+
+
+def test_a_text_is_closed_where_a_later_search_finds_a_completion(matchers: Matchers) -> None:
+    """The first completion has more bytes than a search takes."""
+    schema = {"type": "string", "minLength": MOST_BYTES + 1000}
+    program, most = JsonSchemaProgram(matchers), MOST_BYTES + 4000
+    stream = Stream(program, schema, vocabulary(TOKENS), max_tokens=most)
+    quote, letter = 1 + ord('"'), 1 + ord("a")
+    stream.push([quote, *[letter] * (most // 4)])
+    assert stream.mid().action is Action.CONTINUE
+    stream.push([letter] * (most - 100 - len(stream.tokens)))
+    while len(stream.tokens) < most:
+        answer = stream.mid()
+        if answer.action is Action.STOP:
+            break
+        stream.push(answer.tokens if answer.action is Action.SPLICE else [letter])
+    assert len(json.loads(stream.text)) >= MOST_BYTES + 1000
+    assert len(stream.tokens) < most
 
 
 def ended(stream: Stream) -> ControllerError | None:

@@ -72,6 +72,9 @@ class Closing:
         """The credit up to which they are."""
         self.narrows = False
         """Whether ``restrict`` would restrict the next one."""
+        self._lost = False
+        """Whether a search found neither a completion of a schema's text nor a text of the schema.
+        Set by the constructor and ``look``; cleared when a search finds a completion."""
         self._free = False
         """Whether the last of them was one of a string of any text."""
         self.check_at = NEVER
@@ -84,6 +87,7 @@ class Closing:
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
+                self._look_at_intervals(0)
                 return
             takes = len(grammar.shortest_tokens or ())
         self._most -= takes < host.max_tokens
@@ -104,7 +108,7 @@ class Closing:
         other._read, other._tokenized, other._last = self._read, self._tokenized, self._last
         other._item, other._credit, other._near = self._item, self._credit, copy(self._near)
         other._restricts, other._free = self._restricts, self._free
-        other._low, other.narrows = self._low, self.narrows
+        other._low, other.narrows, other._lost = self._low, self.narrows, self._lost
         if self._item:
             other._sets = self._sets
         other.check_at, other.end = self.check_at, self.end
@@ -112,7 +116,7 @@ class Closing:
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
         """Tokens were appended to the text. ``forced``: no other ones could follow."""
-        if self._item is None or not tokens:
+        if self._item is None or self._lost or not tokens:
             return
         if self._restricts:
             if not self._free or not all(map(self._grammar.tokens.sets.is_whole, tokens)):
@@ -195,7 +199,7 @@ class Closing:
         found = self._find(text)
         takes = self._takes(found, room)
         if found is not None and takes is not None and takes <= room:
-            self._last = length, found
+            self._last, self._lost = (length, found), False
             spare = room - takes
             if self._item is not None:
                 if spare > 0:
@@ -205,7 +209,7 @@ class Closing:
                 self._look_after(length, spare)
                 return None
         if self._last is None and not self._goes_back_to_start():
-            self.check_at = NEVER
+            self._look_at_intervals(length)
             return None
         if takes is None and room > 0:
             # The search may find one soon, for example behind a string that it cannot end.
@@ -279,6 +283,14 @@ class Closing:
             return False
         self._last = 0, text
         return True
+
+    def _look_at_intervals(self, length: int) -> None:
+        """Neither a completion nor a shortest text was found. A schema's text is searched again
+        after a quarter of the tokens that are left; under another grammar it is not closed."""
+        self._lost = self._item is not None
+        self.check_at = NEVER
+        if self._lost:
+            self._look_after(length, self._host.max_tokens - length)
 
     def _look_after(self, length: int, spare: int) -> None:
         quarter = max(1, spare // 4)
