@@ -9,12 +9,12 @@ from typing import Any
 from msgspec import Struct
 
 from ..protocol.bodies import body_type, decode_as, encode_body, encoding_of, error_body
+from ..protocol.body_bounds import check_body, max_body_bytes
 from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.messages import (
     CLIENT_MESSAGES,
     MAX_ATTACHMENT_BYTES,
-    MAX_BODY_BYTES,
     MAX_FRAMES,
     OPERATOR_MESSAGES,
     Attach,
@@ -117,7 +117,7 @@ class Front:
         body = frames[1] if len(frames) > 1 else b""
         session = self._table.by_peer.get(peer)
         encoding = session.encoding if session is not None else encoding_of(body)
-        stream_id = _stream_id(body) if len(body) <= MAX_BODY_BYTES else None
+        stream_id = _stream_id(body) if len(body) <= max_body_bytes(message_type) else None
         self._out.refuse(peer, error, stream_id, message_type, encoding)
 
     def on_slow(self, dropped: Outgoing) -> None:
@@ -254,11 +254,7 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
             f"this message has {len(frames)} frames; a message has a type, a body and at most "
             f"{MAX_FRAMES - 2} attachments",
         )
-    if len(frames[1]) > MAX_BODY_BYTES:
-        raise RequestError(
-            Code.TOO_LARGE,
-            f"this body has {len(frames[1])} bytes; {MAX_BODY_BYTES} are allowed",
-        )
+    check_body(frames[0], frames[1])
     attached = sum(map(len, frames[2:])) if len(frames) > 2 else 0
     if attached > MAX_ATTACHMENT_BYTES:
         raise RequestError(

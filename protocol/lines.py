@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .bodies import body_type, decode_as, encode_body, encoding_of, error_body
+from .body_bounds import check_body
 from .errors import Code, RequestError, TokenbusError
 from .frames import Frames, Message
 from .messages import Hello, Upload
@@ -81,6 +82,7 @@ def error_line(error: TokenbusError, line: str) -> str:
 
 
 def _hello(body: bytes, binary: bool) -> bytes:
+    check_body(b"HELLO", body)
     hello: Hello = decode_as(Hello, body, "json")
     if binary and "columns" in hello.capabilities:
         return body

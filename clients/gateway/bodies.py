@@ -14,6 +14,14 @@ from .context import gateway_of
 from .errors import ApiError, field_name
 from .idempotency import HEADER, LAST_EVENT, current_named
 
+SMALL_BODY_BYTES = 256 * 1024
+"""The values of a smaller body are not counted."""
+MAX_STRINGS = 65_536
+"""Most strings of a body, names of fields included: the event loop makes objects of them."""
+MAX_VALUES = 1_048_576
+"""Most values of a body, token ids for example."""
+_STRUCTURE = b",[{"
+"""What stands before a value, besides the colon after a name."""
 IGNORED_HEADER = "x-tokenbus-ignored"
 """Names the fields of the request that have no effect."""
 
@@ -96,7 +104,10 @@ def check_json(request: Request) -> None:
 
 
 def decode_body(body: bytes, kind: type[B]) -> B:
-    """``body`` as a ``kind``; raises ApiError 400 with the path of the field at fault."""
+    """``body`` as a ``kind``; raises ApiError 413 if it has too many values, and 400 with the path
+    of the field at fault."""
+    if len(body) > SMALL_BODY_BYTES:
+        _check_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -125,6 +136,30 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
 def ignored_header(names: list[str]) -> dict[str, str]:
     """The header that names fields without an effect; none where there are none."""
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def _check_values(body: bytes) -> None:
+    """Raises ApiError 413 where a body has more values than the event loop may spend its time on.
+
+    They are counted without a decoder, which would take as long for them.
+    """
+    # Without escaped quotes, the strings are what is between quotes.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    num_strings = plain.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        raise _too_many(num_strings, "strings, names of fields included,", MAX_STRINGS)
+    structure = b"".join(plain.split(b'"')[::2])
+    num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
+    if num_values > MAX_VALUES:
+        raise _too_many(num_values, "values", MAX_VALUES)
+
+
+def _too_many(count: int, what: str, limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has {count} {what} or more; the limit is {limit}; send fewer or longer texts",
+        code="too_large",
+    )
 
 
 def _too_large(size: int, limit: int) -> ApiError:

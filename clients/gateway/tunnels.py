@@ -23,6 +23,7 @@ import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
+from ...protocol.body_bounds import check_body
 from ...protocol.endpoints import separate
 from ...protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ...protocol.frames import Frames
@@ -194,6 +195,7 @@ class Tunnel:
             await self._websocket.send_text(error_line(error, line))
             return
         try:
+            check_body(frames[0], frames[1])
             if self.marks_users:
                 frames = carried(frames)
             frames = self.requests.sent(frames)

@@ -1,0 +1,82 @@
+"""Bodies that take long to decode are refused before they are decoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES, MAX_STRUCTURE_BYTES
+from tokenbus.protocol.messages import MAX_BODY_BYTES
+
+from .bench import Bench, peer_of
+
+IDS = [1] * (MAX_STRUCTURE_BYTES // 2)
+"""More token ids than a body may have."""
+TEXT = "a" * (MAX_BODY_BYTES - 4096)
+
+
+def error(bench: Bench, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    [(answer, content)] = bench.client("c", kind, body)
+    assert answer == "ERROR"
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("HELLO", {"capabilities": ["a"] * (MAX_PLAIN_BODY_BYTES // 4)}),
+        ("HELLO", {"versions": [1] * (MAX_PLAIN_BODY_BYTES // 2)}),
+        ("PING", {"other": [1] * (MAX_PLAIN_BODY_BYTES // 2)}),
+        ("TAG", {"stream_id": 1, "module": "m", "tags": ["a"] * (MAX_PLAIN_BODY_BYTES // 4)}),
+        ("NOTHING", {"other": "a" * MAX_PLAIN_BODY_BYTES}),
+    ],
+    ids=["names", "numbers", "unknown field", "tags", "unknown type"],
+)
+def test_a_message_without_text_has_a_small_body(kind: str, body: dict[str, Any]) -> None:
+    bench = Bench()
+    refused = error(bench, kind, body)
+    assert refused["code"] == "too_large"
+    assert f"{MAX_PLAIN_BODY_BYTES} are allowed in a message of type '{kind}'" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("GENERATE", {"stream_id": 7, "prompt": IDS}),
+        ("GENERATE", {"stream_id": 7, "prompt": [1], "buffers": ["a"] * len(IDS)}),
+        ("GENERATE", {"stream_id": 7, "prompt": "a", "controller_arg": {"a": [{}] * len(IDS)}}),
+        ("SCORE", {"stream_id": 7, "prompt": "a", "scored": IDS}),
+        ("BUFFER", {"stream_id": 7, "name": "a", "tokens": IDS}),
+    ],
+    ids=["prompt", "buffers", "controller_arg", "scored", "tokens"],
+)
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+def test_all_but_texts_in_a_body_has_a_bound(kind: str, body: dict[str, Any], encode: Any) -> None:
+    bench = Bench()
+    frames = [kind.encode(), encode(body | {"other": [1] * (MAX_STRUCTURE_BYTES // 2)})]
+    [sent] = bench.broker.on_client(peer_of("c"), frames, bench.now, "")
+    refused: dict[str, Any] = decode_as(dict[str, Any], sent.frames[1])
+    assert (refused["code"], refused["stream_id"]) == ("too_large", 7)
+    assert "send token ids as an attachment" in refused["message"]
+
+
+def test_a_text_may_fill_a_body() -> None:
+    bench = Bench()
+    bench.worker("w")
+    bench.client("c", "HELLO", {})
+    assert bench.client("c", "GENERATE", {"stream_id": 7, "prompt": TEXT}) == []
+    assert bench.client("c", "BUFFER", {"name": "a", "text": TEXT}) == []
+    arg = {"stream_id": 8, "prompt": [1], "controller": "regex", "controller_arg": TEXT}
+    assert error(bench, "GENERATE", arg)["code"] == "no_worker"
+
+
+def test_a_text_that_is_named_twice_hides_nothing() -> None:
+    """Of a field that is there twice, the last one counts."""
+    bench = Bench()
+    ids = b",".join([b"1"] * len(IDS))
+    body = b'{"stream_id":7,"prompt":[' + ids + b',1,1],"prompt":"a"}'
+    [sent] = bench.broker.on_client(peer_of("c"), [b"GENERATE", body], bench.now, "")
+    assert msgspec.json.decode(sent.frames[1])["code"] == "too_large"
