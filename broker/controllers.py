@@ -11,7 +11,7 @@ from ..protocol.header import encode_header
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Outgoings, Side
-from .pools import Pools
+from .pools import Pool, Pools
 from .recovery import MISSING, Recovery
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Request, Session, Worker, WorkerState
@@ -46,6 +46,9 @@ class Controllers:
         self._pace = Pace()
         """At which requests that have a controller end."""
         self._waiting = WaitingStarts()
+        self._left: dict[str, float] = {}
+        """When the last worker was lost that served a pattern, in seconds; of those that were lost
+        in the last ``move_wait_s``."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may not have
@@ -76,26 +79,7 @@ class Controllers:
                 "no controller worker is running; start one, or try again in a moment",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if served_as:
-            serving = pools.steering(served_as)
-            if not serving.workers:
-                raise UnavailableError(
-                    Code.NO_WORKER,
-                    f"the worker that served the controller {name!r} is lost, and no other serves "
-                    "it; start one, or try again in a moment",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-        else:
-            serving = pools.steering(name)
-            if not serving.workers:
-                serving = pools.steering(ANY_MODULE)
-        if not serving.workers:
-            names = ", ".join(sorted(pools.names("controller")))
-            raise RequestError(
-                Code.UNKNOWN_CONTROLLER,
-                f"no worker serves the controller {name!r}; served are: {names}",
-                path="$.controller",
-            )
+        serving = self._served_as(name, served_as) if served_as else self._serving(name)
         worker = serving.least_loaded()
         if worker is None:
             raise UnavailableError(
@@ -105,6 +89,47 @@ class Controllers:
                 retry_after_s=self._pace.retry_after_s(self._now()),
             )
         return worker
+
+    def _served_as(self, name: str, pattern: str) -> Pool:
+        """The workers where a controller that has begun can go on; raises UnavailableError."""
+        serving = self._pools.steering(pattern)
+        if not serving.workers:
+            raise UnavailableError(
+                Code.NO_WORKER,
+                f"the worker that served the controller {name!r} is lost, and no other serves "
+                "it; start one, or try again in a moment",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return serving
+
+    def _serving(self, name: str) -> Pool:
+        """The workers that serve a controller. Raises UnavailableError if the last of them was lost
+        a moment ago, RequestError if there are none for another reason."""
+        pools = self._pools
+        for pattern in (name, ANY_MODULE):
+            serving = pools.steering(pattern)
+            if serving.workers:
+                return serving
+            if self._has_left(pattern):
+                what = "uploaded modules" if pattern == ANY_MODULE else f"the controller {name!r}"
+                raise UnavailableError(
+                    Code.NO_WORKER,
+                    f"the last worker that served {what} was lost; start one, or try again in a "
+                    "moment",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+        names = ", ".join(sorted(pools.names("controller")))
+        raise RequestError(
+            Code.UNKNOWN_CONTROLLER,
+            f"no worker serves the controller {name!r}; served are: {names}",
+            path="$.controller",
+        )
+
+    def _has_left(self, pattern: str) -> bool:
+        """Whether the last worker that served a pattern was lost a moment ago, and may come back:
+        its controllers are not unknown, and are not those of workers with other patterns."""
+        left_at = self._left.get(pattern, float("-inf"))
+        return self._now() - left_at < self._settings.move_wait_s
 
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request's controller, where there is one.
@@ -169,7 +194,8 @@ class Controllers:
         name = request.controller
         if request.served_as:
             return request.served_as
-        return name if self._pools.steering(name).workers else ANY_MODULE
+        served = self._pools.steering(name).workers or self._has_left(name)
+        return name if served else ANY_MODULE
 
     def _may_come_back(self, request: Request) -> bool:
         """Whether another worker may have served the controller of a request under an earlier run
@@ -297,11 +323,15 @@ class Controllers:
             self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker is lost.
+        """A worker is lost, and is in no pool any more.
 
         GPU workers start the controllers that it ran again, which goes to another one, as do those
         that it had not begun.
         """
+        if worker.role == "controller":
+            lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
+            self._left = {p: at for p, at in self._left.items() if self._has_left(p)}
+            self._left |= dict.fromkeys(lost, self._now())
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)

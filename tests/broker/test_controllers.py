@@ -105,6 +105,40 @@ def test_an_unknown_controller_is_refused_with_the_names_that_are_served(bench: 
     assert "other" in body["message"]
 
 
+@pytest.mark.parametrize(("lost", "left"), [("mine", "*"), ("*", "other")])
+def test_a_controller_whose_last_worker_was_lost_a_moment_ago_is_not_unknown(
+    bench: Bench, lost: str, left: str
+) -> None:
+    """A worker of another kind is left: it would refuse the controller, and so would the broker."""
+    controller_worker(bench, "lost", lost)
+    controller_worker(bench, "left", left)
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("lost"), bench.now)
+    [(kind, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "no_worker")
+    assert body["retry_after_s"] > 0
+    bench.send("gpu", "START", START, Header(header.request))
+    bench.pass_time(1.0)
+    assert bench.to_worker("left") == bench.to_worker("gpu") == []
+    controller_worker(bench, "back", lost)
+    assert [kind for kind, _ in bench.to_worker("back")] == ["START"]
+
+
+def test_a_controller_whose_last_worker_was_lost_long_ago_is_unknown() -> None:
+    bench = Bench(move_wait_s=5.0)
+    bench.worker("gpu", capacity=8)
+    controller_worker(bench, "lost", "mine")
+    controller_worker(bench, "left", "other")
+    bench.broker.on_gone(Side.BACK, peer_of("lost"), bench.now)
+    for _ in range(5):
+        bench.pass_time(1.0)
+        for name in ("gpu", "left"):
+            bench.send(name, "HEARTBEAT", Heartbeat())
+    [(kind, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "unknown_controller")
+
+
 def test_full_controller_workers_are_a_reason_to_try_later(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=1)
     begun(bench)
