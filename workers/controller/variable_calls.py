@@ -62,7 +62,9 @@ class VariableCalls:
                         break
         finally:
             with self._lock:
-                self._calls.pop(name, None)
+                # A later attempt of the request may wait for the same operation by now.
+                if self._calls.get(name) is call:
+                    del self._calls[name]
         answer = call.answer or call.refusal
         if answer is None:
             raise ControllerError(

@@ -300,6 +300,29 @@ def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_an_attempt_that_ends_leaves_the_same_operation_of_the_next_attempt_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both attempts wait for one operation. The first one is slow to leave the table."""
+    monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
+    operation = Variable(1, 0, 1, "get", "name")
+    done = VariableAnswer(1, 0, 1, version=1)
+    posted = threading.Event()
+    calls = VariableCalls(lambda frames, link: posted.set())
+    answers: list[VariableAnswer] = []
+    later = threading.Thread(target=lambda: answers.append(calls.perform(operation)))
+
+    def ended() -> bool:
+        later.start()
+        return posted.wait(BOUND_S)
+
+    with pytest.raises(ControllerError, match="has ended"):
+        calls.perform(operation, ended)
+    calls.on_answer(encode_body(done, "msgpack"))
+    later.join()
+    assert answers == [done]
+
+
 def test_an_operation_that_may_succeed_later_is_sent_again_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
