@@ -49,10 +49,11 @@ def lmql_client() -> Path:
     return environment("lmql-client", LMQL_CLIENT_NEEDS, alone=[LMQL])
 
 
-def lmql() -> Path:
-    """All of LMQL, with transformers for the tokenizers of models."""
-    needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", "transformers")
-    return environment("lmql", needs, alone=[LMQL], borrow=True)
+def lmql(transformers: int) -> Path:
+    """All of LMQL, with this major version of transformers for the tokenizers of models."""
+    version = f"transformers>={transformers},<{transformers + 1}"
+    needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
+    return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)
 
 
 def lmql_server() -> Path:

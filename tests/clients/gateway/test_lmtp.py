@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ import pytest
 from tokenbus.clients import Client
 from tokenbus.protocol.columns import TokenColumns, column_entries
 from tokenbus.protocol.messages import Token
-from tokenbus.workers.gpu import embedded
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -27,6 +27,8 @@ from ...processes import Bus, Gateway, until
 
 pytestmark = pytest.mark.process
 
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs" / "lmtp.md"
 WAIT_S = 120.0
 LONG: dict[str, Any] = {"prompt": [263, 305], "max_tokens": 900, "ignore_eos": True}
 
@@ -75,10 +77,18 @@ def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> No
     assert "'unknown'" in received["refused"]["error"]
 
 
-def test_a_query_of_lmql_runs(gateway: Gateway, steered: Bus) -> None:
+@pytest.mark.parametrize("transformers", [4, 5])
+def test_the_query_of_lmql_in_the_docs_runs_as_it_stands(
+    gateway: Gateway, steered: Bus, transformers: int, tmp_path: Path
+) -> None:
+    """Only the port is another one. The tokenizer of the embedded model loads in both versions."""
+    [query] = re.findall(r"```python\n(import asyncio, lmql\n.*?)```", DOCS.read_text(), re.DOTALL)
     endpoint = gateway.url.removeprefix("http://").replace("127.0.0.1", "localhost")
+    file = tmp_path / "query.py"  # LMQL reads the source of a query.
+    file.write_text(query.replace("localhost:8080", endpoint))
     done = subprocess.run(
-        [lmql(), Path(__file__).with_name("lmql_query.py"), endpoint, embedded.path()],
+        [lmql(transformers), file],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -87,7 +97,7 @@ def test_a_query_of_lmql_runs(gateway: Gateway, steered: Bus) -> None:
     assert done.returncode == 0, done.stderr
     with steered.client() as client:
         expected = client.generate("def add(a, b):\n    return ", max_tokens=7).text
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert done.stdout.rstrip("\n").endswith(expected)
 
 
 def test_without_hello_answers_are_lists_and_errors_are_entries(socket: ClientConnection) -> None:

@@ -8,6 +8,7 @@ on the same interpreter's library follow the same path, up to rounding that depe
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -135,6 +136,10 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers 5 names a class that transformers 4 does not have; this one loads in both.
+    config = folder / "tokenizer_config.json"
+    named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(named, indent=2) + "\n")
 
 
 def main() -> None:
