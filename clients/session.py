@@ -44,6 +44,7 @@ from ..protocol.messages import (
     Token,
     Welcome,
 )
+from ..protocol.settings import Settings
 from .calls import Call, Ended, Event
 from .lanes import Delivery, Lanes
 
@@ -55,6 +56,8 @@ BACK_OFF_S = (0.1, 2.0)
 """The first and the longest pause before another attempt; each is twice the one before."""
 LOOK_S = 0.25
 """How often deadlines are checked, in seconds."""
+HINT_S = 3.0
+"""After this long without a broker, calls that still wait log a warning, in seconds."""
 GRACE_S = 1.0
 """How much later than the broker the client itself ends a request that times out."""
 
@@ -106,6 +109,8 @@ class ClientSession:
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
+        self._hinted = False
+        """Whether a warning says that no broker answers. Set by ``_look``, unset by a WELCOME."""
         self._hello_at = now
         self._heard = now
         self._ping_s = 2.0
@@ -363,6 +368,7 @@ class ClientSession:
 
     def _on_welcome(self, welcome: Welcome, now: float) -> None:
         self._welcomed = True
+        self._hinted = False
         self._token = welcome.session
         self._encoding = "msgpack" if welcome.encoding == "msgpack" else "json"
         self._ping_s = welcome.ping_s
@@ -482,8 +488,11 @@ class ClientSession:
         elif not self._welcomed:
             waited = now - max(self._offline_since, call.began)
             if waited > self._patience_s or (age_s > timeout_s and not call.tries):
-                what = f"no broker answers at {self._front}"
+                what = no_broker(self._front)
                 self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
+            elif waited > HINT_S and not self._hinted:
+                self._hinted = True
+                log.warning("%s (waiting for %g s)", no_broker(self._front), self._patience_s)
         elif call.resend_at is not None:
             if now >= call.resend_at:
                 call.resend_at = None
@@ -496,6 +505,13 @@ class ClientSession:
 
     def _send(self, word: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:
         self.outgoing.append(encode_frames(Message(word, body, attachments), self._encoding))
+
+
+def no_broker(front: str) -> str:
+    """The error where no broker answers at ``front``, with the remedy."""
+    if front == Settings().front:
+        return f"no broker answers at {front}; start a system with: tokenbus up"
+    return f"no broker answers at {front}; is that the address of a running system?"
 
 
 def _buffer_name(call: Call) -> str:

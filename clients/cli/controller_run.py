@@ -71,9 +71,9 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
             shown.follow()
         except TokenbusError as error:
             shown.end()
-            return report(error, client.front)
+            return report(error)
         shown.end()
-        return exit_code(stream.sequences, client.front)
+        return exit_code(stream.sequences)
 
 
 @contextmanager

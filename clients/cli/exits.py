@@ -30,16 +30,9 @@ def one_line(text: str) -> str:
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def report(error: TokenbusError, front: str) -> int:
+def report(error: TokenbusError) -> int:
     """Prints ``error`` on one line on stderr; returns its exit code."""
-    hint = ""
-    if error.code == Code.CONNECTION_LOST:
-        hint = (
-            "; start a system with: tokenbus up"
-            if front == "tcp://127.0.0.1:5555"
-            else "; is that the --front of a running system?"
-        )
-    print(f"tokenbus: {one_line(str(error))}{hint}", file=sys.stderr)
+    print(f"tokenbus: {one_line(str(error))}", file=sys.stderr)
     if isinstance(error, UnavailableError):
         return UNAVAILABLE
     if isinstance(error, RequestTimeoutError):

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             texts.follow()
         finally:
             texts.end()
-        return exit_code(stream.sequences, client.front)
+        return exit_code(stream.sequences)
 
 
 def begin(

@@ -88,12 +88,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 print()
                 continue
             if line.strip():
-                last = _answer(client, line, args, settings, console)
+                last = _answer(client, line, args, console)
 
 
-def _answer(
-    client: Client, line: str, args: argparse.Namespace, settings: Settings, console: Console
-) -> int:
+def _answer(client: Client, line: str, args: argparse.Namespace, console: Console) -> int:
     started = time.monotonic()
     try:
         prompt, options = split_parameters(line)
@@ -113,7 +111,7 @@ def _answer(
                     live.show(token, stream.sequences[0])
     except TokenbusError as error:
         print()
-        return report(error, settings.front_endpoint)
+        return report(error)
     except KeyboardInterrupt:
         console.print(" [cancelled]", style="dim", markup=False)
         return OK

@@ -18,6 +18,7 @@ from ...protocol.keys import OwnKey
 from ...protocol.lines import error_line, frames_line, line_frames
 from ...protocol.messages import MAX_BODY_BYTES, Error, Ping, StreamId
 from ...transport.async_dealer import AsyncDealer
+from ..session import no_broker
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
 """Of one line of the input: the largest controller module fits, in base64."""
@@ -81,8 +82,7 @@ class LinePipe:
                         await _print(frames_line(frames))
             await self._dealer.send([b"BYE", b"{}"])
         except TimeoutError:
-            what = f"no broker answers at {self._front}"
-            error = ConnectionLostError(Code.CONNECTION_LOST, what)
+            error = ConnectionLostError(Code.CONNECTION_LOST, no_broker(self._front))
             await _print(error_line(error, ""))
             raise error from None
         finally:

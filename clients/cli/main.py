@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TokenbusError as error:
-        return report(error, settings.front_endpoint)
+        return report(error)
     except (AddressError, FileFault, KeyFault, UnicodeDecodeError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return WRONG_USAGE

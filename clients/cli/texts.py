@@ -73,11 +73,10 @@ def print_completed(stream: Stream, notices: Notices) -> None:
             print(f"--- sequence {entry.seq} ({why})\n{text}", flush=True)
 
 
-def exit_code(sequences: list[GeneratedSequence], front: str) -> int:
+def exit_code(sequences: list[GeneratedSequence]) -> int:
     """Reports each failure on stderr; returns the exit code of the first if all failed."""
     failed = [s for s in sequences if s.finish_reason == "error"]
     codes = [
-        report(error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}"), front)
-        for s in failed
+        report(error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}")) for s in failed
     ]
     return codes[0] if codes and len(codes) == len(sequences) else OK

@@ -60,6 +60,26 @@ def test_tokens_stream_and_their_texts_make_the_text(client: Client) -> None:
     assert sequence.cumulative_logprob == pytest.approx(sum(e.logprob or 0 for e in entries))
 
 
+@pytest.mark.process
+def test_a_program_without_a_system_prints_the_remedy_while_it_waits() -> None:
+    """The program of the README, which has not configured logging."""
+    front = f"tcp://127.0.0.1:{free_port()}"
+    program = (
+        f"from tokenbus.clients import Client\n"
+        f"with Client({front!r}) as client:\n"
+        f"    print(client.generate('x').text)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.kill()
+    assert line == (
+        f"no broker answers at {front}; is that the address of a running system? "
+        "(waiting for 30 s)\n"
+    )
+
+
 def test_token_ids_in_give_token_ids_out(client: Client) -> None:
     stream = client.generate([5, 6, 7], max_tokens=4, ignore_eos=True, top_logprobs=3)
     for entry in stream:

@@ -19,9 +19,9 @@ PATIENCE = 10.0
 class Bench:
     """A session that says HELLO, and a broker played by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, front: str = "tcp://front") -> None:
         self.now = 0.0
-        self.session = ClientSession("tcp://front", PATIENCE, self.now)
+        self.session = ClientSession(front, PATIENCE, self.now)
         self.session.connected(self.now)
 
     def welcome(self, **fields: Any) -> None:
@@ -430,3 +430,40 @@ def test_an_unknown_message_is_dropped(bench: Bench) -> None:
     call = bench.submit(generate())
     bench.tokens(call, 1, last=True)
     assert ids(bench.events(call)) == [1]
+
+
+def test_a_call_without_a_broker_logs_the_remedy_once_and_then_fails_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remedies = {
+        "tcp://127.0.0.1:5555": "start a system with: tokenbus up",
+        "tcp://front": "is that the address of a running system?",
+    }
+    for front, remedy in remedies.items():
+        caplog.clear()
+        bench = Bench(front)
+        calls = [bench.submit(status_call(60.0)) for _ in range(2)]
+        bench.pass_time(2.9)
+        assert not caplog.messages
+        bench.pass_time(PATIENCE)
+        what = f"no broker answers at {front}; {remedy}"
+        assert caplog.messages == [f"{what} (waiting for 10 s)"]
+        for call in calls:
+            [ended] = bench.events(call)
+            assert isinstance(ended, Ended)
+            assert ended.error is not None
+            assert ended.error.message == what
+
+
+def test_a_broker_that_answers_again_and_is_lost_again_is_logged_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    for times in (1, 2):
+        call = bench.submit(generate_call("x", {"timeout_s": 60}))
+        bench.pass_time(4.0)
+        assert len(caplog.messages) == times
+        bench.welcome()
+        assert bench.sent()
+        bench.tokens(call, 1, last=True)
+        bench.session.disconnected(bench.now)

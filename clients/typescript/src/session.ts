@@ -32,6 +32,10 @@ const HELLO_AGAIN_S = 5;
 const BACK_OFF_S = [0.1, 2] as const;
 /** How often deadlines are checked, in seconds. */
 const LOOK_S = 0.25;
+/** After this long without a broker, calls that still wait print a warning, in seconds. */
+const HINT_S = 3;
+/** The address of a system that was started without a setting. */
+const DEFAULT_FRONT = "tcp://127.0.0.1:5555";
 /** How much later than the broker the client itself ends a request that times out. */
 const GRACE_S = 1;
 
@@ -49,6 +53,8 @@ export class Session {
   #token: string | null = null;
   #welcomed = false;
   #offlineSince: number;
+  /** Whether a warning says that no broker answers. Set by `#look`, unset by a WELCOME. */
+  #hinted = false;
   #helloAt: number;
   #heard: number;
   #pingS = 2;
@@ -276,6 +282,7 @@ export class Session {
 
   #onWelcome(welcome: Welcome, now: number): void {
     this.#welcomed = true;
+    this.#hinted = false;
     this.#token = welcome.session;
     this.#pingS = welcome.ping_s;
     this.#silenceS = Math.max(2 * welcome.ping_s, 0.6 * welcome.expiry_s);
@@ -375,9 +382,10 @@ export class Session {
     if (!this.#welcomed) {
       const waited = now - Math.max(this.#offlineSince, call.began);
       if (waited > this.patienceS || now - call.began > call.timeoutS) {
-        const reason = this.#failure && ` (${this.#failure})`;
-        const what = `no broker answers at ${this.address}${reason}`;
-        this.#end(call, new ConnectionLostError("connection_lost", what));
+        this.#end(call, new ConnectionLostError("connection_lost", this.#noBroker()));
+      } else if (waited > HINT_S && !this.#hinted) {
+        this.#hinted = true;
+        console.warn(`tokenbus: ${this.#noBroker()} (waiting for ${this.patienceS} s)`);
       }
     } else if (now - call.began > call.timeoutS + GRACE_S) {
       this.#forget(call, "timeout");
@@ -394,6 +402,16 @@ export class Session {
       const what = `nothing arrived for ${call.stallS} s`;
       this.#failed(call, new UnavailableError("worker_lost", what), now, true);
     }
+  }
+
+  /** The error where no broker answers, with the remedy. */
+  #noBroker(): string {
+    const reason = this.#failure && ` (${this.#failure})`;
+    const remedy =
+      this.address === DEFAULT_FRONT
+        ? "start a system with: tokenbus up"
+        : "is that the address of a running system?";
+    return `no broker answers at ${this.address}${reason}; ${remedy}`;
   }
 }
 

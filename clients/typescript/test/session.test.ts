@@ -246,6 +246,30 @@ test("no call waits without a limit", () => {
   assert.deepEqual(bench.events(offline), ["connection_lost"]);
 });
 
+test("calls without a broker print the remedy once and then fail with it", (t) => {
+  const warn = t.mock.method(console, "warn", () => {});
+  const warnings = () => warn.mock.calls.map(({ arguments: [line] }) => line);
+  const session = new Session("tcp://127.0.0.1:5555", 5, 0);
+  const errors: (string | undefined)[] = [];
+  session.submit(generateCall("x", {}), 0);
+  session.submit(generateCall("y", {}), 0);
+  session.disconnected(0, "refused");
+  session.onTime(2.9);
+  assert.deepEqual(warnings(), []);
+  session.onTime(3.5);
+  session.onTime(4);
+  const what =
+    "no broker answers at tcp://127.0.0.1:5555 (refused); start a system with: tokenbus up";
+  assert.deepEqual(warnings(), [`tokenbus: ${what} (waiting for 5 s)`]);
+  session.onTime(5.5);
+  for (const [, events] of session.ready) {
+    for (const event of events) {
+      if ("kind" in event && event.kind === "ended") errors.push(event.error?.message);
+    }
+  }
+  assert.deepEqual(errors, [what, what]);
+});
+
 test("a silent broker is lost, and the session is kept alive by pings", () => {
   const bench = new Bench();
   assert.equal(bench.session.lost(1), false);
