@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from .errors import Code, RequestError
 from .metrics import Series
@@ -367,6 +367,18 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """``inspect``: how long the controller's round before this token took, in microseconds."""
 
 
+class ForwardPath(Struct, kw_only=True, omit_defaults=True):
+    """How a GPU worker computes the steps of a model."""
+
+    attention: str = ""
+    """``FlashAttention over blocks`` or ``SDPA over gathered blocks``."""
+    graphs: int = 0
+    """Batch sizes that have a CUDA graph."""
+    fallbacks: list[str] = []
+    """The fast paths that the device could have and the worker does not use, each with the reason;
+    empty on a CPU."""
+
+
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     """The properties of a model."""
 
@@ -382,6 +394,7 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     device: str = ""
     sampling: int = 1
     """How its tokens are sampled: with another version, equal seeds give other tokens."""
+    path: ForwardPath = field(default_factory=ForwardPath)
 
 
 class Tagged(Struct, kw_only=True, omit_defaults=True):
@@ -465,6 +478,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     heartbeat_age_s: float
     step_age_s: float | None = None
     load: dict[str, float] = {}
+    paths: dict[str, ForwardPath] = {}
+    """Of a GPU worker, by model."""
     metrics: list[Series] = []
     """With ``metrics``: as of its last heartbeat."""
 

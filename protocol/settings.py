@@ -75,6 +75,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Sequences in one batch."""
     capacity: AtLeastOne = 512
     """Requests assigned to one GPU worker, waiting ones included; others queue at the broker."""
+    require_fast_attention: bool = False
+    """Refuse a model whose blocks FlashAttention cannot read in place."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"

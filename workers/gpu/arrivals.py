@@ -228,7 +228,7 @@ class Arrivals:
         TokenbusError where it is wrong."""
         stream, message = waiting.stream, waiting.message
         if isinstance(message, ModelInfoRequest):
-            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine.loaded))
+            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine))
             self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
             return
         if isinstance(message, ModelTokenizerRequest):

@@ -138,12 +138,16 @@ def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
         del work
 
 
+def pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on the host, from where the device copies it while the host goes on."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device, without waiting for what the device does."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    tensor = pinned(values, device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def device_queue(device: torch.device, overlap: bool) -> DeviceQueue:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...protocol.errors import Code, RequestError
-from ...protocol.messages import FinishReason
+from ...protocol.messages import FinishReason, ForwardPath
 from ...protocol.metrics import Histogram
 from ...protocol.sampling import Sampling
 from .allocator import keep_freed_memory
@@ -28,7 +28,7 @@ from .block_manager import BlockManager
 from .device_queue import device_queue
 from .intake import Intake
 from .kv_cache import default_bytes, token_bytes
-from .loader import LoadedModel
+from .loader import LoadedModel, ModelLoadError, OnProgress
 from .pages import PageLog
 from .pending_step import PendingStep
 from .runner import Runner
@@ -61,6 +61,8 @@ class EngineConfig:
     """Sequences that one request may have in all, those that ended included."""
     kv_cache_bytes: int | None = None
     """Memory of the KV cache, in bytes; None: a part of the memory that is free."""
+    require_fast_attention: bool = False
+    """Refuse a model whose blocks FlashAttention cannot read in place."""
     compiled: bool = False
     """Run the model through torch.compile."""
     overlap: bool = False
@@ -84,9 +86,11 @@ class Engine:
         loaded: LoadedModel,
         config: EngineConfig | None = None,
         draft_model: LoadedModel | None = None,
+        on_progress: OnProgress = lambda part, stage: None,
     ) -> None:
         """``draft_model``: with ``config.speculation``, a small model that drafts where a text
-        repeats nothing. Raises ModelLoadError where it is of no use for this model."""
+        repeats nothing. Raises ModelLoadError where it is of no use for this model, or if
+        ``config`` requires an attention that this model cannot have."""
         config = config or EngineConfig()
         if loaded.device.type == "cpu":
             keep_freed_memory()
@@ -100,6 +104,11 @@ class Engine:
             draft_size = size // DRAFT_PART
             size -= draft_size
         layout = choose_layout(loaded)
+        if config.require_fast_attention and not layout.in_place:
+            raise ModelLoadError(
+                f"{loaded.name} is not served, as require_fast_attention is set and FlashAttention "
+                f"cannot read its blocks: {layout.why}"
+            )
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
         self.pages = PageLog(loaded.name, layout.block_size)
@@ -133,14 +142,20 @@ class Engine:
         self._stepper = Stepper(
             self._live, self._scheduler, self._blocks, self._runner, overlap, self._speculation
         )
+        for graphed in (self._runner, model):
+            if graphed is not None:
+                graphed.capture_graphs(config.max_num_seqs, on_progress)
         log.info(
-            "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; attention: %s",
+            "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; %s; %d CUDA graphs",
             loaded.name,
             num_blocks,
             layout.block_size,
             num_blocks * layout.block_size * per_token / 2**20,
-            layout.why,
+            self.path.attention,
+            self.path.graphs,
         )
+        for fallback in self.path.fallbacks:
+            log.warning("%s runs slower than it could: %s", loaded.name, fallback)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -244,6 +259,11 @@ class Engine:
     def has_requests(self) -> bool:
         """Whether any sequence is alive, scheduled or not."""
         return bool(self._live.requests)
+
+    @property
+    def path(self) -> ForwardPath:
+        """How its steps are computed; safe on another thread."""
+        return self._runner.path
 
     @property
     def overlaps(self) -> bool:

@@ -30,7 +30,12 @@ class Layout(NamedTuple):
     in_place: bool
     """FlashAttention reads the blocks; else they are gathered for SDPA."""
     why: str
-    """For the log: which attention it is, and why not the other."""
+    """Why FlashAttention does not read the blocks; empty if it does."""
+
+    @property
+    def attention(self) -> str:
+        """The attention that reads them, for people."""
+        return "FlashAttention over blocks" if self.in_place else "SDPA over gathered blocks"
 
 
 class LayerShape(NamedTuple):
@@ -95,9 +100,11 @@ class KVCache:
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Sets blocks to zeros, since they contain NaN."""
+        device = next(iter(self.layers.values()))[0].device
+        at = on_device(np.array(blocks, dtype=np.int64), device)
         for pair in self.layers.values():
             for tensor in pair:
-                tensor[list(blocks)] = 0
+                tensor.index_fill_(0, at, 0)
 
 
 class Mirror:

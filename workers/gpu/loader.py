@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 OnProgress = Callable[[float, str], None]
 """Called with the part that is done, 0 to 1, and what is being done."""
 
+LOADED = 0.95
+"""The part of loading after which the model is in memory."""
+
 PROBE = "tokenbus_probe"
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
@@ -110,7 +113,7 @@ def load_model(
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
-    progress(0.95, "trying the model")
+    progress(LOADED, "trying the model")
     return wrap_model(name, model, tokenizer, parallel=parallel)
 
 

@@ -21,7 +21,7 @@ from ...protocol.sampling import SAMPLING_VERSION
 from ...protocol.settings import Settings
 from .allow_list import is_allowed
 from .engine import Engine, EngineConfig
-from .loader import LoadedModel, ModelLoadError, load_model
+from .loader import LOADED, LoadedModel, ModelLoadError, load_model
 from .ranks import Ranks
 from .speculation.draft_model import check_draft_model
 
@@ -91,7 +91,7 @@ class Models:
 
     def infos(self) -> list[ModelInfo]:
         """What clients may know of the loaded models; safe on another thread."""
-        return [model_info(engine.loaded) for engine in list(self._engines.values())]
+        return [model_info(engine) for engine in list(self._engines.values())]
 
     def get(self, name: str) -> Engine | None:
         """The engine of a loaded model, now the most recently used; None where it is not loaded."""
@@ -132,6 +132,9 @@ class Models:
             del self._engines[name]
             if self._ranks is not None:
                 self._ranks.drop(name)
+        if evicted:
+            # torch keeps the memory of what was freed, where the next model's sizes do not see it.
+            torch.cuda.empty_cache()
         return evicted
 
     def close(self) -> None:
@@ -166,11 +169,19 @@ class Models:
                 kv_cache_bytes=settings.kv_cache_bytes or None,
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,
+                require_fast_attention=settings.require_fast_attention,
                 fixed_threads=bool(settings.threads),
                 overlap=_overlaps(settings, loaded),
                 speculation=settings.speculation != "off",
             )
-            self._report(Ready(name, Engine(loaded, config, self._draft_model_for(loaded))))
+            draft_model = self._draft_model_for(loaded)
+            engine = Engine(
+                loaded,
+                config,
+                draft_model,
+                lambda part, stage: progress(LOADED + (1 - LOADED) * part, stage),
+            )
+            self._report(Ready(name, engine))
         except ModelLoadError as error:
             self._report(Failed(name, error))
         except BaseException as error:
@@ -213,8 +224,9 @@ def device_works(device: torch.device) -> bool:
         return False
 
 
-def model_info(loaded: LoadedModel) -> ModelInfo:
+def model_info(engine: Engine) -> ModelInfo:
     """What clients may know of a model."""
+    loaded = engine.loaded
     return ModelInfo(
         name=loaded.name,
         vocab_size=loaded.vocab_size,
@@ -226,6 +238,7 @@ def model_info(loaded: LoadedModel) -> ModelInfo:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         sampling=SAMPLING_VERSION,
+        path=engine.path,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...protocol.messages import ForwardPath
 from ...protocol.sampling import Sampling
 from . import varlen
 from .attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
@@ -22,7 +23,7 @@ from .fused import Attend, FusedDecoder
 from .graphs import DecodeGraphs
 from .head import PackedHead, packed_head
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
-from .loader import FUSED_TOLERANCE, PROBE_TOLERANCE, LoadedModel, difference
+from .loader import FUSED_TOLERANCE, PROBE_TOLERANCE, LoadedModel, OnProgress, difference
 from .native_decoder import NativeDecoder, Unsupported, is_native
 from .packing import Mirrors, Packed, PackedGroup, pack
 from .projections import packing_budget
@@ -95,9 +96,9 @@ class Runner:
         elif plain:
             self._head = packed_head(model)
         self._graphs: DecodeGraphs | None = None
-        if layout.in_place and plain:
-            width = -(-loaded.context_length // layout.block_size)
-            self._graphs = DecodeGraphs(self._forward, self._cache, num_blocks, width)
+        self._why_no_graphs = self._refused_graphs(compiled)
+        self._longest = -(-loaded.context_length // layout.block_size)
+        """Blocks of the longest sequence."""
         # A GPU reads scattered blocks at full speed: a mirror would only take memory.
         self._mirrors: Mirrors | None = None
         if self._device.type == "cpu":
@@ -112,6 +113,41 @@ class Runner:
                 log.info("%s: torch computes all of its steps: %s", self._name, why)
         if self._ranks is not None:
             self._ranks.open(self._name, num_blocks, layout)
+
+    def _refused_graphs(self, compiled: bool) -> str:
+        """Why no CUDA graphs can be captured; empty if they can."""
+        if not self._layout.in_place:
+            return "the attention gathers blocks, and their number differs from step to step"
+        if self._ranks is not None:
+            return "the model is spread over several devices"
+        if compiled:
+            return "torch.compile runs the model"
+        if not self._keeps_logits:
+            return "the model computes the logits of all tokens"
+        return ""
+
+    def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
+        """Captures the CUDA graphs of steps that decode up to ``max_batch`` sequences, if this
+        runner can have any."""
+        if self._why_no_graphs:
+            return
+        spare = self._cache.num_blocks - 1
+        self._graphs = DecodeGraphs(self._cache, spare, self._longest, max_batch)
+        self._graphs.capture(self._forward, on_progress)
+        self._why_no_graphs = self._graphs.why
+        self._cache.clear_blocks([spare])
+
+    @property
+    def path(self) -> ForwardPath:
+        """How the steps are computed."""
+        found = ForwardPath(
+            attention=self._layout.attention,
+            graphs=len(self._graphs) if self._graphs is not None else 0,
+        )
+        if self._layout.in_place or self._device.type != "cpu":
+            reasons = {"attention": self._layout.why, "CUDA graphs": self._why_no_graphs}
+            found.fallbacks = [f"{name}: {why}" for name, why in reasons.items() if why]
+        return found
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
@@ -174,7 +210,8 @@ class Runner:
         if self._graphs is not None:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
-                return logits.float()
+                # The next replay overwrites the logits, and a deferred sequence keeps its row.
+                return logits.to(torch.float32, copy=True)
         rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()
 

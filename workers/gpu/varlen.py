@@ -8,13 +8,11 @@ SDPA as on a CPU; ``choose_layout`` tests it on the device before it is used.
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from .attention import register
 from .device_queue import on_device
@@ -22,7 +20,11 @@ from .kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache, Layout
 from .loader import LoadedModel
 from .packing import PackedSpans
 
-log = logging.getLogger(__name__)
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    # torch 2.9 does not have it.
+    varlen_attn = None  # type: ignore[assignment]
 
 NAME = "tokenbus_varlen"
 TOLERANCE = 2e-2
@@ -38,6 +40,9 @@ class VarlenBatch:
     """``[T]``: the slots to which the new keys and values are written."""
     starts: torch.Tensor
     """``[N + 1]``, int32: where each chunk's tokens begin."""
+    key_starts: torch.Tensor
+    """``[N + 1]``, int32: the sums of ``lengths``. FlashAttention 2 requires them although it reads
+    the lengths themselves."""
     lengths: torch.Tensor
     """``[N]``, int32: tokens that each chunk attends to."""
     block_table: torch.Tensor
@@ -48,7 +53,6 @@ class VarlenBatch:
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
     """The chunks of a forward, on the device."""
-    starts = np.concatenate([[0], np.cumsum(spans.queries)])
 
     def ints(values: np.ndarray) -> torch.Tensor:
         return on_device(values.astype(np.int32), slot_mapping.device)
@@ -56,12 +60,19 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
     return VarlenBatch(
         cache=cache,
         slot_mapping=slot_mapping,
-        starts=ints(starts),
+        starts=ints(starts_of(spans.queries)),
+        key_starts=ints(starts_of(spans.keys)),
         lengths=ints(spans.keys),
         block_table=ints(spans.blocks).view(-1, spans.width),
         longest_chunk=int(spans.queries.max()),
         longest=int(spans.keys.max()),
     )
+
+
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """Where each of consecutive parts of these sizes begins, and where the last one ends:
+    ``[N + 1]``."""
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
 def varlen_attention(
@@ -105,7 +116,7 @@ def attend(
         keys,
         values,
         context.starts,
-        None,
+        context.key_starts,
         context.longest_chunk,
         context.longest,
         scale=scaling,
@@ -125,10 +136,15 @@ def choose_layout(loaded: LoadedModel) -> Layout:
     """The layout of this model's keys and values on its device."""
     reason = _why_not(loaded)
     if reason is None:
-        return Layout(FLASH_BLOCK_SIZE, True, "FlashAttention over blocks")
-    if loaded.device.type == "cuda":
-        log.warning("%s: blocks are gathered for SDPA: %s", loaded.name, reason)
-    return Layout(BLOCK_SIZE, False, f"SDPA over gathered blocks ({reason})")
+        return Layout(FLASH_BLOCK_SIZE, True, "")
+    return Layout(BLOCK_SIZE, False, reason)
+
+
+def why_no_kernel() -> str:
+    """Why this torch has no attention over blocks; empty if it has."""
+    if varlen_attn is None or "block_table" not in inspect.signature(varlen_attn).parameters:
+        return f"torch {torch.__version__} has no attention over blocks; torch 2.13 has it"
+    return ""
 
 
 def _why_not(loaded: LoadedModel) -> str | None:
@@ -142,8 +158,8 @@ def _why_not(loaded: LoadedModel) -> str | None:
     shapes = set(loaded.layers.values())
     if any(s.key_dim != s.value_dim or s.key_dim > 256 or s.key_dim % 8 for s in shapes):
         return "its heads are of a size that FlashAttention does not take"
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return "this torch's varlen_attn takes no block table"
+    if missing := why_no_kernel():
+        return missing
     try:
         for shape in shapes:
             _try_it(shape.kv_heads, shape.key_dim, loaded.dtype, loaded.device)
@@ -163,18 +179,22 @@ def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -
     keys, values = (normal(5, FLASH_BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     q = normal(4, heads, dim)
     tables, queries, lengths = [[3, 1], [4, 2]], [3, 1], [300, 257]
+
+    def ints(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     found = varlen_attn(
         q,
         keys,
         values,
-        torch.tensor([0, 3, 4], dtype=torch.int32, device=device),
-        None,
-        3,
-        300,
+        ints(starts_of(np.array(queries))),
+        ints(starts_of(np.array(lengths))),
+        max(queries),
+        max(lengths),
         window_size=(-1, 0),
         enable_gqa=True,
-        seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_table=torch.tensor(tables, dtype=torch.int32, device=device),
+        seqused_k=ints(lengths),
+        block_table=ints(tables),
         num_splits=1,
     )
     at = 0

@@ -19,7 +19,7 @@ from msgspec import structs
 from ..block_manager import BlockManager
 from ..device_queue import DeviceQueue, Work
 from ..kv_cache import token_bytes
-from ..loader import LoadedModel, ModelLoadError
+from ..loader import LoadedModel, ModelLoadError, OnProgress
 from ..row_parameters import Row, Rows
 from ..runner import Runner
 from ..sampler import guess
@@ -96,6 +96,10 @@ class DraftModel:
                 self.forget(sequence)
             self._runner.forget_mirrors()
             return [[] for _ in sequences]
+
+    def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
+        """Captures the CUDA graphs of its forwards, if it can have any."""
+        self._runner.capture_graphs(max_batch, on_progress)
 
     def forget(self, sequence: Sequence) -> None:
         """Frees what is kept of a sequence."""

@@ -1,0 +1,135 @@
+"""``varlen_attn`` on a CPU: it computes what torch documents and demands what its kernel demands.
+
+``varlen_attn`` runs on CUDA only. The demands are those of torch's built-in FlashAttention 2
+(``mha_varlen_fwd``), except for the device and for float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PAGE = 256
+"""The kernel takes blocks of a multiple of this number of tokens."""
+MAX_HEAD_DIM = 256
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of packed queries over paged keys. Raises RuntimeError for arguments that the
+    kernel refuses."""
+    if cu_seq_k is None:
+        raise RuntimeError("cu_seqlens_k: bad optional access")
+    if seqused_k is None or block_table is None:
+        raise RuntimeError("block_table requires seqused_k")
+    _demand(num_splits == 1, "only num_splits=1 makes rows independent of their batch")
+    _demand(enable_gqa or query.shape[1] == key.shape[2], "Hq and Hkv differ: set enable_gqa")
+    ints = (cu_seq_q, cu_seq_k, seqused_k, block_table)
+    found: torch.Tensor = _kernel(query, key, value, *ints, max_q, max_k, scale, list(window_size))
+    return found
+
+
+@torch.library.custom_op("tokenbus_tests::flash", mutates_args=())
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+) -> torch.Tensor:
+    # One operation for torch, as the kernel is: a graph captures it whole.
+    tables, lengths = _checked(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    starts = cu_seq_q.tolist()
+    repeat = query.shape[1] // key.shape[2]
+    _demand(starts[-1] == len(query), "cu_seqlens_q must end at the number of queries")
+    _demand(max(lengths) <= max_k, "a sequence has more than max_k keys")
+    out = torch.empty_like(query)
+    for i, length in enumerate(lengths):
+        first, last = starts[i], starts[i + 1]
+        _demand(last - first <= max_q, "a sequence has more than max_q queries")
+        blocks = tables[i, : -(-length // key.shape[1])].long()
+        k, v = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (key, value))
+        k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
+        hidden = _hidden(length, last - first, *window_size)
+        scores = query[first:last].transpose(0, 1) @ k.transpose(-1, -2)
+        scores = scores * (scale or query.shape[-1] ** -0.5)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        out[first:last] = (torch.softmax(scores, -1) @ v).transpose(0, 1)
+    return out
+
+
+@_kernel.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def _hidden(length: int, queries: int, left: int, right: int) -> torch.Tensor:
+    """``[queries, length]``: the keys that each query does not attend to. The last query is at the
+    last key."""
+    at = torch.arange(length - queries, length).unsqueeze(-1)
+    keys = torch.arange(length)
+    hidden = torch.zeros(queries, length, dtype=torch.bool)
+    if right >= 0:
+        hidden |= keys > at + right
+    if left >= 0:
+        hidden |= keys < at - left
+    return hidden
+
+
+def _checked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[torch.Tensor, list[int]]:
+    """The block tables and the lengths, after the kernel's own checks."""
+    batch, (_, heads, dim) = cu_seq_q.numel() - 1, query.shape
+    _demand(batch > 0, "batch size must be positive")
+    _demand(key.dtype == value.dtype == query.dtype, "query and key must have the same dtype")
+    for name, ints in (("q", cu_seq_q), ("k", cu_seq_k)):
+        _demand(ints.dtype == torch.int32, f"cu_seqlens_{name} must have dtype int32")
+        _demand(ints.is_contiguous(), f"cu_seqlens_{name} must be contiguous")
+        _demand(ints.shape == (batch + 1,), f"cu_seqlens_{name} must have shape (batch_size + 1)")
+    _demand(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
+    _demand(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
+    _demand(block_table.dim() == 2 and len(block_table) == batch, "block_table: wrong shape")
+    for tensor in (query, key, value):
+        _demand(tensor.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+    _demand(dim % 8 == 0 and dim <= MAX_HEAD_DIM, "head size: a multiple of 8, at most 256")
+    _demand(key.dim() == 4 and key.shape == value.shape, "paged keys have 4 dimensions")
+    _demand(key.shape[1] % PAGE == 0, "Paged KV cache block size must be divisible by 256")
+    _demand(key.shape[-1] == dim and heads % key.shape[2] == 0, "heads of keys: wrong shape")
+    _demand(seqused_k.dtype == torch.int32, "seqused_k must have dtype int32")
+    _demand(seqused_k.is_contiguous(), "seqused_k must be contiguous")
+    _demand(seqused_k.shape == (batch,), "seqused_k must have shape (batch_size)")
+    lengths: list[int] = seqused_k.tolist()
+    _demand(int(cu_seq_k[0]) == 0, "cu_seqlens_k must begin at 0")
+    _demand(cu_seq_k.diff().tolist() == lengths, "cu_seqlens_k must add up seqused_k")
+    return block_table, lengths
+
+
+def _demand(holds: bool, why: str) -> None:
+    if not holds:
+        raise RuntimeError(why)
