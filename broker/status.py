@@ -51,6 +51,7 @@ def status_of(
             heartbeat_age_s=round(now - w.last_seen, 3),
             step_age_s=w.step_age_s,
             load=w.load,
+            paths={m.name: m.path for m in w.models.values()} if w.role == "gpu" else {},
         )
         for w in sorted(dispatcher.workers.values(), key=lambda w: w.id)
     ]

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ...protocol.messages import Status
 from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK
@@ -51,4 +52,18 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             f"{worker.heartbeat_age_s:.1f} s ago",
         )
     console.print(table if status.workers else "no workers are registered", soft_wrap=True)
+    for line in path_lines(status):
+        console.print(line, soft_wrap=True, markup=False)
     return OK
+
+
+def path_lines(status: Status) -> list[str]:
+    """How each GPU worker computes each of its models, and which fast paths it lacks."""
+    lines = []
+    for worker in status.workers:
+        for model, path in worker.paths.items():
+            if path.attention:
+                graphs = f"{path.graphs} CUDA graphs" if path.graphs else "no CUDA graphs"
+                lines.append(f"{worker.name}, {model}: {path.attention}, {graphs}")
+            lines += [f"  slower than it could be: {why}" for why in path.fallbacks]
+    return lines

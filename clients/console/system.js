@@ -73,6 +73,7 @@ const FACTS = {
     `KV cache ${Math.round((100 * (load.kv_pages_used ?? 0)) / Math.max(1, load.kv_pages ?? 0))} %`,
     load.suspended ? `${count(load.suspended)} suspended` : "",
     load.loading ? `${count(load.loading)} waiting for a model` : "",
+    ...Object.values(worker.paths ?? {}).flatMap(pathFacts),
   ],
   controller: (_, load) => [
     counted(load.sessions ?? 0, "controller"),
@@ -84,6 +85,12 @@ const FACTS = {
     `${count(load.ops ?? 0)} operations`,
   ],
 };
+
+/** How a model is computed, and which fast paths its worker lacks. */
+function pathFacts({ attention, graphs, fallbacks = [] }) {
+  const how = graphs ? `${attention}, ${count(graphs)} CUDA graphs` : attention;
+  return [how ?? "", ...fallbacks.map((why) => `slower than it could be: ${why}`)];
+}
 
 function makeNode(node) {
   return el(

@@ -101,6 +101,9 @@ FAMILIES = {
     "sessions": Family("gauge", "Clients of the broker."),
     "streams": Family("gauge", "Live requests of all clients."),
     "workers": Family("gauge", "Workers, by role and state."),
+    "attention": Family("gauge", "1 for the attention with which a worker computes a model."),
+    "cuda_graphs": Family("gauge", "Batch sizes of a model that have a CUDA graph."),
+    "fallbacks": Family("gauge", "Fast paths that the device could have and the worker lacks."),
     "worker_requests": Family("gauge", "Requests assigned to a worker."),
     "worker_capacity": Family("gauge", "Most of them."),
     "worker_heartbeat_age_seconds": Family("gauge", "Since the last message of a worker."),
@@ -183,6 +186,11 @@ def of_status(status: Status | None) -> Iterator[Series]:
         yield Series("worker_capacity", labels, worker.capacity)
         yield Series("worker_heartbeat_age_seconds", labels, worker.heartbeat_age_s)
         yield Series("worker_step_age_seconds", labels, worker.step_age_s or 0.0)
+        for model, path in worker.paths.items():
+            of_model = {**labels, "model_name": model}
+            yield Series("attention", {**of_model, "attention": path.attention}, 1)
+            yield Series("cuda_graphs", of_model, path.graphs)
+            yield Series("fallbacks", of_model, len(path.fallbacks))
         yield from _labelled(worker.metrics, worker.name)
     for (role, state), count in workers.items():
         yield Series("workers", {"role": role, "state": state}, count)

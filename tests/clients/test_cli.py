@@ -74,6 +74,7 @@ def test_status_shows_the_workers(bus: Bus) -> None:
     shown = tokenbus(bus, "status").stdout
     assert "embedded" in shown
     assert "ready" in shown
+    assert "SDPA over gathered blocks, no CUDA graphs" in shown
     assert json.loads(tokenbus(bus, "status", "--json").stdout)["workers"][0]["role"] == "gpu"
 
 

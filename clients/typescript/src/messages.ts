@@ -620,6 +620,35 @@ export function readToken(
   return read;
 }
 
+/** How a GPU worker computes the steps of a model. */
+export interface ForwardPath {
+  /** `FlashAttention over blocks` or `SDPA over gathered blocks`. */
+  readonly attention: string;
+  /** Batch sizes that have a CUDA graph. */
+  readonly graphs: number;
+  /**
+   * The fast paths that the device could have and the worker does not use, each with the reason;
+   * empty on a CPU.
+   */
+  readonly fallbacks: readonly string[];
+}
+
+/** `ForwardPath` as it was sent, with the defaults of the fields that are absent. */
+export function readForwardPath(
+  sent: Sent<
+    ForwardPath,
+      | "attention"
+      | "graphs"
+      | "fallbacks"
+  >,
+): ForwardPath {
+  return {
+    attention: sent.attention ?? "",
+    graphs: sent.graphs ?? 0,
+    fallbacks: sent.fallbacks ?? [],
+  };
+}
+
 /** The properties of a model. */
 export interface ModelInfo {
   readonly name: string;
@@ -634,6 +663,7 @@ export interface ModelInfo {
   readonly device: string;
   /** How its tokens are sampled: with another version, equal seeds give other tokens. */
   readonly sampling: number;
+  readonly path: ForwardPath;
 }
 
 /** `ModelInfo` as it was sent, with the defaults of the fields that are absent. */
@@ -645,6 +675,7 @@ export function readModelInfo(
       | "dtype"
       | "device"
       | "sampling"
+      | "path"
   >,
 ): ModelInfo {
   return {
@@ -658,6 +689,7 @@ export function readModelInfo(
     dtype: sent.dtype ?? "",
     device: sent.device ?? "",
     sampling: sent.sampling ?? 1,
+    path: sent.path == null ? {} : readForwardPath(sent.path),
   };
 }
 
@@ -712,6 +744,8 @@ export interface WorkerStatus {
   readonly heartbeat_age_s: number;
   readonly step_age_s: number | null;
   readonly load: Readonly<Record<string, number>>;
+  /** Of a GPU worker, by model. */
+  readonly paths: Readonly<Record<string, ForwardPath>>;
   /** With `metrics`: as of its last heartbeat. */
   readonly metrics: readonly Series[];
 }
@@ -723,6 +757,7 @@ export function readWorkerStatus(
       | "controllers"
       | "step_age_s"
       | "load"
+      | "paths"
       | "metrics"
   >,
 ): WorkerStatus {
@@ -739,6 +774,7 @@ export function readWorkerStatus(
     heartbeat_age_s: sent.heartbeat_age_s,
     step_age_s: sent.step_age_s ?? null,
     load: sent.load ?? {},
+    paths: sent.paths ?? {},
     metrics: sent.metrics == null ? [] : sent.metrics.map(readSeries),
   };
 }
