@@ -92,6 +92,7 @@ lint: install
 		--namespace-packages --explicit-package-bases \
 		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py tests/*/*/*/*/*.py \
 			benchmarks/*.py)
+	$(PY) -m tests.lint.sentences
 
 # Not schemas.py, which needs an archive of MaskBench and takes long.
 # xgrammar without what it depends on: triton is a gigabyte, and is not needed on a CPU.

@@ -1,0 +1,102 @@
+"""Counts sentences that must be read twice, and fails if a folder has more than its ceiling.
+
+``python -m tests.lint.sentences`` is part of ``make lint``. ``--show FOLDER`` prints the sentences
+of a folder, and ``--lower`` writes smaller counts as the new ceilings; nothing raises a ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from .prose import of_file
+
+ROOT = Path(__file__).parents[2]
+CEILINGS = Path(__file__).with_name("ceilings.json")
+GOALS = {"openings": 20, "dialect": 10, "long": 100}
+"""The most of each kind that all folders together are to have."""
+MAX_WORDS = 32
+
+OPENING = re.compile(r"^[\"'*(]*(What|Of|So (many|few|much|long))\b")
+DIALECT = re.compile(
+    r"\bso (many|few)\b|\bthe same of\b|\bof (before|then)\b|\bgone on with\b|\bis none\b"
+    r"|\b(is|are|was|were|be|been|being) told\b"
+    r"|(?<!there )(?<!There )\b(is|are|was|were) no "
+    r"(?!longer|more|less|fewer|different|better|worse|later|one)[a-z]"
+    r"|\bMOST_\w+"
+)
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "clients/*/README.md")
+FOLDERS = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
+
+
+def kinds(sentence: str) -> list[str]:
+    """The kinds of ``GOALS`` that a sentence counts towards."""
+    found = []
+    if OPENING.match(sentence) and not sentence.rstrip(")\"'*").endswith("?"):
+        found.append("openings")
+    if DIALECT.search(sentence):
+        found.append("dialect")
+    if sum(any(c.isalnum() for c in word) for word in sentence.split()) > MAX_WORDS:
+        found.append("long")
+    return found
+
+
+def folder_of(name: str) -> str:
+    """The folder that a file is counted in: the second level below ``workers`` and ``clients``."""
+    parts = name.split("/")[:-1]
+    if not parts or name.endswith(".md"):
+        return "docs"
+    return "/".join(parts[:2] if parts[0] in ("workers", "clients") else parts[:1])
+
+
+def files() -> Iterator[Path]:
+    """Every page and module that is counted."""
+    for pattern in PAGES:
+        yield from sorted(ROOT.glob(pattern))
+    for folder in (*FOLDERS, "tests", "benchmarks"):
+        yield from sorted(ROOT.joinpath(folder).rglob("*.py"))
+
+
+def marked() -> Iterator[tuple[str, str, str, str]]:
+    """Folder, file, kind and text of each sentence that counts; of tests, only docstrings do."""
+    for path in files():
+        name = str(path.relative_to(ROOT))
+        if "node_modules" in name:
+            continue
+        for sentence in of_file(path, with_comments=not name.startswith("tests/")):
+            for kind in kinds(sentence):
+                yield folder_of(name), name, kind, sentence
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--show", metavar="FOLDER", help="print a folder's sentences, or a file's")
+    parser.add_argument("--lower", action="store_true", help="write smaller counts as ceilings")
+    options = parser.parse_args()
+    found = list(marked())
+    for folder, name, kind, sentence in found:
+        if options.show and options.show in (folder, name, "all"):
+            print(f"{name}: {kind}: {sentence}")
+    counts = Counter(f"{folder} {kind}" for folder, _, kind, _ in found)
+    ceilings = json.loads(CEILINGS.read_text())
+    if options.lower:
+        lower = {key: min(most, counts[key]) for key, most in ceilings.items()}
+        ceilings = {key: most for key, most in lower.items() if most}
+        CEILINGS.write_text(json.dumps(ceilings, indent=1, sort_keys=True) + "\n")
+    above = [key for key, count in sorted(counts.items()) if count > ceilings.get(key, 0)]
+    for key in above:
+        folder = key.split()[0]
+        print(f"{key}: {counts[key]} sentences, expected at most {ceilings.get(key, 0)}; "
+              f"python -m tests.lint.sentences --show {folder} prints them")  # fmt: skip
+    totals = Counter(kind for _, _, kind, _ in found)
+    print(", ".join(f"{kind} {totals[kind]} (goal {goal})" for kind, goal in GOALS.items()))
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
