@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
+ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 CODE = re.compile(r"``[^`]+``|`[^`]+`")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 END = re.compile(r"(?<=[.!?])[)\"'*]*\s+(?=[A-Z0-9\"'(*\[«])")
@@ -23,7 +23,8 @@ DIRECTIVES = re.compile(r"#!|# (noqa|type:|ruff:|mypy:|fmt:|pragma|---)")
 
 def sentences(text: str) -> list[str]:
     """The sentences of one paragraph, as single lines."""
-    line = CODE.sub(lambda code: "Code" if code.start() == 0 else "code", " ".join(text.split()))
+    line = CODE.sub("code", " ".join(text.split()))
+    line = re.sub(r"^code|(?<=[.!?] )code", "Code", line)
     line = ABBREVIATIONS.sub(r"\1 ", LINK.sub(r"\1", line))
     return [part for part in END.split(line) if re.search(r"\w", part)]
 
@@ -36,7 +37,7 @@ def paragraphs(lines: Iterable[str]) -> Iterator[str]:
             yield " ".join(block)
             block = []
         if line.strip():
-            block.append(ITEM.sub("", line, count=1))
+            block.append(ITEM.sub("", line))
         if line.rstrip().endswith(":"):
             yield " ".join(block)
             block = []

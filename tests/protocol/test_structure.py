@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenbus.protocol.structure import Automaton, Reader, decode_structure, special
 
-PAGE = Path(__file__).parents[2] / "docs" / "controllers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "constraints.md"
 EXAMPLE = re.search(r"```json\n(\{\"phases\".*?)```", PAGE.read_text(), re.DOTALL)
 assert EXAMPLE is not None
 STRUCTURE = decode_structure(EXAMPLE[1].encode())

@@ -1,7 +1,7 @@
 """Guests of the native ABI: one call into the guest per phase, without callbacks for results.
 
 The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
-the mask from its memory. The layout is in ``docs/controllers.md``.
+the mask from its memory. ``docs/controllers-reference.md`` describes the layout.
 """
 
 from __future__ import annotations

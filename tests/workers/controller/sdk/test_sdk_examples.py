@@ -216,9 +216,10 @@ def test_choice_refuses_what_is_no_list_of_strings(arg: str) -> None:
         Steered(CHOICE, BYTES, arg).begin()
 
 
-# --- docs/controllers.md --------------------------------------------------------------------------
+# --- docs/controllers.md and docs/controllers-reference.md ----------------------------------------
 
-GUIDE = (ROOT / "docs/controllers.md").read_text()
+PAGES = ("controllers.md", "controllers-reference.md")
+GUIDE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 
 
 def c_of_the_guide(word: str) -> str:

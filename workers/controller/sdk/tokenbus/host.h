@@ -15,7 +15,7 @@ TB_IMPORT("var_append")
 int32_t tb_host_var_append(const char *name, uint32_t name_len, const void *value, uint32_t n,
                            int32_t when_version, uint32_t *version);
 
-// --- the call block (documented in docs/controllers.md) ------------------------------------------
+// --- the call block (documented in docs/controllers-reference.md) --------------------------------
 
 enum {
     TB_BLOCK_VERSION,
