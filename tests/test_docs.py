@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
     ROOT / "clients" / "typescript" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]

@@ -24,7 +24,8 @@ MAX_WORDS = 32
 
 OPENING = re.compile(r"^[\"'*(]*(What|Of|So (many|few|much|long))\b")
 DIALECT = re.compile(
-    r"\bso (many|few)\b|\bthe same of\b|\bof (before|then)\b|\bgone on with\b|(?<!there )\bis none\b"
+    r"\bso (many|few)\b|\bthe same of\b|\bof (before|then)\b|\bgone on with\b"
+    r"|(?<!there )\bis none\b"
     r"|\b(is|are|was|were|be|been|being) told\b"
     r"|(?<!there )(?<!There )\b(is|are|was|were) no "
     r"(?!longer|more|less|fewer|different|better|worse|later|one)[a-z]"
