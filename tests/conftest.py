@@ -1,7 +1,7 @@
 """What tests of several folders share: one running bus with the embedded model.
 
-Two test processes share two cores, so that each has one thread for torch, and so have the workers
-that it starts.
+Test processes share the cores, so that each has one thread for torch, and so have the workers that
+it starts.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def bus(processes: None) -> Iterator[Bus]:
-    """A broker and a GPU worker with the embedded model, for tests that leave them as they are."""
-    with Bus() as bus:
+    """A broker and a GPU worker with the embedded model, for tests that leave them as they are.
+
+    The broker is the first one, and awaits no workers of an earlier one."""
+    with Bus(recover_s=0.1) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
         yield bus
@@ -125,7 +127,7 @@ def bus(processes: None) -> Iterator[Bus]:
 @pytest.fixture(scope="session")
 def steered(processes: None) -> Iterator[Bus]:
     """A broker and a worker of each role, for tests that leave them as they are."""
-    with Bus() as bus:
+    with Bus(recover_s=0.1) as bus:
         bus.start_worker()
         bus.start_other("state")
         bus.start_other("controller")
