@@ -41,9 +41,16 @@ image:
 demo: install
 	@$(PY) -m tokenbus.clients.demo
 
-# One process of tests per core; each takes over tests of another that has more of them left.
+# One process of tests more than there are cores, as tests of whole systems mostly wait; with 3 GiB of
+# memory for each. Each takes over tests of another that has more of them left.
 # make test ARGS='-k name' passes arguments on; ARGS='-n 0' runs all in one process.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --durations 20
+define processes
+import os
+memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+print(max(1, min(4, os.cpu_count() + 1, memory // (3 << 30))))
+endef
+export processes
+PYTEST := $(PY) -m pytest -n $$($(PYTHON) -c "$$processes") --dist worksteal --durations 20
 
 test: install
 	$(PYTEST) $(ARGS)
