@@ -2,11 +2,12 @@
 
 A client needs no more than an invented token to cause a CLAIM to each GPU worker. So a connection
 has one claim at the workers at a time, and all connections together have ``MAX_CLAIMS``; others
-wait.
+wait, and connections take turns.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,8 +42,9 @@ class Claims:
         self._dispatcher = dispatcher
         self._out = out
         self._by_session: dict[int, _Claim] = {}
-        self._waiting: dict[int, None] = {}
-        """Sessions whose claim has not begun, or begins again once it is answered; in order."""
+        self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
+        """By connection, the next one first: its sessions whose claim has not begun, or begins
+        again once it is answered."""
         self._turns: dict[bytes, tuple[int, float]] = {}
         """By connection: its claim that is at the workers, and since when; in order."""
 
@@ -58,10 +60,11 @@ class Claims:
         """The client of a session has come on the connection ``peer``. ``may_send``: by worker, the
         streams that it was told to drop, and may still send entries of."""
         claim = self._by_session.setdefault(session, _Claim(peer))
+        self._stop_waiting(session, claim)
         claim.peer = peer
         for worker, streams in may_send.items():
             claim.next.setdefault(worker, set()).update(streams)
-        self._waiting[session] = None
+        self._waiting.setdefault(peer, {})[session] = None
 
     def begin(self, now: float) -> list[int]:
         """Sends CLAIMs of the sessions whose turn it is; returns these sessions."""
@@ -71,25 +74,44 @@ class Claims:
                 break
             del self._turns[peer]
         begun = []
-        for session in list(islice(self._waiting, 2 * MAX_CLAIMS)):
-            claim = self._by_session[session]
+        for peer in list(islice(self._waiting, 2 * MAX_CLAIMS)):
             if len(self._turns) >= MAX_CLAIMS:
                 break
-            if claim.peer in self._turns or claim.asked:
+            self._waiting.move_to_end(peer)
+            session = next((s for s in self._waiting[peer] if not self._by_session[s].asked), None)
+            if session is None or peer in self._turns:
                 continue
-            del self._waiting[session]
-            self._turns[claim.peer] = session, now
-            for worker in self._dispatcher.pools.of_role("gpu").values():
-                claim.asked[worker.id] = claim.next.pop(worker.id, set())
-                self._out.to_worker(worker, b"CLAIM", Claim(session=session))
-            claim.next.clear()
+            self._ask(session, peer, now)
             begun.append(session)
         return begun
+
+    def _ask(self, session: int, peer: bytes, now: float) -> None:
+        """Sends CLAIMs of a session to all GPU workers."""
+        claim = self._by_session[session]
+        self._stop_waiting(session, claim)
+        self._turns[peer] = session, now
+        for worker in self._dispatcher.pools.of_role("gpu").values():
+            claim.asked[worker.id] = claim.next.pop(worker.id, set())
+            self._out.to_worker(worker, b"CLAIM", Claim(session=session))
+        claim.next.clear()
+
+    def _waits(self, session: int, claim: _Claim) -> bool:
+        """Whether a claim of a session has not begun, or begins again."""
+        return session in self._waiting.get(claim.peer, {})
+
+    def _stop_waiting(self, session: int, claim: _Claim) -> None:
+        """The claim of a session begins, or is dropped, or waits for another connection."""
+        sessions = self._waiting.get(claim.peer)
+        if sessions is None:
+            return
+        sessions.pop(session, None)
+        if not sessions:
+            del self._waiting[claim.peer]
 
     def on_registered(self, worker: Worker) -> None:
         """A GPU worker that registers may have streams of these sessions."""
         for session, claim in self._by_session.items():
-            if session not in self._waiting:
+            if not self._waits(session, claim):
                 claim.asked[worker.id] = set()
                 self._out.to_worker(worker, b"CLAIM", Claim(session=session))
 
@@ -113,7 +135,7 @@ class Claims:
         claim = self._by_session.get(session)
         if claim is not None and not (claim.asked or claim.next):
             del self._by_session[session]
-            self._waiting.pop(session, None)
+            self._stop_waiting(session, claim)
 
     def discard(self, session: int, worker: int, stream_id: int) -> None:
         """A worker drops a stream once more: it may send entries after it has answered."""
@@ -130,7 +152,7 @@ class Claims:
         turn = self._turns.get(claim.peer)
         if turn is not None and turn[0] == session:
             del self._turns[claim.peer]
-        if session in self._waiting or not forget:
+        if self._waits(session, claim) or not forget:
             return False
         del self._by_session[session]
         return True

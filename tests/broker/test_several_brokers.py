@@ -337,6 +337,23 @@ def test_connections_take_turns_with_their_claims(
     assert bench.client("c4", "ATTACH", {"stream_id": 1, "received": 0}) == []
 
 
+def test_a_connection_that_leaves_many_sessions_delays_the_claims_of_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "MAX_CLAIMS", 2)
+    for number in range(10):
+        hello(bench, "c", f"{number:032x}")
+        bench.client("c", "BYE", {"keep": True})
+    assert kinds(bench, "a") == ["CLAIM"]
+    hello(bench, "d", f"{10:032x}")
+    assert kinds(bench, "a") == ["CLAIM"]
+    # And its own ones all have their turn.
+    for number in range(10):
+        for worker in ("a", "b"):
+            bench.send(worker, "CLAIMED", Claimed(session=session_id(f"{number:032x}")))
+        assert len(kinds(bench, "a")) == (number < 9)
+
+
 def test_a_session_that_is_claimed_again_meanwhile_is_asked_for_once_more(bench: Bench) -> None:
     hello(bench)
     hello(bench, "d")
