@@ -267,6 +267,8 @@ class Dispatcher:
         if self.workers.pop(worker.id, None) is None:
             return
         self.pools.remove(worker)
+        if not self.pools.names(worker.role).issuperset(worker.names()):
+            self._recovery.lost(self.now)
         self.prefixes.lost(worker)
         self.controllers.on_lost(worker)
         self._take_from(worker, list(worker.requests.values()), why, died, returns)

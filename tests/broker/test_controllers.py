@@ -115,14 +115,28 @@ def test_a_controller_whose_last_worker_was_lost_a_moment_ago_is_not_unknown(
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("gpu")
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of("lost"), bench.now)
-    [(kind, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
-    assert (kind, body["code"]) == ("ERROR", "no_worker")
-    assert body["retry_after_s"] > 0
-    bench.send("gpu", "START", START, Header(header.request))
+    assert bench.client("c", "GENERATE", generate(2, controller="mine")) == []
+    [(_, second)] = bench.to_worker("gpu")
+    for request in (header.request, second.request):
+        bench.send("gpu", "START", START, Header(request))
     bench.pass_time(1.0)
     assert bench.to_worker("left") == bench.to_worker("gpu") == []
     controller_worker(bench, "back", lost)
-    assert [kind for kind, _ in bench.to_worker("back")] == ["START"]
+    assert [kind for kind, _ in bench.to_worker("back")] == ["START", "START"]
+
+
+def test_a_new_request_for_such_a_controller_is_refused_in_the_end(bench: Bench) -> None:
+    """It is not unknown: the client may send it again."""
+    controller_worker(bench, "lost", "mine")
+    controller_worker(bench, "left", "*")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("lost"), bench.now)
+    for _ in range(6):
+        bench.pass_time(1.0)
+        for name in ("gpu", "left"):
+            bench.send(name, "HEARTBEAT", Heartbeat())
+    [(kind, body)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
+    assert (kind, body["code"]) == ("ERROR", "no_worker")
+    assert body["retry_after_s"] > 0
 
 
 def test_a_controller_whose_last_worker_was_lost_long_ago_is_unknown() -> None:

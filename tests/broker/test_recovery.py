@@ -170,6 +170,26 @@ def test_a_model_whose_worker_has_not_registered_yet_is_not_unknown(bench: Bench
     assert kinds(bench, "a") == []
 
 
+def test_a_request_after_the_loss_of_all_workers_waits_for_them() -> None:
+    """A broker that has stood still loses all of them at once, as their connections have closed."""
+    bench = Bench(expiry_s=5.0)
+    for name in ("a", "b"):
+        bench.worker(name, capacity=8)
+        bench.sent += bench.broker.on_gone(Side.BACK, peer_of(name), bench.now)
+    for stream in (1, 2):
+        [(kind, notice)] = bench.client("c", "GENERATE", generate(stream))
+        assert (kind, notice["event"]) == ("SYSTEM", "queued")
+    bench.worker("a", capacity=8)
+    assert kinds(bench, "a") == ["GENERATE", "GENERATE"]
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
+    bench.client("c", "GENERATE", generate(3))
+    bench.pass_time(4.5)
+    assert errors(bench.to_client("c")) == {}
+    bench.pass_time(1.0)
+    assert errors(bench.to_client("c")) == {3: "no_worker"}
+    assert errors(bench.client("c", "GENERATE", generate(4))) == {4: "no_worker"}
+
+
 def test_what_waits_counts_as_queued() -> None:
     bench = Bench(recover_s=30.0, max_queued=1)
     bench.client("c", "GENERATE", generate(1))
