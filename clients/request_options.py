@@ -252,9 +252,11 @@ def _checked(text: str, path: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            Code.INVALID_FIELD, f"the text is not valid UTF-8: {error}", path=path
-        ) from None
+        what = (
+            f"the text is not valid UTF-8 at character {error.start} ({text[error.start]!r}); "
+            "decode its bytes with the encoding that they have"
+        )
+        raise RequestError(Code.INVALID_FIELD, what, path=path) from None
     return text
 
 

@@ -31,6 +31,7 @@ from . import (
 )
 from .exits import INTERRUPTED, WRONG_USAGE, report
 from .module_files import FileFault
+from .usage import Parser
 
 Command = Callable[[argparse.Namespace, Settings], int]
 
@@ -49,9 +50,9 @@ Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tokenbus",
         description="A message bus that serves language models.",
         epilog=FIRST,
@@ -92,8 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TokenbusError as error:
         return report(error)
-    except (AddressError, FileFault, KeyFault, UnicodeDecodeError) as error:
+    except (AddressError, FileFault, KeyFault) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        print(f"tokenbus: the input is not valid UTF-8 at byte {byte:#x}", file=sys.stderr)
         return WRONG_USAGE
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +17,7 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import Generate
 from ...protocol.settings import Settings
 from .. import Client
+from .module_files import FileFault
 
 PARAMETERS = {
     field.name: field
@@ -32,6 +35,21 @@ FLAGS = {
     "n": "sequences to sample (1)",
 }
 """Those that have a flag of their own, and its help."""
+
+
+_PLAIN = {
+    r"\bint\b": "a whole number",
+    r"\bfloat\b": "a number",
+    r"\bstr\b": "a text",
+    r"\bbool\b": "true or false",
+    r"\barray\b": "a list",
+    r"\bobject\b": "a JSON object",
+    r" of length >= ": " with a length of at least ",
+    r" >= ": " of at least ",
+    r" <= ": " of at most ",
+    r" > ": " above ",
+}
+"""Terms of msgspec, as patterns, and plain ones."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +96,8 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, f"p_{name}", None) for name in FLAGS}
     options = {name: value for name, value in given.items() if value is not None}
     for item in args.parameters:
-        name, _, text = item.partition("=")
-        options[name.strip()] = parameter(name.strip(), text)
+        name, equals, text = item.partition("=")
+        options[name.strip()] = parameter(name.strip(), text if equals else None)
     if args.timeout is not None:
         options["timeout_s"] = args.timeout
     return options
@@ -92,24 +110,31 @@ def client_for(settings: Settings) -> Client:
 
 def given_text(words: list[str]) -> str:
     """The text of the arguments, or of standard input if they are ``-`` or missing."""
-    if words in ([], ["-"]):
-        return sys.stdin.read()
-    return " ".join(words)
+    if words not in ([], ["-"]):
+        return " ".join(words)
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise FileFault(
+            f"standard input is not valid UTF-8 at byte {error.start} "
+            f"(0x{content[error.start]:02x}); convert it, as with: iconv -f latin1 -t utf-8"
+        ) from None
 
 
-def parameter(name: str, text: str) -> Any:
-    """The value of a parameter from its text; raises RequestError if it is not valid."""
-    field = PARAMETERS.get(name)
-    if field is None:
-        known = ", ".join(sorted(PARAMETERS))
-        raise RequestError(
-            Code.INVALID_FIELD, f"unknown parameter {name!r}; the parameters are {known}"
-        )
+def parameter(name: str, text: str | None) -> Any:
+    """The value of a parameter from its text; raises RequestError if it is missing or not valid."""
+    if name not in PARAMETERS:
+        near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
+        known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"
+        raise RequestError(Code.INVALID_FIELD, f"unknown parameter {name!r}; {known}")
+    if text is None:
+        what = f"the parameter {name!r} has no value; use --set {name}=VALUE"
+        raise RequestError(Code.INVALID_FIELD, what)
     try:
         return _value(name, text)
     except msgspec.ValidationError as error:
-        what = str(error).split(" - at ")[0].replace("`", "")
-        raise RequestError(Code.INVALID_FIELD, f"{name}={text}: {what}") from None
+        raise RequestError(Code.INVALID_FIELD, f"{name}: {_expected(error, text)}") from None
 
 
 def _value(name: str, text: str) -> Any:
@@ -128,6 +153,15 @@ def _value(name: str, text: str) -> Any:
         raise
 
 
+def _expected(error: msgspec.ValidationError, text: str) -> str:
+    """The error of msgspec in words of the command line, with the text that it is about."""
+    wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
+    wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
+    for term, plain in _PLAIN.items():
+        wanted = re.sub(term, plain, wanted)
+    return f"{wanted}, not {text!r}"
+
+
 def _number(name: str) -> Callable[[str], Any]:
     """The ``type`` of a numeric flag for argparse, which adds the name of the flag to errors."""
 
@@ -135,9 +169,7 @@ def _number(name: str) -> Callable[[str], Any]:
         try:
             value = _value(name, text)
         except msgspec.ValidationError as error:
-            wanted = str(error).split(",")[0].split(" - at ")[0].replace("`", "")
-            what = wanted.replace(" | null", "").replace("Expected ", "expected ")
-            raise argparse.ArgumentTypeError(f"{what}, not {text!r}") from None
+            raise argparse.ArgumentTypeError(_expected(error, text)) from None
         if value is None or not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"expected a number, not {text!r}")
         return value

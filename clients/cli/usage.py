@@ -1,0 +1,52 @@
+"""A command line whose errors are one line: the argument and its value, then the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .exits import WRONG_USAGE, one_line
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the command line, and of each of its commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parses; an argument that this command does not have is an error here, where its flags
+        are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line on stderr and exits. ``message`` is argparse's, or one with a remedy."""
+        what = one_line(message.removeprefix("argument "))
+        print(f"tokenbus: {what} (see: {self.prog} --help)", file=sys.stderr)
+        sys.exit(WRONG_USAGE)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises ArgumentError with the nearest choice where ``value`` is not one of them."""
+        if action.choices is not None and value not in action.choices:
+            remedy = suggestion(str(value), list(action.choices))
+            name = action.metavar or "/".join(action.option_strings) or action.dest
+            raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = next((text for text in unknown if text.startswith("-")), None)
+        if flag is None:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        name = flag.split("=")[0]
+        self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one, or nothing for flags, or
+    all of a few."""
+    near = difflib.get_close_matches(name, known, 1, 0.7)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return "" if name.startswith("-") else f"; valid: {', '.join(known)}"
