@@ -117,7 +117,9 @@ def _print_summary(
         print(f"{label:10} " + " ".join(f"{found[name]:>9,.1f}" for name in names))
     print(f"{'guest':10} ready in {start_s * 1e3:,.0f} ms, {size / 1e6:,.1f} MB at the end")
     taken = sum(step.allowed and step.token is not None for step in steps)
-    print(f"{'forced':10} {_forced(steps):,} of {taken:,} tokens: the grammar leaves no choice")
+    forced = _forced(steps)
+    why = ": the grammar leaves no choice" if forced else ""
+    print(f"{'forced':10} {forced:,} of {taken:,} tokens{why}")
     print()
 
 

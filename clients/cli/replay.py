@@ -137,7 +137,8 @@ def _replay(
             raise
     failure = next((e.error for e in came if e.error), failed.message if failed else "")
     if args.expect == "success":
-        print(f"it fails: {failure}" if failure else "nothing fails")
+        ends = f"and it fails: {failure}" if failure else "and none fails, as expected"
+        print(f"{_entries(len(came))}, {ends}")
         return FAILED if failure else OK
     prefix = args.until is not None or not recording.complete
     difference = first_difference(recording.entries, came, prefix)
@@ -148,7 +149,7 @@ def _replay(
         was, now = recording.failure or "no error", failure or "no error"
         print(f"the end differs: recorded {was}, now {now}")
         return FAILED
-    print(f"the same: {len(came)} entries" + (f", and it fails: {failure}" if failure else ""))
+    print(f"the same: {_entries(len(came))}" + (f", and it fails: {failure}" if failure else ""))
     return OK
 
 
@@ -176,20 +177,7 @@ def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
         chance = "appended" if entry.logprob is None else f"{entry.logprob:.3f}"
         what += f"  {entry.token}{text}  {chance}"
     if texts is not None and entry.logprob is not None:
-        if entry.allowed is UNSET:
-            what += "  of every token allowed"
-        else:
-            # The entry has the likeliest tokens, and which of them the mask forbade.
-            likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
-            ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
-            shown = ", ".join(map(texts, ids[:SHOWN]))
-            more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""
-            what += f"  of {entry.allowed} tokens allowed ({shown}{more})"
-        if entry.cut:
-            more = ", …" if len(entry.cut) > SHOWN else ""
-            what += f", forbidden {', '.join(map(texts, entry.cut[:SHOWN]))}{more}"
-        if entry.round_us:
-            what += f", {entry.round_us} us"
+        what += f"  {_mask(entry, texts)}"
     if entry.logs:
         what += f"  log {entry.logs!r}"
     if entry.storage:
@@ -197,6 +185,28 @@ def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
     if entry.finish_reason is not None:
         what += f"  ends: {entry.finish_reason}" + (f": {entry.error}" if entry.error else "")
     return what
+
+
+def _mask(entry: Token, texts: Callable[[int], str]) -> str:
+    """The mask of an entry that was sampled, and the time of the controller's round."""
+    parts = ["every token is allowed"]
+    if entry.allowed is not UNSET:
+        # The entry has the likeliest tokens, and which of them the mask forbade.
+        likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
+        ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
+        more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""
+        counted = "1 token is" if entry.allowed == 1 else f"{entry.allowed} tokens are"
+        parts = [f"{counted} allowed: {', '.join(map(texts, ids[:SHOWN]))}{more}"]
+    if entry.cut:
+        more = ", …" if len(entry.cut) > SHOWN else ""
+        parts.append(f"forbidden: {', '.join(map(texts, entry.cut[:SHOWN]))}{more}")
+    if entry.round_us:
+        parts.append(f"the round took {entry.round_us} us")
+    return "; ".join(parts)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _write_test(args: argparse.Namespace, recording: Recording) -> int:

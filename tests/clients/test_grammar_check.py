@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,20 @@ def test_tokens_that_were_forced_are_counted(shown: Shown, tmp_path: Path, file:
     code, fields = as_json(shown, "check", str(grammar), str(file))
     assert code == 0
     assert 0 < fields["forced_tokens"] < fields["input"]["tokens"]
+    lines = run(shown, "check", str(grammar), str(file))[1].splitlines()
+    [line] = [line for line in lines if line.startswith("forced")]
+    assert re.fullmatch(r"forced +\d of \d+ tokens: the grammar leaves no choice", line)
+
+
+def test_a_text_without_forced_tokens_is_not_said_to_leave_no_choice(
+    shown: Shown, tmp_path: Path, file: Path
+) -> None:
+    grammar = tmp_path / "any.rx"
+    grammar.write_text("[a-z ]+")
+    file.write_text("a b")
+    lines = run(shown, "check", str(grammar), str(file))[1].splitlines()
+    [line] = [line for line in lines if line.startswith("forced")]
+    assert re.fullmatch(r"forced +0 of \d+ tokens", line)
 
 
 def test_conflicts_and_warnings_are_shown_with_their_example(

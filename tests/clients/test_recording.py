@@ -187,7 +187,7 @@ def test_the_commands_record_replay_and_show(
     assert len(lines) == 3
     # The texts of what the mask allowed, the sampled token among them, and of what it forbade.
     shown = re.search(
-        r"0:0  \d+ ('[a-z]+')  \S+  of \d+ tokens allowed \((.*?)\), forbidden '", lines[0]
+        r"0:0  \d+ ('[a-z]+')  \S+  \d+ tokens are allowed: (.*?); forbidden: '", lines[0]
     )
     assert shown, lines[0]
     assert shown[1] in shown[2]
@@ -197,6 +197,20 @@ def test_the_commands_record_replay_and_show(
     file.write_bytes(msgspec.json.encode(recording))
     assert main(["replay", str(file), *front]) == 1
     assert "entry 1 of sequence 0 differs" in capsys.readouterr().out
+
+
+def test_a_replay_without_a_controller_says_that_every_token_is_allowed(
+    steered: Bus, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front = ["--front", steered.front]
+    assert main(["record", str(file), PROMPT, *front, "--max-tokens", "1"]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(file), *front, "--show", "masks"]) == 0
+    step, result = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"0:0  \d+ '.*'  -\S+  every token is allowed  ends: length", step)
+    assert result == "the same: 1 entry"
+    assert main(["replay", str(file), *front, "--expect", "success"]) == 0
+    assert capsys.readouterr().out == "1 entry, and none fails, as expected\n"
 
 
 def test_generate_records_too(steered: Bus, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

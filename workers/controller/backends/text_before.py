@@ -1,4 +1,4 @@
-"""The tokens of the part of a text before a stop string, or before its end."""
+"""The end of a text: its tokens before a stop string or its end, and its line in the log."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> l
         return vocabulary.tokenize(before) if found else None
     except ControllerError:
         return None
+
+
+def closing_line(appended: int, dropped: int, max_tokens: int) -> str:
+    """The log's line about a text that ends before ``max_tokens`` would cut it.
+
+    ``appended``, ``dropped``: how many tokens closing the text adds and takes back.
+    """
+    if not appended and not dropped:
+        return f"ended here, where the text is complete: max_tokens is {max_tokens}"
+    more = "1 more token" if appended == 1 else f"{appended} more tokens"
+    after = f" after {dropped} were dropped" if dropped else ""
+    return f"closed with {more}{after}: max_tokens is {max_tokens}"

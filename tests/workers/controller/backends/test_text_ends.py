@@ -111,9 +111,17 @@ def test_a_value_with_its_shortest_completion_is_closed(
 
 
 def test_a_value_that_is_whole_where_its_tokens_end_is_complete(client: Client) -> None:
-    sequence = ended(client, "regex", "[ab]+", max_tokens=6, ignore_eos=True)
-    assert re.fullmatch("[ab]+", sequence.text)
+    for controller, arg in (("regex", "[ab]+"), ("lark", "start: /[ab]+/")):
+        sequence = ended(client, controller, arg, max_tokens=6, ignore_eos=True)
+        assert re.fullmatch("[ab]+", sequence.text)
+        assert sequence.constraint == "complete"
+        assert "0 more tokens" not in sequence.logs
+
+
+def test_the_log_of_a_complete_value_does_not_say_that_it_was_closed(client: Client) -> None:
+    sequence = ended(client, "regex", "[0-9]{3,}", max_tokens=6)
     assert sequence.constraint == "complete"
+    assert sequence.logs == "ended here, where the text is complete: max_tokens is 6\n"
 
 
 def first_token(client: Client, text: str) -> int:

@@ -9,7 +9,7 @@ from .....protocol.messages import ConstraintEnd
 from ... import interface
 from ...host import Host
 from ...interface import CONTINUE, STOP, Action, Answer, Batch
-from ..text_before import before_end, tokens_before
+from ..text_before import before_end, closing_line, tokens_before
 from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
@@ -167,8 +167,7 @@ class GrammarController:
         tokens = self._host.vocabulary.tokenize(text)
         back = length - at
         self._closed = True
-        after = f" after {back} were dropped" if back else ""
-        self._log(f"closed with {len(tokens)} more tokens{after}: max_tokens is {most}")
+        self._log(closing_line(len(tokens), back, most))
         if not tokens and not back:
             self._end = "complete"
             return interface.COMPLETE

@@ -10,6 +10,7 @@ from .....protocol.errors import ControllerError
 from .....protocol.messages import ConstraintEnd
 from ...host import Host
 from ...interface import COMPLETE, Action, Answer
+from ..text_before import closing_line
 from .completion import Completion
 from .matchers import Grammar
 from .near_end import NearEnd
@@ -264,11 +265,8 @@ class Closing:
         return len(tokens) + self._item * sum(starts[token] for token in tokens)
 
     def _closed(self, back: int, tokens: list[int]) -> Answer:
-        after = f" after {back} were dropped" if back else ""
-        self._host.log.write(
-            f"closed with {len(tokens)} more tokens{after}: "
-            f"max_tokens is {self._host.max_tokens}\n".encode()
-        )
+        line = closing_line(len(tokens), back, self._host.max_tokens)
+        self._host.log.write(f"{line}\n".encode())
         self.check_at = NEVER
         if not tokens and not back:
             self.end = "complete"
