@@ -20,10 +20,13 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from .tcp_counts import bytes_of_message, bytes_received, bytes_unread
 from .zap import key_of, number_of
 
 log = logging.getLogger(__name__)
 
+QUIET_BYTES = 4096
+"""A handshake without properties of the peer's own has fewer bytes, heartbeats included."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -34,7 +37,7 @@ class Connection:
     """A connection that libzmq has accepted."""
 
     __slots__ = (
-        *("fd", "inode", "key", "peer", "refused", "user"),
+        *("counted", "fd", "inode", "key", "peer", "refused", "user"),
         *("grown", "received", "since", "spoke"),
     )
 
@@ -50,6 +53,9 @@ class Connection:
         """The public key of the peer; empty without CURVE."""
         self.refused = False
         """Whether the peer chose a routing id that belonged to another connection."""
+        self.counted: int | None = 0
+        """Bytes of its messages on the wire. None once all that it had received was of these but
+        for ``QUIET_BYTES``: its handshake was small then."""
         self.spoke = False
         """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
         self.since = 0.0
@@ -145,6 +151,16 @@ class Connections:
         connection.peer = peer
         self.by_peer[peer] = connection
         return connection
+
+    def count(self, connection: Connection, frames: list[bytes]) -> None:
+        """Counts a message of a connection whose handshake may have been large."""
+        assert connection.counted is not None
+        connection.counted += bytes_of_message(frames, bool(connection.key))
+        received = bytes_received(connection.fd)
+        if received is not None:
+            received -= bytes_unread(connection.fd)
+        if received is None or received - connection.counted <= QUIET_BYTES:
+            connection.counted = None
 
     def take_closed(self) -> list[bytes]:
         """The routing ids whose connections have closed; they belong to nobody then."""

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
 """A larger frame closes its connection; a smaller one beyond the protocol's limits is refused."""
+MAX_PIPE_MESSAGES = 1000
+"""Messages of a connection that libzmq takes before the broker has taken the first one."""
 HEARTBEAT_MS = 5000
 """How often ZeroMQ asks a peer whether it is there, or 0; it has three times as long to answer."""
 
@@ -90,7 +92,7 @@ def bind_router(
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, pipe_messages)
-    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, MAX_PIPE_MESSAGES)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
@@ -165,6 +167,8 @@ def receive_keyed(connections: Connections, most: int) -> list[KeyedMessage]:
                 frames.append(frame.bytes)
             if connection is not None:
                 connection.spoke = True
+                if connection.counted is not None:
+                    connections.count(connection, frames)
                 messages.append((peer, frames, connection.key))
             if left == most - 1 and not readable(socket):
                 break

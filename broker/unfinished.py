@@ -7,6 +7,10 @@ keeps 64 bytes even for an empty one until then. No option and no event concerns
 The guard asks the kernel how many bytes a TCP connection has received since its last complete
 message. With CURVE a frame has at least 35 bytes on the wire, and so these bytes bound the memory.
 Without keys an empty frame has two, and so the guard watches the memory of the process as well.
+
+A handshake may have properties of any number and size, which libzmq keeps as long as the
+connection. So all bytes of a connection that are not of its messages count as unfinished, until
+they were few once. A small property takes 40 times its bytes.
 Unix sockets count no bytes and are not guarded: who can open one runs as the broker's own user.
 """
 
@@ -15,16 +19,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import socket as sockets
-import struct
 from collections import Counter
 from collections.abc import Callable
-from fcntl import ioctl
-from termios import FIONREAD
 
-from .connections import Connection, Connections, shut
-from .sockets import MAX_MESSAGE_BYTES
+from .connections import QUIET_BYTES, Connection, Connections, shut
+from .sockets import MAX_MESSAGE_BYTES, MAX_PIPE_MESSAGES
 from .sweep import Sweep
+from .tcp_counts import bytes_received, bytes_unread
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +41,11 @@ MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
 """Bound of all unfinished messages of a key. Those that have sent no complete message yet,
 and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""By how much the process may grow during one message of a peer without a key."""
-QUIET_BYTES = 4096
+"""By how much the process may grow during one message of a peer without a key, or while a
+connection has received more than its messages."""
 QUIET_BYTES_PER_S = 16
-"""A connection that has received less since its last message counts as idle: these are the
-handshake and ZeroMQ's heartbeats."""
-RECEIVED_AT = 128
-"""The offset of ``tcpi_bytes_received`` in ``struct tcp_info`` (``linux/tcp.h``)."""
-_U64 = struct.Struct("=Q")
-_INT = struct.Struct("=i")
-_INFO_BYTES = RECEIVED_AT + _U64.size
+"""A connection that has received no more than these and ``QUIET_BYTES`` since its last message
+counts as idle: these are ZeroMQ's heartbeats."""
 
 
 class Unfinished:
@@ -67,12 +63,15 @@ class Unfinished:
         self._sweep = Sweep(connections.by_fd, CONNECTIONS_AT_ONCE, TICKS)
         self._open: dict[Connection, int] = {}
         """Bytes of the unfinished message, beyond what an idle connection receives."""
-        self._accused: dict[Connection, int | None] = {}
-        """Connections beyond a bound, and the round of the socket by then; None: it was shut."""
+        self._accused: dict[Connection, tuple[int, int] | None] = {}
+        """Connections beyond a bound, with the round of the socket and the messages that had been
+        taken by then; None: it was shut."""
         self._rounds = 0
         """How often all connections had their turn while messages were unfinished."""
         self._taken = 0
         """Messages that had been taken when the last round ended."""
+        self._emptied = 0
+        """The last round that ended because nothing waited at the socket."""
         self._size: int | None = None
         """Bytes of the process; None while no message is unfinished."""
         self._grown = 0
@@ -96,7 +95,8 @@ class Unfinished:
         ones are then those beyond the bound of their key."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
-            if connection.spoke or not self._connections.has(connection):
+            ended = connection.spoke and connection.counted is None
+            if ended or not self._connections.has(connection):
                 self._forget(connection)
                 continue
             totals[connection.key] += unfinished
@@ -109,17 +109,19 @@ class Unfinished:
         """Finds out how many bytes of an unfinished message a connection has received."""
         if not self._connections.has(connection):
             return
-        received = _bytes_received(connection.fd)
+        received = bytes_received(connection.fd)
         if received is None:
             return
-        if connection.spoke or not connection.since:
-            connection.received = received if connection.spoke else 0
-            connection.spoke, connection.since = False, now
+        if connection.counted is not None:
+            connection.received, connection.spoke = connection.counted, False
+            connection.since = connection.since or now
+        elif connection.spoke:
+            connection.received, connection.spoke, connection.since = received, False, now
             self._forget(connection)
         quiet = QUIET_BYTES + QUIET_BYTES_PER_S * (now - connection.since)
         unfinished = int(received - connection.received - quiet)
         if unfinished > 0:
-            unfinished -= _bytes_unread(connection.fd)
+            unfinished -= bytes_unread(connection.fd)
         if unfinished <= 0:
             self._forget(connection)
             return
@@ -130,28 +132,44 @@ class Unfinished:
     def _is_over(self, connection: Connection, unfinished: int, of_key: int) -> bool:
         if unfinished > MAX_UNFINISHED_BYTES or of_key > MAX_KEY_UNFINISHED_BYTES:
             return True
-        return not self._has_keys and self._grown - connection.grown > MAX_GROWTH_BYTES
+        bounded_by_bytes = self._has_keys and connection.counted is None
+        return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
         """Shuts a connection, once all that had arrived when it was accused has been taken: its
         message may have been complete by then."""
-        accused_in = self._accused.setdefault(connection, self._rounds)
-        if accused_in is None or accused_in == self._rounds:
+        now = self._rounds, self._connections.taken
+        accused = self._accused.setdefault(connection, now)
+        if accused is None or not self._has_passed(connection, *accused):
             return
         self._accused[connection] = None
         log.warning(
-            "a connection was closed: %d bytes of its message have arrived, and not its end",
+            "a connection was closed: its message or its handshake has %d bytes, and no end",
             unfinished,
         )
         shut(connection)
+
+    def _has_passed(self, connection: Connection, rounds: int, taken: int) -> bool:
+        """Whether all that had arrived from a connection in a round has been taken since.
+
+        That is one message of a connection of which only messages are counted, and otherwise all
+        that a pipe may have.
+        """
+        if connection.counted is None or rounds == self._rounds:
+            return rounds != self._rounds
+        pipes = 2 * MAX_PIPE_MESSAGES * len(self._connections.by_fd)
+        return self._emptied > rounds or self._connections.taken - taken > pipes
 
     def _count_rounds(self) -> None:
         """Counts a round where nothing waits at the socket, or where each connection has had its
         turn: a ROUTER takes one message of each one that has any, and then the next ones."""
         taken = self._connections.taken
-        if taken - self._taken > 2 * len(self._connections.by_fd) or not self._readable():
+        is_empty = not self._readable()
+        if is_empty or taken - self._taken > 2 * len(self._connections.by_fd):
             self._rounds += 1
             self._taken = taken
+        if is_empty:
+            self._emptied = self._rounds
 
     def _forget(self, connection: Connection) -> None:
         self._open.pop(connection, None)
@@ -159,8 +177,6 @@ class Unfinished:
 
     def _measure(self) -> None:
         """Adds what the process has grown by since the last look."""
-        if self._has_keys:
-            return
         size = memory_in_use()
         if self._size is not None:
             self._grown += max(0, size - self._size)
@@ -191,26 +207,3 @@ def memory_in_use() -> int:
         return int(memory.uordblks + memory.hblkhd)
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _bytes_received(fd: int) -> int | None:
-    """The bytes that a TCP connection has received; None for another descriptor."""
-    try:
-        connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=fd)
-    except OSError:
-        return None
-    try:
-        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO_BYTES)
-        return int(_U64.unpack_from(info, RECEIVED_AT)[0])
-    except (OSError, struct.error):
-        return None
-    finally:
-        connection.detach()
-
-
-def _bytes_unread(fd: int) -> int:
-    """The bytes that a connection has received, and libzmq has not taken."""
-    try:
-        return int(_INT.unpack(ioctl(fd, FIONREAD, bytes(_INT.size)))[0])
-    except OSError:
-        return 0

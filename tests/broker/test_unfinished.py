@@ -24,6 +24,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
 READY = b"\x05READY" + b"\x0bSocket-Type\x00\x00\x00\x06DEALER"
 MORE = 1
 LARGE = 2
+COMMAND = 4
 EMPTY = bytes([MORE, 0]) * 2**15
 """Frames of no bytes, each followed by another one: 64 bytes each in libzmq's memory."""
 EMPTY_BYTES = 2**15 * 64
@@ -32,10 +33,11 @@ EMPTY_BYTES = 2**15 * 64
 class ByHand:
     """A client that speaks ZMTP 3.0 itself, as libzmq sends nothing of a message without end."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, properties: bytes = b"") -> None:
+        """``properties``: those of the handshake beside the usual one."""
         parts = urlsplit(address)
         self.socket = socket.create_connection((parts.hostname, parts.port), WAIT_MS / 1000)
-        self.socket.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+        self.socket.sendall(GREETING + frame(READY + properties, COMMAND))
         self._receive(len(GREETING))
         _, size = self._receive(2)
         assert self._receive(size).startswith(b"\x05READY")
@@ -101,7 +103,7 @@ def check_served(peer: RawPeer) -> None:
 
 def closed(caplog: pytest.LogCaptureFixture) -> int:
     """How many connections the guard has closed."""
-    return sum("and not its end" in record.getMessage() for record in caplog.records)
+    return sum("a connection was closed" in record.getMessage() for record in caplog.records)
 
 
 def test_a_message_of_large_frames_without_an_end_is_closed(
@@ -154,6 +156,74 @@ def test_unfinished_messages_of_one_key_have_a_bound_together(
     assert small.socket.recv(1)
     small.socket.close()
     check_served(calm)
+
+
+def properties(count: int, size: int) -> bytes:
+    """Properties of a handshake, each with a value of ``size`` bytes."""
+    return b"".join(
+        b"\x04%04x%b" % (n, struct.pack("!I", size) + bytes(size)) for n in range(count)
+    )
+
+
+def shake_hands(server: BrokerServer, properties: bytes) -> ByHand:
+    """A client whose handshake has properties of its own, and which was answered."""
+    peer = ByHand(server.front_endpoint, properties)
+    peer.send(frame(b"PING", MORE) + frame(b"{}", 0))
+    assert peer.socket.recv(1)
+    return peer
+
+
+def test_handshakes_of_one_key_have_a_bound_together(
+    server: BrokerServer,
+    calm: RawPeer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """libzmq keeps the properties of a handshake as long as the connection: messages that end
+    leave nothing of them free."""
+    monkeypatch.setattr(unfinished, "MAX_KEY_UNFINISHED_BYTES", 16 * MB)
+    small, large = (shake_hands(server, properties(count, MB)) for count in (8, 9))
+    large.wait_for_close()
+    assert closed(caplog) == 1
+    check_served(calm)
+    small.socket.close()
+
+
+def test_many_small_properties_of_handshakes_are_bounded_by_their_memory(
+    server: BrokerServer,
+    calm: RawPeer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(unfinished, "MAX_GROWTH_BYTES", 16 * MB)
+    many = properties(2**13, 0)
+    peers = []
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not closed(caplog):
+        peers.append(shake_hands(server, many))
+        check_served(calm)
+        assert time.monotonic() < deadline, "the broker keeps all of these handshakes"
+    for peer in peers:
+        peer.socket.close()
+
+
+def test_a_connection_whose_first_messages_are_large_is_not_accused(
+    server: BrokerServer,
+    calm: RawPeer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(unfinished, "MAX_KEY_UNFINISHED_BYTES", 4 * MB)
+    first = ByHand(server.front_endpoint)
+    for _ in range(8):
+        first.send(frame(b"MSG", MORE) + frame(bytes(MB), 0))
+        check_served(calm)
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while any(c.counted is not None for c in server._clients if c.peer is not None):
+        assert time.monotonic() < deadline, "its handshake still counts as large"
+        check_served(calm)
+    assert closed(caplog) == 0
+    first.socket.close()
 
 
 def test_a_large_message_is_taken_however_slow_it_comes(

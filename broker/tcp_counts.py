@@ -1,0 +1,49 @@
+"""The bytes that a TCP connection has received, as the kernel and as libzmq count them."""
+
+from __future__ import annotations
+
+import socket as sockets
+import struct
+from collections.abc import Iterable
+from fcntl import ioctl
+from termios import FIONREAD
+
+RECEIVED_AT = 128
+"""The offset of ``tcpi_bytes_received`` in ``struct tcp_info`` (``linux/tcp.h``)."""
+SHORT_FRAME_BYTES = 255
+"""A longer frame has a header of 9 bytes; others have one of 2 (ZMTP 3.1)."""
+CURVE_BYTES = 33
+"""CURVE adds the name of the command, a nonce, a tag and flags to each frame (RFC 26)."""
+_U64 = struct.Struct("=Q")
+_INT = struct.Struct("=i")
+_INFO_BYTES = RECEIVED_AT + _U64.size
+
+
+def bytes_received(fd: int) -> int | None:
+    """The bytes that a TCP connection has received; None for another descriptor."""
+    try:
+        connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO_BYTES)
+        return int(_U64.unpack_from(info, RECEIVED_AT)[0])
+    except (OSError, struct.error):
+        return None
+    finally:
+        connection.detach()
+
+
+def bytes_unread(fd: int) -> int:
+    """The bytes that a connection has received, and libzmq has not taken."""
+    try:
+        return int(_INT.unpack(ioctl(fd, FIONREAD, bytes(_INT.size)))[0])
+    except OSError:
+        return 0
+
+
+def bytes_of_message(frames: Iterable[bytes], encrypted: bool) -> int:
+    """The bytes of a message on the wire."""
+    added = CURVE_BYTES if encrypted else 0
+    sizes = [len(frame) + added for frame in frames]
+    return sum(size + (9 if size > SHORT_FRAME_BYTES else 2) for size in sizes)
