@@ -27,8 +27,9 @@ from .allocator import keep_freed_memory
 from .block_manager import BlockManager
 from .device_queue import device_queue
 from .intake import Intake
-from .kv_cache import default_bytes, token_bytes
+from .kv_cache import Layout, cpu_bytes, token_bytes
 from .loader import LoadedModel, ModelLoadError, OnProgress
+from .memory import cache_bytes, largest_step_bytes
 from .pages import PageLog
 from .pending_step import PendingStep
 from .runner import Runner
@@ -60,7 +61,10 @@ class EngineConfig:
     max_forks: int = 128
     """Sequences that one request may have in all, those that ended included."""
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache, in bytes; None: a part of the memory that is free."""
+    """Memory of the KV cache, in bytes; None: as much as the device has left (``memory_part``)."""
+    memory_part: float = 1.0
+    """The model's part of a GPU's memory, weights and steps included, without
+    ``kv_cache_bytes``."""
     require_fast_attention: bool = False
     """Refuse a model whose blocks FlashAttention cannot read in place."""
     compiled: bool = False
@@ -97,18 +101,18 @@ class Engine:
         self.loaded = loaded
         self.mask_words = -(-loaded.vocab_size // 32)
         """Words of a mask, u32 each."""
-        size = config.kv_cache_bytes or default_bytes(loaded.device)
-        draft_size = 0
-        if draft_model is not None and config.speculation:
-            check_draft_model(loaded, draft_model)
-            draft_size = size // DRAFT_PART
-            size -= draft_size
         layout = choose_layout(loaded)
         if config.require_fast_attention and not layout.in_place:
             raise ModelLoadError(
                 f"{loaded.name} is not served, as require_fast_attention is set and FlashAttention "
                 f"cannot read its blocks: {layout.why}"
             )
+        size = config.kv_cache_bytes or _cache_bytes(loaded, layout, config, draft_model)
+        draft_size = 0
+        if draft_model is not None and config.speculation:
+            check_draft_model(loaded, draft_model)
+            draft_size = size // DRAFT_PART
+            size -= draft_size
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
         self.pages = PageLog(loaded.name, layout.block_size)
@@ -465,3 +469,19 @@ class Engine:
         """Ends one sequence; with ``error`` and its code, where ``reason`` is that."""
         ended = self._live.end(self._live.named(request, seq), reason, error)
         self._live.outputs.append(ended._replace(code=code))
+
+
+def _cache_bytes(
+    loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
+) -> int:
+    """The size of the KV cache if the configuration has none."""
+    if loaded.device.type != "cuda":
+        return cpu_bytes()
+    # With several ranks the others run a step only after their caches are made.
+    step = 0
+    if loaded.ranks is None:
+        step = largest_step_bytes(
+            loaded, layout, config.max_num_seqs, config.max_num_batched_tokens
+        )
+    others = [draft_model] if draft_model is not None else []
+    return cache_bytes(loaded, layout, step, config.memory_part, others)

@@ -18,8 +18,7 @@ FLASH_BLOCK_SIZE = 256
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
-CUDA_PART = 0.9
-"""The cache takes at most this many bytes, or this part of the memory that is free."""
+"""On a CPU the cache takes at most this many bytes, and this part of the memory that is free."""
 
 
 class Layout(NamedTuple):
@@ -157,9 +156,6 @@ def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
     return per_token * dtype.itemsize
 
 
-def default_bytes(device: torch.device) -> int:
-    """The cache's size where none is set, from the memory that is free now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_PART)
+def cpu_bytes() -> int:
+    """The size of the cache on a CPU if none is set, from the memory that is free now."""
     return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

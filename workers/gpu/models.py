@@ -167,6 +167,7 @@ class Models:
             config = EngineConfig(
                 max_num_seqs=settings.max_running,
                 kv_cache_bytes=settings.kv_cache_bytes or None,
+                memory_part=memory_part(settings),
                 max_forks=settings.controller_forks,
                 compiled=settings.compile,
                 require_fast_attention=settings.require_fast_attention,
@@ -240,6 +241,12 @@ def model_info(engine: Engine) -> ModelInfo:
         sampling=SAMPLING_VERSION,
         path=engine.path,
     )
+
+
+def memory_part(settings: Settings) -> float:
+    """The part of a GPU's memory that each model of a worker may take: all models that it may keep
+    loaded have equal parts."""
+    return 1 / settings.max_models if settings.allow or settings.model == AUTO else 1.0
 
 
 def _overlaps(settings: Settings, loaded: LoadedModel) -> bool:

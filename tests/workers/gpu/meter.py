@@ -1,0 +1,67 @@
+"""The memory of a device, counted by the tensors that torch makes and frees."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of living storages, in the place of CUDA's allocator."""
+
+    def __init__(self, total: int = 0, used: int = 0) -> None:
+        """``total``: the memory of the device; ``used``: what other processes have of it."""
+        super().__init__()
+        self.total = total
+        self.used = used
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _counts(t)}
+        for tensor in tree_leaves(outputs):
+            if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
+                self._add(tensor.untyped_storage())
+        return outputs
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Puts itself in the place of torch's statistics."""
+        for name, stand_in in {
+            "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": self._reset,
+            "memory_allocated": lambda device=None: self.live,
+            "memory_reserved": lambda device=None: self.live,
+            "max_memory_allocated": lambda device=None: self.peak,
+            "mem_get_info": lambda device=None: (self.total - self.used - self.live, self.total),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, storage.nbytes())
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def _reset(self, device: Any = None) -> None:
+        self.peak = self.live
+
+
+def _counts(tensor: Any) -> bool:
+    return torch.is_tensor(tensor) and tensor.layout == torch.strided

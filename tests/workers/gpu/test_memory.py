@@ -1,0 +1,124 @@
+"""The size of the KV cache on a GPU, with memory that is counted on the CPU (``meter.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.protocol.settings import Settings
+from tokenbus.workers.gpu import engine as engine_module
+from tokenbus.workers.gpu import varlen
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.kv_cache import FLASH_BLOCK_SIZE, Layout, token_bytes
+from tokenbus.workers.gpu.loader import LoadedModel, ModelLoadError, wrap_model
+from tokenbus.workers.gpu.memory import cache_bytes, largest_step_bytes
+from tokenbus.workers.gpu.models import memory_part
+
+from . import flash, shapes
+from .cuda import Cuda
+from .meter import Meter
+from .steered import one_thread
+
+LAYOUT = Layout(FLASH_BLOCK_SIZE, True, "")
+GATHERED = Layout(16, False, "for a test")
+ROWS, TOKENS = 8, 256
+CACHE = 2**24
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[LoadedModel]:
+    with one_thread():
+        yield wrap_model("llama", shapes.make("llama"))
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
+    """Engines read blocks in place, on a device that counts its memory."""
+    monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: LAYOUT)
+    monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
+    Cuda().patch(monkeypatch)
+    meter = Meter(total=2**30)
+    meter.patch(monkeypatch)
+    with meter:
+        yield meter
+
+
+def weights(loaded: LoadedModel) -> int:
+    return sum(p.nbytes for p in (*loaded.model.parameters(), *loaded.model.buffers()))
+
+
+def test_no_step_takes_more_than_the_largest_one_that_was_measured(
+    loaded: LoadedModel, meter: Meter
+) -> None:
+    measured = largest_step_bytes(loaded, LAYOUT, ROWS, TOKENS)
+    config = EngineConfig(ROWS, TOKENS, kv_cache_bytes=CACHE)
+    for scored in (False, True):
+        before = meter.live
+        engine = Engine(loaded, config)
+        for number, prompt in enumerate(shapes.prompts(ROWS, TOKENS // ROWS)):
+            if scored:
+                engine.score(number, prompt, [1] * TOKENS)
+            else:
+                engine.add(number, prompt, Sampling(temperature=1.0, top_p=0.9, max_tokens=3))
+        meter.peak = meter.live
+        while engine.has_work:
+            engine.step()
+        assert meter.peak - before <= measured + CACHE + FLASH_BLOCK_SIZE * token_size(loaded)
+        del engine
+
+
+def token_size(loaded: LoadedModel) -> int:
+    return token_bytes(loaded.layers, loaded.dtype)
+
+
+def test_a_measurement_includes_the_rows_of_all_kinds_and_leaves_nothing(
+    loaded: LoadedModel, meter: Meter
+) -> None:
+    largest_step_bytes(loaded, LAYOUT, ROWS, TOKENS)
+    before = meter.live
+    measured = largest_step_bytes(loaded, LAYOUT, ROWS, TOKENS)
+    assert meter.live == before
+    # A score has a row of logits for each token, and each row becomes log-probabilities.
+    assert measured > 2 * TOKENS * loaded.vocab_size * 4
+
+
+def test_weights_step_and_cache_fit_in_the_part_of_the_model(
+    loaded: LoadedModel, meter: Meter
+) -> None:
+    step = 100 * 2**20
+    for part in (1.0, 0.5):
+        found = cache_bytes(loaded, LAYOUT, step, part, [])
+        assert found + step + weights(loaded) <= 0.9 * part * meter.total
+        assert found + step + weights(loaded) > 0.89 * part * meter.total
+
+
+def test_the_cache_leaves_what_other_processes_have(loaded: LoadedModel, meter: Meter) -> None:
+    meter.used = 2**29
+    found = cache_bytes(loaded, LAYOUT, 0, 1.0, [])
+    assert found <= meter.total - meter.used - 0.1 * meter.total + 1
+
+
+def test_the_weights_of_a_draft_model_count(loaded: LoadedModel, meter: Meter) -> None:
+    alone = cache_bytes(loaded, LAYOUT, 0, 1.0, [])
+    assert cache_bytes(loaded, LAYOUT, 0, 1.0, [loaded]) == alone - weights(loaded)
+
+
+def test_a_gathering_attention_leaves_room_for_a_copy_of_two_layers(
+    loaded: LoadedModel, meter: Meter
+) -> None:
+    layers = len(loaded.layers)
+    in_place = cache_bytes(loaded, LAYOUT, 0, 1.0, [])
+    gathered = cache_bytes(loaded, GATHERED, 0, 1.0, [])
+    assert gathered + 2 * gathered // layers <= in_place
+
+
+def test_a_device_without_room_is_named_with_its_sizes(loaded: LoadedModel, meter: Meter) -> None:
+    with pytest.raises(ModelLoadError, match=r"llama leaves .* for its KV cache.*max_running"):
+        cache_bytes(loaded, LAYOUT, 2**30, 1.0, [])
+
+
+def test_models_that_may_be_loaded_together_have_equal_parts() -> None:
+    assert memory_part(Settings(model="m", max_models=2)) == 1.0
+    assert memory_part(Settings(model="m", allow=["x"], max_models=2)) == 0.5
+    assert memory_part(Settings(model="auto", max_models=4)) == 0.25
