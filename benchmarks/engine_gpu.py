@@ -1,11 +1,15 @@
 """The engine on a GPU: how near decoding comes to the memory's limit, and to transformers' own.
 
-A Llama-3-8B shape with random weights in bfloat16. Without CUDA it says so and measures nothing.
+A Llama-3-8B shape with random weights in bfloat16. Each figure is printed on the standard error as
+soon as it is measured, after the attention and the graphs that run. Without CUDA it says so and
+measures nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
 import time
 from typing import Any
 
@@ -19,6 +23,7 @@ from transformers import GenerationConfig
 
 VOCAB = 128_256
 PROMPT, NEW = 128, 128
+CACHE_BYTES = 16 * 2**30
 
 
 def make_model() -> Any:
@@ -52,10 +57,18 @@ def bandwidth() -> float:
     return 2 * source.numel() / min(times)
 
 
-def step_seconds(loaded: LoadedModel, batch: int, graphs: bool) -> float:
+def make_engine(loaded: LoadedModel, overlap: bool = True) -> Engine:
+    """An engine as a worker makes it: steps overlap on a GPU unless that is turned off."""
+    config = EngineConfig(max_num_seqs=512, kv_cache_bytes=CACHE_BYTES, overlap=overlap)
+    return Engine(loaded, config)
+
+
+def step_seconds(
+    loaded: LoadedModel, batch: int, *, graphs: bool = True, overlap: bool = True
+) -> float:
     """Seconds of a decode step."""
     rng = random.Random(1)
-    engine = Engine(loaded, EngineConfig(max_num_seqs=512, kv_cache_bytes=16 * 2**30))
+    engine = make_engine(loaded, overlap)
     if not graphs:
         engine._runner._graphs = None
     for number in range(batch):
@@ -81,7 +94,7 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
     """Tokens per second of ours, and of transformers' continuous batching."""
     rng = random.Random(2)
     prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
-    engine = Engine(loaded, EngineConfig(max_num_seqs=512, kv_cache_bytes=16 * 2**30))
+    engine = make_engine(loaded)
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add(number, prompt, Sampling(max_tokens=NEW, ignore_eos=True))
@@ -99,28 +112,60 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
 
 
 NOTES = {
+    "fast_attention": "1: FlashAttention reads the blocks in place",
+    "graphs": "batch sizes with a CUDA graph, of 15",
     "decode1_of_limit": "batch 1, fraction of the memory's limit; at least 0.6",
     "decode64_of_limit": "batch 64; at least 0.6",
     "throughput256_vs_generate_batch": "at least 1.5",
     "graphs_vs_eager_1": "batch 1, step time without CUDA graphs over with",
     "graphs_vs_eager_64": "batch 64",
+    "overlap_vs_in_turn_1": "batch 1, step time without overlap over with",
+    "overlap_vs_in_turn_64": "batch 64",
 }
+
+
+class Results(dict[str, float]):
+    """The figures; each is printed when it is known."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, value)
+        say(f"{name} {value:,.4g}")
+
+
+def say(line: str) -> None:
+    """Prints a line at once, apart from the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def describe(loaded: LoadedModel, results: Results) -> None:
+    """Which attention runs, whether graphs run, and why not."""
+    path = make_engine(loaded).path
+    say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {path.attention}")
+    for fallback in path.fallbacks:
+        say(f"slower than it could be: {fallback}")
+    results["fast_attention"] = float(path.attention.startswith("FlashAttention"))
+    results["graphs"] = path.graphs
 
 
 def main() -> None:
     """Runs all of it."""
     args = arguments(__doc__)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if not torch.cuda.is_available():
         print("{}" if args.json else "there is no CUDA device: nothing was measured")
         return
     loaded = wrap_model("llama-3-8b shape", make_model())
+    results = Results()
+    describe(loaded, results)
     speed = bandwidth()
-    results = {"bandwidth_gb_per_s": speed / 1e9}
+    results["bandwidth_gb_per_s"] = speed / 1e9
     for batch in (1, 64):
-        with_graphs = step_seconds(loaded, batch, graphs=True)
-        without = step_seconds(loaded, batch, graphs=False)
-        results[f"decode{batch}_of_limit"] = limit_seconds(loaded, batch, speed) / with_graphs
-        results[f"graphs_vs_eager_{batch}"] = without / with_graphs
+        usual = step_seconds(loaded, batch)
+        results[f"decode{batch}_ms"] = 1000 * usual
+        results[f"decode{batch}_of_limit"] = limit_seconds(loaded, batch, speed) / usual
+        results[f"graphs_vs_eager_{batch}"] = step_seconds(loaded, batch, graphs=False) / usual
+        in_turn = step_seconds(loaded, batch, overlap=False)
+        results[f"overlap_vs_in_turn_{batch}"] = in_turn / usual
     ours, theirs = throughput(loaded, 256)
     results["tokens_per_s_256"] = ours
     results["throughput256_vs_generate_batch"] = ours / theirs
