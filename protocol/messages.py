@@ -359,12 +359,15 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     constraint: ConstraintEnd | None = None
     """In the last entry of a sequence under a built-in constraint: how its text ended."""
     allowed: int | UnsetType = UNSET
-    """``inspect``: how many tokens the mask allowed where this one was sampled; absent without a
-    mask."""
+    """``inspect``: how many tokens the mask and the controller's bias allowed where this one was
+    sampled; absent without either."""
     cut: list[int] = []
-    """``inspect``: those of the most likely tokens that the mask forbade, the likeliest first."""
+    """``inspect``: those of the most likely tokens that these forbade, the likeliest first."""
     round_us: int = 0
     """``inspect``: how long the controller's round before this token took, in microseconds."""
+    bias: dict[int, float] = {}
+    """``inspect``: what the controller's bias added to the most likely tokens, and to this one;
+    without those that it left as they were, and those that it forbade."""
 
 
 class ForwardPath(Struct, kw_only=True, omit_defaults=True):

@@ -312,10 +312,14 @@ class Step(Struct, kw_only=True, omit_defaults=True):
     """The file of mask rows that both workers map; empty: masks are attachments."""
     rows: int = 0
     row_bytes: int = 0
+    bias_bytes: int = 0
+    """Bytes of a row's bias; the biases of all rows follow the masks. 0: biases are attachments."""
 
 
 class StepResult(Struct, array_like=True):
-    """The decision of a controller: drop, append, and then sample, fork, suspend or stop."""
+    """The decision of a controller: drop, append, and then sample, fork, suspend or stop.
+
+    A bias that a GPU worker of an earlier release receives has no effect there."""
 
     request: Id
     seq: int
@@ -348,6 +352,16 @@ class StepResult(Struct, array_like=True):
     along: list[int] = []
     """``sample``, in answer to a draft: rows, or attachments where its mask is one, with the masks
     after its first token, its first two, and so on: as far as it would just sample there too."""
+    bias_row: int | None = None
+    """Row of the shared file that holds the bias: the number of its pairs as u32, then that many
+    pairs of token id (u32) and float32 by ascending ids; 0 pairs: a float32 for each token."""
+    bias_attachment: int | None = None
+    """Attachment that holds the bias, in the same form. With neither, nothing is added."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether it has a bias."""
+        return self.bias_row is not None or self.bias_attachment is not None
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):

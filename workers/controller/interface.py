@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...protocol.messages import ConstraintEnd
+from .biases import Bias
 from .host import Host
 
 
@@ -45,6 +46,8 @@ class Answer(NamedTuple):
     tokens: Sequence[int] = ()
     masked: bool = False
     """mid_process: whether it wrote a mask; where it did not, every token is allowed."""
+    bias: Bias | None = None
+    """mid_process: what is added to the logits before the temperature."""
     complete: bool = False
     """With STOP: the text is complete, as if the model had ended it; else the program stopped."""
 

@@ -1,4 +1,4 @@
-"""Where masks are written: rows of a file that the GPU worker maps too, or buffers to be sent."""
+"""Where masks and biases are written: rows of a file that the GPU worker maps too, or buffers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ MAX_REFUSED = 64
 
 class MaskRows:
     """The rows of one shared file, given out to sequences. It is unmapped with the last reference
-    to it and to its views, so that no mask is ever in a file that is not mapped."""
+    to it and to its views, so that no mask is ever in a file that is not mapped.
 
-    def __init__(self, path: str, rows: int, row_bytes: int) -> None:
+    Biases follow all masks: row i has ``row_bytes`` for a mask, and ``bias_bytes`` for a bias."""
+
+    def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
         """Maps the file ``NAME#NUMBER``; raises OSError or ValueError where that cannot be done
         from here, or where what has this name here is not the file of this number."""
         self.row_bytes = row_bytes
+        self.bias_bytes = bias_bytes
         self._rows = rows
         name, _, number = path.rpartition("#")
         descriptor = os.open(name, os.O_RDWR | os.O_NONBLOCK)
         try:
             if os.fstat(descriptor).st_ino != int(number):
                 raise OSError(f"{name} is another file here")
-            self._map = mmap.mmap(descriptor, rows * row_bytes)
+            self._map = mmap.mmap(descriptor, rows * (row_bytes + bias_bytes))
         finally:
             os.close(descriptor)
         self._view = memoryview(self._map)
@@ -47,8 +50,15 @@ class MaskRows:
         return self.take() if 2 * len(self._free) > self._rows else None
 
     def view(self, row: int) -> memoryview:
-        """The bytes of a row."""
+        """The bytes of a row's mask."""
         return self._view[row * self.row_bytes : (row + 1) * self.row_bytes]
+
+    def bias_view(self, row: int) -> memoryview | None:
+        """The bytes of a row's bias; None if the file has no room for biases."""
+        if not self.bias_bytes:
+            return None
+        first = self._rows * self.row_bytes + row * self.bias_bytes
+        return self._view[first : first + self.bias_bytes]
 
     def give_back(self, row: int) -> None:
         """The row's sequence is over."""
@@ -67,13 +77,13 @@ class MaskFiles:
         self._refused: OrderedDict[str, None] = OrderedDict()
         """Paths that cannot be mapped, the last one at the end."""
 
-    def get(self, path: str, rows: int, row_bytes: int) -> MaskRows | None:
+    def get(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> MaskRows | None:
         """The rows of a file; None where it cannot be mapped, so that masks are to be sent."""
         found = self._by_path.get(path)
         if found is not None or path in self._refused:
             return found
         try:
-            found = self._by_path[path] = MaskRows(path, rows, row_bytes)
+            found = self._by_path[path] = MaskRows(path, rows, row_bytes, bias_bytes)
         except (OSError, ValueError) as error:
             log.warning("masks are sent in messages, as %s cannot be mapped: %s", path, error)
             self._refused[path] = None

@@ -117,11 +117,17 @@ class PendingResult:
 
 
 def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
-    """The body and the masks of the message; an empty body where there is nothing to send."""
+    """The body of the message, and its masks and biases; an empty body if nothing is to be sent."""
     attachments: list[bytes] = []
     sequences: list[StepResult] = []
     for group, results in parts:
         for result in results:
+            if result.bias_attachment is not None:
+                bias = group.bias(result.seq)
+                if bias is None:
+                    continue
+                result.bias_attachment = len(attachments)
+                attachments.append(bias)
             if result.attachment is not None:
                 mask = group.mask(result.seq)
                 if mask is None:
@@ -155,6 +161,7 @@ def _encoded(made: Result) -> bytes:
             result.error = text.encode("utf-8", "backslashreplace").decode()
             result.backtrack, result.ff_tokens, result.children = 0, [], []
             result.row = result.attachment = None
+            result.bias_row = result.bias_attachment = None
             result.along = []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []

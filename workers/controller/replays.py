@@ -19,6 +19,7 @@ from typing import Any
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import Replay, StepResult
+from .biases import forbids
 from .interface import Constraint, TakesDrafts
 from .limits import Limits
 from .rounds import ControlledSequence, Rounds
@@ -161,7 +162,7 @@ class GroupReplay:
             past.failure = f"{_where(past)} it samples, the first time it forked"
         else:
             token = told.tokens[past.tokens]
-            if last.attachment is None or _allows(sequence.mask, token):
+            if _may_sample(sequence, last, token):
                 past.tokens += 1
                 past.sampled()
                 ends = told.last and past.tokens == len(told.tokens)
@@ -273,5 +274,8 @@ def _failure(request: int, seq: int, what: str) -> StepResult:
     return StepResult(request, seq, "error", error=text, code=str(Code.CONTROLLER_FAILED))
 
 
-def _allows(mask: memoryview, token: int) -> bool:
-    return bool(mask[token >> 3] >> (token & 7) & 1)
+def _may_sample(sequence: ControlledSequence, last: StepResult, token: int) -> bool:
+    """Whether the mask and the bias of a result allow a token. A replay has them in buffers."""
+    if last.attachment is not None and not sequence.mask[token >> 3] >> (token & 7) & 1:
+        return False
+    return last.bias_attachment is None or not forbids(sequence.bias, token)

@@ -2,7 +2,7 @@
 
 post_process with the tokens that were sampled, pre_process, mid_process; and again post_process and
 pre_process for tokens that these append themselves. The result always has one form: drop some
-tokens, append some, and then sample under a mask, fork, suspend, or stop.
+tokens, append some, and then sample under a mask and a bias, fork, suspend, or stop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import Enum
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.worker_messages import StepResult
+from .biases import Bias
 from .host import Host
 from .interface import Action, Answer, Batched, Constraint, Controller, TakesDrafts
 from .variable_calls import SequenceVariables
@@ -45,6 +46,10 @@ class ControlledSequence:
     """Where mid_process writes the mask, ``[4 * ceil(vocab / 32)]`` bytes."""
     row: int | None = None
     """The row of the shared file that ``mask`` is; None where masks are sent as attachments."""
+    bias_view: memoryview | None = None
+    """The row's room for a bias; None where biases are sent as attachments."""
+    bias: bytes = b""
+    """The bias of the last mid_process, to be sent as an attachment; empty where it had none."""
     along: list[memoryview] = field(default_factory=list)
     """Where masks along a draft are written."""
     along_rows: list[int] = field(default_factory=list)
@@ -197,7 +202,10 @@ class Rounds:
             answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
             group = None
             if answer.action is Action.CONTINUE:
-                return [_result(sequence, "sample", change, answer.masked)]
+                result = _result(sequence, "sample", change, answer.masked)
+                if answer.bias is not None or sequence.bias:
+                    _give_bias(sequence, result, answer.bias)
+                return [result]
             if answer.action is Action.STOP:
                 stopped = _stopped(sequence, change)
                 if answer.complete:
@@ -283,6 +291,20 @@ def _end_of_sequence(results: list[StepResult]) -> None:
     if alone and first.then in ("sample", "stop"):
         first.then, first.finish = "stop", "stop"
         first.row = first.attachment = None
+        first.bias_row = first.bias_attachment = None
+
+
+def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | None) -> None:
+    """Adds the bias of a mid_process to its result, or forgets the one of the round before."""
+    sequence.bias = b""
+    if bias is None:
+        return
+    if sequence.bias_view is not None:
+        bias.write(sequence.bias_view)
+        result.bias_row = sequence.row
+    else:
+        sequence.bias = bias.encoded()
+        result.bias_attachment = 0
 
 
 def _look_along(
@@ -294,6 +316,9 @@ def _look_along(
     if len(results) > 1 or first.then != "sample" or not masked:
         return
     if first.backtrack or first.ff_tokens or not isinstance(controller, TakesDrafts):
+        return
+    if first.biased:
+        # The biases along the draft are not known.
         return
     written = controller.masks_along(draft, sequence.along)
     # Places of attachments are given when they are sent.

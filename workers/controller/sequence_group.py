@@ -216,6 +216,12 @@ class SequenceGroup:
             sequence = self._sequences.get(seq)
             return bytes(sequence.mask) if sequence is not None else None
 
+    def bias(self, seq: int) -> bytes | None:
+        """A sequence's bias, to be sent; None where the sequence has finished."""
+        with self._lock:
+            sequence = self._sequences.get(seq)
+            return sequence.bias if sequence is not None else None
+
     def masks_along(self, seq: int, count: int) -> list[bytes]:
         """Copies of the masks along a sequence's draft, to be sent."""
         with self._lock:
@@ -404,6 +410,7 @@ class SequenceGroup:
         row = rows.take()
         if row is not None:
             sequence.row, sequence.mask = row, rows.view(row)
+            sequence.bias_view = rows.bias_view(row)
             sequence.along, sequence.along_rows = [], []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
@@ -433,6 +440,7 @@ class SequenceGroup:
                 self._rows.give_back(row)
             # Without this view, nothing of the sequence keeps the file mapped.
             sequence.row, sequence.mask = None, memoryview(b"")
+            sequence.bias_view = None
             sequence.along, sequence.along_rows = [], []
 
     def _drop_idle(self) -> None:

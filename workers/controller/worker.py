@@ -337,7 +337,7 @@ class ControllerWorker:
         rows = None
         if step.masks:
             try:
-                rows = self._masks.get(step.masks, step.rows, step.row_bytes)
+                rows = self._masks.get(step.masks, step.rows, step.row_bytes, step.bias_bytes)
             except Exception:
                 log.exception("masks are sent, as the file %r cannot be mapped", step.masks)
         found: list[_Stepped] = []

@@ -11,6 +11,7 @@ import numpy as np
 from ...protocol.bodies import decode_as
 from ...protocol.errors import Code, ControllerError
 from ...protocol.worker_messages import Result, StepResult
+from .biases import Bias, read_bias
 from .mask_file import MaskFile
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,14 @@ class Decisions(NamedTuple):
     """The machine of the controller worker."""
     attempts: dict[int, int]
     """As in ``Result``."""
+
+
+class Under(NamedTuple):
+    """Under what a sequence is to be sampled."""
+
+    mask: np.ndarray | None = None
+    """u32 ``[words]``; None allows every token."""
+    bias: Bias | None = None
 
 
 class _RawResult(msgspec.Struct):
@@ -104,6 +113,27 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
     return None
 
 
+def bias_of(
+    one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
+) -> Bias | None:
+    """The bias of a decision; None where it has none. Raises ControllerError where it refers to a
+    bias that does not exist, or to one that is not valid."""
+    if one.bias_row is not None:
+        if file is None or not 0 <= one.bias_row < len(file.rows):
+            rows = 0 if file is None else len(file.rows)
+            raise _no_bias(f"row {one.bias_row} of a mask file that has {rows} rows")
+        return read_bias(file.biases[one.bias_row], vocab)
+    if one.bias_attachment is not None:
+        if not 0 <= one.bias_attachment < len(attachments):
+            number, count = one.bias_attachment, len(attachments)
+            raise _no_bias(f"attachment {number} of a message that has {count}")
+        bias = attachments[one.bias_attachment]
+        if len(bias) % 4:
+            raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
+        return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
+    return None
+
+
 def masks_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes]
 ) -> list[np.ndarray]:
@@ -116,8 +146,12 @@ def masks_along(
 
 
 def just_samples(one: StepResult) -> bool:
-    """Whether a decision is the usual one: nothing but a mask."""
+    """Whether a decision is the usual one: nothing but a mask and a bias."""
     return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)
+
+
+def _no_bias(what: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"its bias is {what}")
 
 
 def _no_mask(what: str) -> ControllerError:

@@ -24,6 +24,7 @@ from ...protocol.messages import FinishReason, ForwardPath
 from ...protocol.metrics import Histogram
 from ...protocol.sampling import Sampling
 from .allocator import keep_freed_memory
+from .biases import Bias
 from .block_manager import BlockManager
 from .device_queue import device_queue
 from .intake import Intake
@@ -395,8 +396,10 @@ class Engine:
         """Lets a deferred sequence be sampled in the next step."""
         self._scheduler.reschedule(self._live.named(request, seq))
 
-    def set_mask(self, request: int, seq: int, mask: np.ndarray | None) -> None:
-        """Allows only some tokens for the next one that is sampled.
+    def set_mask(
+        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+    ) -> None:
+        """Allows only some tokens for the next one that is sampled; adds ``bias`` to its logits.
 
         ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
         """
@@ -407,7 +410,7 @@ class Engine:
                 f"this mask is {mask.shape} of {mask.dtype}; a mask is {words} words of u32",
             )
         sequence = self._live.named(request, seq)
-        sequence.mask, sequence.along = mask, ()
+        sequence.mask, sequence.bias, sequence.along = mask, bias, ()
 
     def take_drafts(self, request: int) -> None:
         """Lets the sequences of a request with a controller have drafts, along which the controller
@@ -444,7 +447,9 @@ class Engine:
         """The numbers of a request's live sequences."""
         return list(self._live.requests.get(request, ()))
 
-    def sample_under(self, request: int, seq: int, mask: np.ndarray | None) -> bool:
+    def sample_under(
+        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+    ) -> bool:
         """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
         and not suspended, and a mask of the right size. Otherwise it does nothing and returns
         False."""
@@ -453,7 +458,7 @@ class Engine:
             return False
         if self._scheduler.suspended and sequence in self._scheduler.suspended:
             return False
-        sequence.mask, sequence.along = mask, ()
+        sequence.mask, sequence.bias, sequence.along = mask, bias, ()
         if self._scheduler.deferred:
             self._scheduler.reschedule(sequence)
         return True

@@ -345,4 +345,5 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
     if inspected is not None:
         entry.allowed = UNSET if inspected.allowed is None else inspected.allowed
         entry.cut, entry.round_us = list(inspected.cut), inspected.round_us
+        entry.bias = dict(inspected.bias)
     return entry

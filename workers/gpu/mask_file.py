@@ -1,4 +1,5 @@
-"""Masks on one machine: a file in memory whose rows a controller worker writes and this one reads.
+"""Masks and biases on one machine: a file in memory whose rows a controller worker writes and this
+one reads.
 
 It has no name in any folder: the other process opens it under ``/proc`` as long as this one lives,
 so that nothing remains of a process that was killed.
@@ -13,27 +14,38 @@ from collections import Counter
 
 import numpy as np
 
+from .biases import bias_words
+
 log = logging.getLogger(__name__)
 
 ROWS = 1024
 
 
 class MaskFile:
-    """Rows of ``words`` u32 each, written by one controller worker and read in place."""
+    """Rows of ``words`` u32 each, written by one controller worker and read in place.
+
+    Behind the masks of all rows there is room for a bias of each. The system provides memory for
+    the biases that were written, and for no others."""
 
     def __init__(self, words: int) -> None:
         """Raises OSError where the system has no such files."""
         self.row_bytes = 4 * words
+        bias_size = bias_words(32 * words)
+        self.bias_bytes = 4 * bias_size
+        size = ROWS * (self.row_bytes + self.bias_bytes)
         self._descriptor = os.memfd_create("tokenbus-masks")
         try:
-            os.ftruncate(self._descriptor, ROWS * self.row_bytes)
-            memory = mmap.mmap(self._descriptor, ROWS * self.row_bytes)
+            os.ftruncate(self._descriptor, size)
+            memory = mmap.mmap(self._descriptor, size)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.rows = list(np.frombuffer(memory, dtype=np.uint32).reshape(ROWS, words))
+        every = np.frombuffer(memory, dtype=np.uint32)
+        self.rows = list(every[: ROWS * words].reshape(ROWS, words))
         """u32 ``[words]`` each; bit i of a row is token i, little-endian. A row that is still
         referenced keeps the memory mapped."""
+        self.biases = every[ROWS * words :].reshape(ROWS, bias_size)
+        """u32 ``[ROWS, bias_bytes / 4]``: see ``biases.py``."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
         """Where the other process opens it, and the inode by which it knows that this is the one: a

@@ -42,6 +42,8 @@ class Results:
             pushed = _push_texts(batch, sampled.tokens, others)
         for i in rows.masks:
             sequences[i].mask = None
+        for i in rows.biases:
+            sequences[i].bias = None
         if not others:
             for sequence, token in zip(sequences, sampled.tokens, strict=True):
                 sequence.tokens.append(token)
@@ -125,7 +127,9 @@ class Results:
         top = sampled.top.get(i) or {token: logprob}
         inspected = None
         if sequence.inspect:
-            inspected = Inspected(sampled.allowed.get(i), sampled.cut.get(i, ()))
+            inspected = Inspected(
+                sampled.allowed.get(i), sampled.cut.get(i, ()), sampled.biased.get(i, {})
+            )
         self._live.append(sequence, token, logprob, top, inspected=inspected, pushed=pushed)
 
 

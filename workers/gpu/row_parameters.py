@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...protocol.sampling import Sampling
+from .biases import Bias
 from .races import Draws, streams
 
 _MAX_INT64 = 2**63 - 1
@@ -28,6 +29,8 @@ class Row:
     """Read only where the request has penalties."""
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
+    bias: Bias | None = None
+    """What is added to the logits, after the request's own bias."""
     inspect: bool = False
     """Report the likeliest tokens that the mask forbids."""
 
@@ -88,6 +91,8 @@ class Rows:
     """
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     """By row, where it has one: the allowed tokens, as ``Row.mask``."""
+    biases: dict[int, Bias] = field(default_factory=dict)
+    """By row, where it has one: as ``Row.bias``."""
     seen: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
     """By row, where the request has penalties: prompt, and generated tokens."""
     inspected: Sequence[int] = ()
@@ -101,6 +106,7 @@ class Rows:
             parameters,
             np.array([row.position for row in rows], dtype=np.int64),
             {i: row.mask for i, row in enumerate(rows) if row.mask is not None},
+            {i: row.bias for i, row in enumerate(rows) if row.bias is not None},
             {i: (rows[i].prompt, rows[i].generated) for i in parameters.bent},
             [i for i, row in enumerate(rows) if row.inspect],
         )

@@ -35,6 +35,7 @@ class SampledBatch:
             self.parameters,
             generated,
             {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
+            {i: s.bias for i, s in enumerate(sequences) if s.bias is not None},
             {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.bent},
             self._inspected,
         )

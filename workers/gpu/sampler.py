@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf, isnan
 
 import numpy as np
 import torch
 
 from ...protocol.sampling import Sampling
+from .biases import Bias
 from .device_queue import on_device
 from .native_rows import reduce_rows
 from .races import PART, draw_tokens
@@ -41,9 +42,13 @@ class Sampled:
     errors: dict[int, str] = field(default_factory=dict)
     """Rows from which no token could be chosen."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """Of rows with ``inspect`` and a mask: those of their most likely tokens that it forbids."""
+    """Of rows with ``inspect`` and a mask or a controller's bias: those of their most likely tokens
+    that these forbid."""
     allowed: dict[int, int] = field(default_factory=dict)
-    """Of the same rows: how many tokens the mask allows."""
+    """Of the same rows: how many tokens are allowed."""
+    biased: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Of rows with ``inspect`` and a controller's bias: what it adds to others of the most likely
+    tokens, and to the chosen one, where that is not 0."""
 
 
 @dataclass(slots=True)
@@ -74,9 +79,9 @@ class Drawn:
         if self.likely is not None:
             _report_likely(result, self.rows, *self.likely)
         for i in self.rows.inspected:
-            mask = self.rows.masks.get(i)
-            if mask is not None:
-                result.allowed[i] = _count(mask, self.vocab)
+            mask, bias = self.rows.masks.get(i), self.rows.biases.get(i)
+            if mask is not None or bias is not None:
+                result.allowed[i] = _count(mask, bias, self.vocab)
         return result
 
 
@@ -101,7 +106,7 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
         return _draw_by_torch(own, rows, most)
     tokens, numbers = reduced
     best = torch.from_numpy(tokens)
-    if not rows.parameters.plain or rows.masks:
+    if not rows.parameters.plain or rows.masks or rows.biases:
         best = _change(own, best, rows, numbers)
     return Drawn(rows, own.shape[-1], best, torch.from_numpy(numbers))
 
@@ -240,7 +245,7 @@ def _changed_rows(rows: Rows, best: torch.Tensor) -> list[int]:
     On a CPU, a greedy row with a mask and nothing else is not among them where the mask allows the
     best token: no other token would be chosen. Elsewhere that is not known on the host.
     """
-    found = set(rows.parameters.bent)
+    found = set(rows.parameters.bent).union(rows.biases)
     tokens: list[int] | None = None
     for i, mask in rows.masks.items():
         if i not in found and not best.is_cuda and not rows.parameters.temperature[i]:
@@ -255,16 +260,23 @@ def _allows(mask: np.ndarray | None, token: int) -> bool:
     return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
 
 
-def _count(mask: np.ndarray, vocab: int) -> int:
-    """How many of ``vocab`` tokens a mask allows."""
-    bits = int.from_bytes(mask.tobytes(), "little")
-    return (bits & ((1 << vocab) - 1)).bit_count()
+def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
+    """How many of ``vocab`` tokens a mask and a bias allow."""
+    allowed = np.ones(vocab, dtype=np.bool_)
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+    if bias is not None:
+        allowed = allowed & ~bias.forbidden(vocab)
+    return int(np.count_nonzero(allowed))
 
 
 def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
-    """Bias, penalties and masks put into the logits of these rows, which are changed."""
+    """Biases, penalties and masks put into the logits of these rows, which are changed."""
     samplings = [rows.parameters.samplings[i] for i in which]
     _add_bias(bent, samplings)
+    if rows.biases:
+        places = [(place, rows.biases[i]) for place, i in enumerate(which) if i in rows.biases]
+        _add_biases(bent, places)
     _penalise(bent, samplings, [rows.seen.get(i, ((), ())) for i in which])
     masked = [place for place, i in enumerate(which) if i in rows.masks]
     if masked:
@@ -285,6 +297,29 @@ def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
         where, tokens, amounts = zip(*entries, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
         bent.index_put_(index, _floats(amounts, bent), accumulate=True)
+
+
+def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+    """Adds the biases of controllers, each to the row at its place."""
+    dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
+    if dense and not bent.is_cuda and bent.dtype == torch.float32:
+        # NumPy reads them where they are.
+        rows = bent.numpy()
+        for place, values in dense:
+            rows[place] += values
+    elif dense:
+        index = _ints([place for place, _ in dense], bent)
+        every = on_device(np.stack([values for _, values in dense]), bent.device)
+        bent.index_add_(0, index, every.to(bent.dtype))
+    sparse = [(place, b.tokens, b.values) for place, b in biased if b.tokens is not None]
+    if sparse:
+        counts = [len(tokens) for _, tokens, _ in sparse]
+        where = np.repeat(np.array([place for place, _, _ in sparse], dtype=np.int64), counts)
+        tokens = np.concatenate([tokens for _, tokens, _ in sparse])
+        amounts = np.concatenate([values for _, _, values in sparse])
+        indices = (on_device(where, bent.device), on_device(tokens, bent.device))
+        amount = on_device(amounts, bent.device).to(bent.dtype)
+        bent.index_put_(indices, amount, accumulate=True)
 
 
 def _penalise(
@@ -328,7 +363,7 @@ def _most_likely(rows: Rows) -> int:
     """How many of the most likely tokens of each row are to be known."""
     wanted = rows.parameters.top_logprobs
     most = max(wanted.values()) if wanted else 0
-    if rows.inspected and any(i in rows.masks for i in rows.inspected):
+    if rows.inspected and any(i in rows.masks or i in rows.biases for i in rows.inspected):
         most = max(most, INSPECTED)
     return most
 
@@ -343,14 +378,18 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """For each row whose request wants them its most likely tokens, and what its mask forbade."""
+    """For each row whose request wants them its most likely tokens, and what its mask and its bias
+    did to them."""
     likely, values = ids.tolist(), logprobs.tolist()
     wanted = rows.parameters.top_logprobs
     for i, n in wanted.items():
         top = dict(zip(likely[i][:n], values[i][:n], strict=True))
         result.top[i] = top | {result.tokens[i]: result.logprobs[i]}
     for i in rows.inspected:
-        mask = rows.masks.get(i)
-        if mask is not None:
-            n = wanted.get(i, INSPECTED)
-            result.cut[i] = [t for t in likely[i][:n] if not _allows(mask, t)]
+        mask, bias = rows.masks.get(i), rows.biases.get(i)
+        if mask is None and bias is None:
+            continue
+        seen = likely[i][: wanted.get(i, INSPECTED)]
+        added = {t: bias.of(t) for t in (*seen, result.tokens[i])} if bias is not None else {}
+        result.cut[i] = [t for t in seen if not _allows(mask, t) or added.get(t) == -inf]
+        result.biased[i] = {t: b for t, b in added.items() if b and b != -inf}

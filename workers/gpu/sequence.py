@@ -12,6 +12,7 @@ import torch
 
 from ...protocol.messages import ConstraintEnd, FinishReason
 from ...protocol.sampling import Sampling
+from .biases import Bias
 from .block_manager import BlockTable
 from .text import TextStream
 
@@ -27,9 +28,11 @@ class Inspected(NamedTuple):
     """What a request with ``inspect`` is told about a token."""
 
     allowed: int | None = None
-    """How many tokens its mask allowed; None without a mask."""
+    """How many tokens its mask and its bias allowed; None without either."""
     cut: Tokens[int] = ()
-    """The likeliest tokens that it forbade, in that order."""
+    """The likeliest tokens that these forbade, in that order."""
+    bias: Mapping[int, float] = {}
+    """What its bias added to others of the likeliest tokens, and to the token itself."""
     round_us: int = 0
     """The time of the controller's round before it, in microseconds."""
 
@@ -138,6 +141,8 @@ class Sequence:
     """Later arrivals that were admitted before it."""
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
+    bias: Bias | None = None
+    """What its controller adds to the logits of the next token."""
     along: Tokens[np.ndarray] = ()
     """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None
@@ -168,7 +173,7 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether the next step computes its last token, and nothing else is known of it."""
-        ready = self.row is not None or self.mask is not None
+        ready = self.row is not None or self.mask is not None or self.bias is not None
         return len(self.tokens) - self.num_computed_tokens == 1 and not (ready or self.scored)
 
     @property

@@ -231,7 +231,7 @@ class LiveSequences:
         """A sequence that was ready is not sampled: its last token will be computed again."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
-        sequence.row = sequence.mask = None
+        sequence.row = sequence.mask = sequence.bias = None
         self._scheduler.reschedule(sequence)
         self._scheduler.changed()
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)

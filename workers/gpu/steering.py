@@ -13,8 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ...protocol.header import encode_header
@@ -22,7 +20,7 @@ from ...protocol.logs import about
 from ...protocol.settings import Settings
 from ...protocol.worker_messages import Start, Step, StepResult, StepSequence
 from ..machine import machine_id
-from .decisions import decode_decisions, just_samples, mask_of, masks_along
+from .decisions import Under, bias_of, decode_decisions, just_samples, mask_of, masks_along
 from .engine import Engine, PendingStep
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
@@ -87,7 +85,7 @@ class Steering:
         self._awaited: dict[Key, float] = {}
         """Sequences whose decision has not arrived, and when it is overdue; ``inf`` where there is
         one that says to wait: of a suspended sequence, and of a fork that waits for its logits."""
-        self._forks: dict[Key, list[tuple[StepResult, np.ndarray | None]]] = {}
+        self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
         """Forks of sequences that have no logits yet, and all decisions that follow them."""
         self._behind: dict[Key, Key] = {}
         """Sequences whose decisions follow such a fork, and the sequence that it is of."""
@@ -285,7 +283,7 @@ class Steering:
             return False
         if steered.inspect or steered.ends or self._behind or one.constraint is not None:
             return False
-        if one.along or one.takes_drafts:
+        if one.along or one.takes_drafts or one.biased:
             return False
         key, file = (one.request, one.seq), steered.file
         if file is None or not 0 <= row < ROWS or key not in self._awaited:
@@ -338,7 +336,11 @@ class Steering:
             return [steered.noted(end)]
         key = (one.request, one.seq)
         along = one.along and key in self._awaited and not self._behind and just_samples(one)
-        self._take(steered, one, mask_of(one, steered.file, attachments))
+        mask = mask_of(one, steered.file, attachments)
+        bias = None
+        if one.biased:
+            bias = bias_of(one, steered.file, attachments, steered.engine.loaded.vocab_size)
+        self._take(steered, one, Under(mask, bias))
         if along:
             masks = masks_along(one, steered.file, attachments)
             steered.engine.mask_along(*key, masks)
@@ -358,22 +360,22 @@ class Steering:
         for one, _ in waiting:
             for seq in (one.seq, *one.children):
                 self._behind.pop((one.request, seq), None)
-        for one, mask in waiting:
+        for one, under in waiting:
             steered = self._requests[one.request]
             try:
-                self._take(steered, one, mask)
+                self._take(steered, one, under)
             except Exception as error:
                 self._refuse(steered, one, error)
 
-    def _take(self, steered: Steered, one: StepResult, mask: np.ndarray | None) -> None:
+    def _take(self, steered: Steered, one: StepResult, under: Under) -> None:
         engine, key = steered.engine, (one.request, one.seq)
         before = self._behind.get(key) if self._behind else None
         if before is not None:
-            self._forks[before].append((one, mask))
+            self._forks[before].append((one, under))
             self._behind.update(((one.request, child), before) for child in one.children)
         elif key not in self._awaited:
             self._void(steered, key, one.then)
-        elif just_samples(one) and engine.sample_under(*key, mask):
+        elif just_samples(one) and engine.sample_under(*key, *under):
             del self._awaited[key]
         elif not engine.alive(*key):
             self._void(steered, key, one.then)
@@ -382,10 +384,10 @@ class Steering:
         elif one.then == "fork" and not engine.ready(*key):
             # Its forks would each compute what it still has to compute.
             self._awaited[key] = math.inf
-            self._forks[key] = [(one, mask)]
+            self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
         else:
-            self._apply(engine, one, mask)
+            self._apply(engine, one, under)
 
     def _void(self, steered: Steered, key: Key, then: str) -> None:
         """A decision that no sequence waits for has no effect: its sequence has ended, or was never
@@ -407,12 +409,12 @@ class Steering:
         one.backtrack, one.ff_tokens, one.logs, one.storage = 0, [], "", []
         return engine.alive(*key)
 
-    def _apply(self, engine: Engine, one: StepResult, mask: np.ndarray | None) -> None:
+    def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:
         """Applies the action of a decision to a live sequence."""
         key = (one.request, one.seq)
         match one.then:
             case "sample":
-                engine.set_mask(*key, mask)
+                engine.set_mask(*key, *under)
                 engine.reschedule(*key)
                 del self._awaited[key]
             case "fork":
@@ -469,7 +471,7 @@ class Steering:
             engine.end(*key, "error", error, code)
         elif before is not None:
             failed = StepResult(*key, "error", error=error, code=str(code))
-            self._forks[before].append((failed, None))
+            self._forks[before].append((failed, Under()))
         else:
             self._void(steered, key, "sample")
         return []
@@ -536,6 +538,7 @@ class Steering:
         file = self._files.get(worker, engine.mask_words)
         if file is not None:
             step.masks, step.rows, step.row_bytes = file.path, ROWS, file.row_bytes
+            step.bias_bytes = file.bias_bytes
         link = self._requests[sequences[0].request].link
         self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")], link)
 

@@ -563,13 +563,19 @@ export interface Token {
   /** In the last entry of a sequence under a built-in constraint: how its text ended. */
   readonly constraint: "closed" | "complete" | "cut" | null;
   /**
-   * `inspect`: how many tokens the mask allowed where this one was sampled; absent without a mask.
+   * `inspect`: how many tokens the mask and the controller's bias allowed where this one was
+   * sampled; absent without either.
    */
   readonly allowed?: number;
-  /** `inspect`: those of the most likely tokens that the mask forbade, the likeliest first. */
+  /** `inspect`: those of the most likely tokens that these forbade, the likeliest first. */
   readonly cut: readonly number[];
   /** `inspect`: how long the controller's round before this token took, in microseconds. */
   readonly round_us: number;
+  /**
+   * `inspect`: what the controller's bias added to the most likely tokens, and to this one; without
+   * those that it left as they were, and those that it forbade.
+   */
+  readonly bias: Readonly<Record<string, number>>;
 }
 
 /** `Token` as it was sent, with the defaults of the fields that are absent. */
@@ -591,6 +597,7 @@ export function readToken(
       | "constraint"
       | "cut"
       | "round_us"
+      | "bias"
   >,
 ): Token {
   const read: Made<Token> = {
@@ -613,6 +620,7 @@ export function readToken(
     constraint: sent.constraint ?? null,
     cut: sent.cut ?? [],
     round_us: sent.round_us ?? 0,
+    bias: sent.bias ?? {},
   };
   if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
   if (sent.text !== undefined) read.text = sent.text;

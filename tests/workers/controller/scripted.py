@@ -8,7 +8,8 @@ the last everything is sampled. ``tells``: it logs what post_process is told.
 ["stop"]                      ["fail", text]                 ["sleep", seconds]
 ["log", text]                 ["set", variable, text]        ["eos_stops"]
 
-A fork goes on with the list at its place in the fork group.
+"sample" may have a bias after its tokens: an object of values by token, or a number by which a
+dense one is multiplied. A fork goes on with the list at its place in the fork group.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ class Scripted(Controller):
         if not self.todo or self.todo[0][0] not in ("sample", "splice", "stop"):
             return sample()
         kind, *args = self.todo.pop(0)
+        if kind == "sample" and len(args) == 2:
+            args[1] = self._bias(args[1])
         return AT[kind](*args)
+
+    def _bias(self, what: dict[str, float] | float) -> dict[int, float] | list[float]:
+        if isinstance(what, dict):
+            return {int(token): value for token, value in what.items()}
+        return [token * 31 % 8 * what for token in range(self.host.vocabulary.size)]
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision:
         if self.tells:

@@ -154,6 +154,34 @@ steered = pytest.mark.parametrize("how", STEERED.values(), ids=STEERED)
 # --- nothing changes ------------------------------------------------------------------------------
 
 
+def test_biases_reach_the_model_and_inspect_says_what_they_did(system: System) -> None:
+    """The first one as an attachment, the next ones by the shared file."""
+    todo = [
+        ["sample", None, {"40": 100.0, "41": 50.0}],
+        ["sample", None, {"42": 100.0}],
+        ["sample", [42, 45], 50.0],
+        ["sample", None, {"50": 2**20}],
+        ["sample", None],
+        ["stop"],
+    ]
+    for options in ({}, SEEDED):
+        [sequence] = system.script(*todo, max_tokens=10, **options)
+        assert sequence.tokens[:4] == [40, 42, 42, 50]
+        assert len(sequence.tokens) == 5
+    arg = {"do": todo}
+    stream = system.client.generate(
+        PROMPT, controller=SCRIPTED, controller_arg=arg, inspect=True, max_tokens=10
+    )
+    entries = [entry for entry in stream if entry.token is not None]
+    assert entries[0].bias == {40: 100.0}
+    assert entries[1].bias == {42: 100.0}
+    assert entries[2].allowed == 2
+    assert entries[2].bias[42] == 42 * 31 % 8 * 50.0
+    assert entries[4].bias == {}
+    with pytest.raises(ControllerError, match="its bias has token 99999; token ids of this model"):
+        system.script(["sample", None, {"99999": 1.0}])
+
+
 @steered
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 def test_a_controller_that_allows_everything_changes_no_token(

@@ -106,7 +106,7 @@ class Controllers:
     def _step(self, step: Step) -> None:
         rows = None
         if self._files is not None and step.masks:
-            rows = self._files.get(step.masks, step.rows, step.row_bytes)
+            rows = self._files.get(step.masks, step.rows, step.row_bytes, step.bias_bytes)
         for one in step.sequences:
             group = self._groups.get(one.request)
             if group is None:
@@ -120,6 +120,11 @@ class Controllers:
         while results:
             attachments: list[bytes] = []
             for result in results:
+                if result.bias_attachment is not None:
+                    bias = group.bias(result.seq)
+                    assert bias is not None
+                    result.bias_attachment = len(attachments)
+                    attachments.append(bias)
                 if result.attachment is not None:
                     mask = group.mask(result.seq)
                     assert mask is not None
@@ -155,13 +160,20 @@ def script(rng: Random, longest: int) -> dict[str, Any]:
         for _ in range(length):
             tokens = [rng.randrange(10, 60) for _ in range(rng.randrange(1, 4))]
             kind = rng.choice(
-                ["sample", "sample", "allow", "append", "splice", "log", "set", "wait", "fork"]
+                [
+                    *["sample", "sample", "allow", "bias"],
+                    *["append", "splice", "log", "set", "wait", "fork"],
+                ]
             )
             match kind:
                 case "sample":
                     done.append(["sample", None])
                 case "allow":
                     done.append(["sample", [rng.randrange(10, 60) for _ in range(4)]])
+                case "bias":
+                    mask = rng.choice([None, [rng.randrange(10, 60) for _ in range(4)]])
+                    values = {str(rng.randrange(10, 60)): rng.choice([9.0, -2.0]) for _ in tokens}
+                    done.append(["sample", mask, rng.choice([values, len(tokens)])])
                 case "append":
                     done.append(["append", tokens])
                 case "splice":

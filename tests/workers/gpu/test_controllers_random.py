@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
+from tokenbus.workers.controller import biases
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import wrap_model
 
@@ -26,6 +29,13 @@ MAX_FORKS = 8
 Key = tuple[int, int]
 
 
+class Under(NamedTuple):
+    """The tokens that a mask allows, and what a bias adds; None: no mask, no bias."""
+
+    allowed: set[int] | None = None
+    bias: list[float] | None = None
+
+
 @dataclass
 class Expected:
     """A sequence from its controller's point of view."""
@@ -33,8 +43,8 @@ class Expected:
     prompt: list[int]
     longest: int
     tokens: list[int] = field(default_factory=list)
-    asked: tuple[list[int], set[int] | None] | None = None
-    """A pending sampling: after which tokens, and from which allowed set."""
+    asked: tuple[list[int], Under] | None = None
+    """A pending sampling: after which tokens, and under what."""
     owes: bool = True
     """It is the controller's turn."""
     suspended: bool = False
@@ -68,9 +78,10 @@ class Play:
         )
         self.sequences: dict[Key, Expected] = {}
         self.parents: dict[Key, int] = {}
-        self.drawn: list[tuple[list[int], set[int] | None, int]] = []
-        """Prefix, what was allowed, what was sampled."""
+        self.drawn: list[tuple[list[int], Under, int]] = []
+        """Prefix, what it was sampled under, what was sampled."""
         self.masks: list[np.ndarray] = []
+        """Masks and biases to be sent."""
         self.next: dict[int, int] = {}
         """By request: the number of its next fork."""
 
@@ -132,7 +143,8 @@ class Play:
         one.suspended = then == "suspend" and not one.full
         one.over = then in ("stop", "error")
         if then == "sample" and not one.full:
-            one.asked = list(one.tokens), self._mask(result)
+            allowed = self._mask(result)
+            one.asked = list(one.tokens), Under(allowed, self._bias(result, allowed))
         return [result]
 
     def _forked(self, key: Key, result: StepResult) -> list[StepResult]:
@@ -140,7 +152,7 @@ class Play:
         first, count = self.next[request], self.rng.randrange(1, 4)
         if first + count > MAX_FORKS:
             result.then = "sample"
-            one.asked = None if one.full else (list(one.tokens), None)
+            one.asked = None if one.full else (list(one.tokens), Under())
             return [result]
         result.children = list(range(first, first + count))
         self.next[request] += count
@@ -163,6 +175,26 @@ class Play:
         self.masks.append(only(VOCAB, *tokens))
         result.attachment = len(self.masks) - 1
         return tokens
+
+    def _bias(self, result: StepResult, allowed: set[int] | None) -> list[float] | None:
+        """Most tokens are likely to become the likeliest by it; one may be sampled in any case."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return None
+        bias = [0.0] * VOCAB
+        for token in rng.sample(range(VOCAB), rng.choice([3, VOCAB])):
+            bias[token] = rng.choice([8.0, -8.0, 0.5, -math.inf])
+        bias[min(allowed or {0})] = 1.0
+        values = np.array(bias, dtype=np.float32)
+        changed = np.flatnonzero(values)
+        made = biases.dense(values, VOCAB)
+        if rng.random() < 0.5:
+            sparse = biases.sparse(changed, values[changed], VOCAB)
+            assert sparse is not None
+            made = sparse
+        result.bias_attachment = len(self.masks)
+        self.masks.append(np.frombuffer(made.encoded(), dtype=np.uint32))
+        return bias
 
     # --- the run --------------------------------------------------------------------------------
 
@@ -210,18 +242,19 @@ class Reference:
         self._model = tiny_model()
 
     @torch.inference_mode()
-    def check(
-        self, drawn: Iterable[tuple[list[int], set[int] | None, int]], wholes: list[list[int]]
-    ) -> None:
-        """Each token that was sampled is the likeliest of those that were allowed."""
+    def check(self, drawn: Iterable[tuple[list[int], Under, int]], wholes: list[list[int]]) -> None:
+        """Each token that was sampled is the likeliest of those that were allowed, with the bias
+        added to the logits."""
         known: dict[tuple[int, ...], torch.Tensor] = {}
         for whole in wholes:
             rows = self._model(torch.tensor([whole])).logits[0]
             known.update((tuple(whole[: i + 1]), row) for i, row in enumerate(rows))
-        for prefix, allowed, token in drawn:
+        for prefix, (allowed, bias), token in drawn:
             row = known.get(tuple(prefix))
             if row is None:
                 row = self._model(torch.tensor([prefix])).logits[0, -1]
+            if bias is not None:
+                row = row + torch.tensor(bias)
             may = sorted(allowed) if allowed is not None else list(range(VOCAB))
             assert token in may
             assert row[token] >= row[may].max() - TIE

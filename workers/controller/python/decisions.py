@@ -9,6 +9,7 @@ from operator import index
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
 from ..interface import CONTINUE, Action, Answer
+from .bias_values import BiasValues, bias_of
 from .token_set import TokenSet
 
 Mask = TokenSet | Iterable[int] | None
@@ -25,6 +26,7 @@ class Decision:
     backtrack: int = 0
     tokens: str | bytes | Sequence[int] = ()
     mask: Mask = None
+    bias: BiasValues = None
 
 
 _STOP = Decision("stop", Action.STOP)
@@ -34,7 +36,7 @@ _SUSPEND = Decision("suspend", Action.SUSPEND)
 RIGHT = {
     "init_prompt": "nothing",
     "pre_process": "go_on(), stop(), suspend(), fork(n), append(tokens)",
-    "mid_process": "sample(mask), splice(backtrack, tokens), append(tokens), stop()",
+    "mid_process": "sample(mask, bias), splice(backtrack, tokens), append(tokens), stop()",
     "post_process": "go_on(), stop()",
 }
 """What each call may return, for error messages."""
@@ -84,9 +86,14 @@ def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision
     return Decision("splice", Action.SPLICE, backtrack=backtrack, tokens=tokens)
 
 
-def sample(mask: Mask = None) -> Decision:
-    """mid_process: sample among the tokens of ``mask``; None allows all."""
-    return Decision("sample", Action.CONTINUE, mask=mask)
+def sample(mask: Mask = None, bias: BiasValues = None) -> Decision:
+    """mid_process: sample among the tokens of ``mask``; None allows all.
+
+    ``bias`` is added to the logits before the temperature, as ``logit_bias`` is: ``{id: value}``,
+    or a value for each token of the vocabulary (an array of float32 is the fastest). Minus infinity
+    forbids a token.
+    """
+    return Decision("sample", Action.CONTINUE, mask=mask, bias=bias)
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
@@ -112,10 +119,13 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
         drop = _number(f"{call}: splice(backtrack, tokens), backtrack", returned.backtrack, 0)
         tokens = _tokens(f"{call}: {name}(tokens)", returned.tokens, host)
         return Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
-    if into is None or returned.action is not Action.CONTINUE or returned.mask is None:
+    if into is None or returned.action is not Action.CONTINUE:
         return Answer(returned.action)
-    into[:] = _mask(returned.mask, host.vocabulary.size).mask
-    return Answer(Action.CONTINUE, masked=True)
+    size = host.vocabulary.size
+    if returned.mask is not None:
+        into[:] = _mask(returned.mask, size).mask
+    bias = bias_of(returned.bias, size) if returned.bias is not None else None
+    return Answer(Action.CONTINUE, masked=returned.mask is not None, bias=bias)
 
 
 def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:

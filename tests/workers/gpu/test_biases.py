@@ -1,0 +1,198 @@
+"""Biases of controllers: added to the logits as brute force adds them, and refused where wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenbus.protocol.errors import ControllerError
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.controller import biases
+from tokenbus.workers.gpu.biases import Bias, read_bias
+from tokenbus.workers.gpu.row_parameters import Row
+from tokenbus.workers.gpu.sampler import NOTHING_ALLOWED, sample
+
+VOCAB = 150
+"""More than two parts of 64 tokens, and no whole number of words."""
+INF = float("inf")
+
+# Eighths, so that sums are exact in any order.
+EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)
+VALUES = st.one_of(EIGHTHS, st.just(-INF))
+TOKENS = st.integers(0, VOCAB - 1)
+SAMPLINGS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.5, 1.0])},
+    optional={
+        "logit_bias": st.dictionaries(TOKENS, EIGHTHS, max_size=4),
+        "repetition_penalty": st.sampled_from([0.5, 2.0]),
+        "presence_penalty": st.sampled_from([-0.5, 1.0]),
+        "frequency_penalty": st.sampled_from([0.25, 2.0]),
+        "top_k": st.integers(1, 9),
+        "top_p": st.sampled_from([0.5, 0.9]),
+        "min_p": st.sampled_from([0.01, 0.2]),
+        "top_logprobs": st.integers(1, 4),
+    },
+)
+
+
+def encoded(values: dict[int, float] | list[float], vocab: int = VOCAB) -> bytes:
+    """A bias as a controller worker sends it."""
+    if isinstance(values, dict):
+        tokens = np.array(list(values), dtype=np.int64)
+        made = biases.sparse(tokens, np.array(list(values.values()), dtype=np.float32), vocab)
+    else:
+        made = biases.dense(np.array(values, dtype=np.float32), vocab)
+    return made.encoded() if made is not None else b""
+
+
+def bias_of(values: dict[int, float] | list[float]) -> Bias | None:
+    """A bias as a GPU worker reads it."""
+    data = encoded(values)
+    return read_bias(np.frombuffer(data, dtype=np.uint32), VOCAB) if data else None
+
+
+def added(values: dict[int, float] | list[float]) -> np.ndarray:
+    """What a bias adds, by brute force."""
+    if isinstance(values, list):
+        return np.array(values, dtype=np.float32)
+    return np.array([values.get(t, 0.0) for t in range(VOCAB)], dtype=np.float32)
+
+
+def mask_of(tokens: set[int]) -> np.ndarray:
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    for token in tokens:
+        words[token >> 5] |= np.uint32(1 << (token & 31))
+    return words
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Row, dict[int, float] | list[float], set[int] | None]:
+    """A row, its bias (which it does not have yet), and the tokens that its mask allows."""
+    fields: dict[str, Any] = draw(SAMPLINGS)
+    values: dict[int, float] | list[float] = draw(
+        st.one_of(
+            st.dictionaries(TOKENS, VALUES, max_size=100),
+            st.lists(VALUES, min_size=VOCAB, max_size=VOCAB),
+        )
+    )
+    allowed = draw(st.one_of(st.none(), st.sets(TOKENS, max_size=12)))
+    texts = st.lists(TOKENS, max_size=5)
+    row = Row(
+        Sampling(**fields),
+        seed=draw(st.integers(0, 2**32)),
+        seq=draw(st.integers(0, 3)),
+        position=draw(st.integers(0, 9)),
+        prompt=draw(texts),
+        generated=draw(texts),
+        mask=None if allowed is None else mask_of(allowed),
+    )
+    return row, values, allowed
+
+
+@given(st.lists(cases(), min_size=1, max_size=4), st.integers(0, 1000))
+def test_rows_with_biases_are_sampled_as_from_logits_with_the_biases_added(
+    drawn: list[tuple[Row, dict[int, float] | list[float], set[int] | None]], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = (torch.randn(len(drawn), VOCAB) * 24).round() / 8
+    rows = [replace(row, bias=bias_of(values)) for row, values, _ in drawn]
+    which = list(range(len(drawn)))
+    got = sample(logits, which, rows)
+    every = torch.log_softmax(logits, -1)
+    bent = logits.numpy() + np.stack([added(values) for _, values, _ in drawn])
+    for i, (row, values, allowed) in enumerate(drawn):
+        # The same row without a bias, alone, from other logits.
+        want = sample(torch.from_numpy(bent[i : i + 1].copy()), [0], [row])
+        forbidden = {t for t in range(VOCAB) if added(values)[t] == -INF}
+        may = (set(range(VOCAB)) if allowed is None else allowed) - forbidden
+        if not may:
+            assert got.errors[i] == NOTHING_ALLOWED
+            continue
+        assert i not in got.errors
+        assert got.tokens[i] == want.tokens[0]
+        assert got.tokens[i] in may
+        # The log-probability is the model's own.
+        assert got.logprobs[i] == pytest.approx(every[i, got.tokens[i]].item(), abs=1e-4)
+        if row.sampling.top_logprobs:
+            best = every[i].topk(row.sampling.top_logprobs).indices.tolist()
+            assert set(got.top[i]) == {*best, got.tokens[i]}
+
+
+@given(
+    st.one_of(
+        st.dictionaries(TOKENS, VALUES, min_size=1, max_size=140),
+        st.lists(VALUES, min_size=VOCAB, max_size=VOCAB),
+    )
+)
+def test_a_bias_is_read_as_it_was_written(values: dict[int, float] | list[float]) -> None:
+    data = encoded(values)
+    assert len(data) <= biases.bias_bytes(VOCAB)
+    bias, want = bias_of(values), added(values)
+    assert bias is not None
+    assert [bias.of(t) for t in range(VOCAB)] == want.tolist()
+    assert bias.forbidden(VOCAB).tolist() == (want == -INF).tolist()
+    assert [biases.forbids(data, t) for t in range(VOCAB)] == (want == -INF).tolist()
+
+
+def test_a_row_without_a_bias_is_not_copied_where_another_one_has_a_bias() -> None:
+    """A greedy row without a bias has its token from the logits as they are."""
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7] = 1.0
+    rows = [Row(Sampling(), 0, 0, 0), Row(Sampling(), 0, 0, 0, bias=bias_of({9: 2.0}))]
+    assert sample(logits, [0, 1], rows).tokens == [7, 9]
+    assert logits.sum() == 2.0
+
+
+def test_inspect_says_which_likely_tokens_a_bias_moved_and_which_it_forbade() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :5] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
+    bias = bias_of({0: -INF, 1: -2.0, 2: 0.0, 99: 50.0, 100: 1.0})
+    row = Row(Sampling(), 0, 0, 0, bias=bias, inspect=True)
+    got = sample(logits, [0], [row])
+    assert got.tokens == [99]
+    assert got.allowed == {0: VOCAB - 1}
+    assert got.cut == {0: [0]}
+    assert got.biased == {0: {1: -2.0, 99: 50.0}}
+
+
+def words(pairs: int, *numbers: float | int) -> np.ndarray:
+    """A bias word by word: whole numbers as u32, others as float32."""
+    made = [pairs.to_bytes(4, "little")]
+    made += [
+        np.uint32(n).tobytes() if isinstance(n, int) else np.float32(n).tobytes() for n in numbers
+    ]
+    return np.frombuffer(b"".join(made), dtype=np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (words(1, VOCAB, 1.0), "its bias has tokens up to 150 or out of order"),
+        (words(2, 5, 1.0, 5, 2.0), "its bias has tokens up to 5 or out of order"),
+        (words(2, 6, 1.0, 5, 2.0), "its bias has tokens up to 6 or out of order"),
+        (words(3, 6, 1.0), "its bias has 3 pairs in 12 bytes"),
+        (words(0, *[0.0] * 149), "its bias has 149 values; the model has 150 tokens"),
+        (words(0, *[0.0] * 149, float("nan")), "its bias of token 149 is nan"),
+        (words(2, 3, 1.0, 8, INF), "its bias of token 8 is inf"),
+        (np.zeros(0, dtype=np.uint32), "its bias has 0 values"),
+    ],
+)
+def test_a_malformed_bias_is_refused_with_its_reason(sent: np.ndarray, error: str) -> None:
+    with pytest.raises(ControllerError, match=error):
+        read_bias(sent, VOCAB)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+def test_a_device_adds_biases_as_the_cpu_does() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(3, VOCAB) * 24).round() / 8
+    every = [({4: 9.0, 99: -INF},), ([i % 7 / 8 for i in range(VOCAB)],), ({},)]
+    rows = [
+        Row(Sampling(temperature=1.0), i, 0, 0, bias=bias_of(v)) for i, (v,) in enumerate(every)
+    ]
+    assert sample(logits.cuda(), [0, 1, 2], rows).tokens == sample(logits, [0, 1, 2], rows).tokens

@@ -1,0 +1,109 @@
+"""Biases: numbers that a controller adds to the logits of the next token.
+
+A bias is dense, a float32 for each token, or sparse, pairs of a token id (u32) and a float32. Both
+travel in one form, little-endian: the number of pairs as u32, then the pairs in ascending order of
+their ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source: AICI's
+``SampleWithBias { bias: Vec<f32> }``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...protocol.errors import Code, ControllerError
+
+HEAD = 4
+"""Bytes of the number of pairs."""
+_PAIR = np.dtype([("token", "<u4"), ("value", "<f4")])
+
+
+class Bias(NamedTuple):
+    """A bias that has been checked. ``data`` is valid until the controller's next call."""
+
+    pairs: int
+    """Pairs in ``data``; 0: it has a float32 for each token."""
+    data: memoryview
+
+    @property
+    def head(self) -> bytes:
+        """The bytes before ``data``."""
+        return self.pairs.to_bytes(HEAD, "little")
+
+    def write(self, into: memoryview) -> None:
+        """Writes the bias to the beginning of ``into``, which has ``bias_bytes``."""
+        into[:HEAD] = self.head
+        into[HEAD : HEAD + len(self.data)] = self.data
+
+    def encoded(self) -> bytes:
+        """The bias as it is sent."""
+        return b"".join((self.head, self.data))
+
+
+def dense(values: np.ndarray, size: int) -> Bias:
+    """The bias of an array of floats; raises ControllerError if it has not ``size`` values, or has
+    one that is not a number below infinity."""
+    if values.shape != (size,):
+        shape = " x ".join(map(str, values.shape)) or "no"
+        raise _wrong(f"its bias has {shape} values; the vocabulary has {size} tokens")
+    values = np.ascontiguousarray(values, dtype="<f4")
+    # A maximum with NaN is NaN, which is not below infinity.
+    if size and not values.max() < np.inf:
+        _refuse_value(np.arange(size), values)
+    return Bias(0, values.data.cast("B"))
+
+
+def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
+    """The bias of as many token ids and floats, in any order; None if there are none. Raises
+    ControllerError for an id outside the vocabulary, for one that occurs twice, and for a value
+    that is not a number below infinity."""
+    if not len(tokens):
+        return None
+    steps = tokens[1:] > tokens[:-1]
+    if not steps.all():
+        order = np.argsort(tokens, kind="stable")
+        tokens, values = tokens[order], values[order]
+        twice = tokens[1:] == tokens[:-1]
+        if twice.any():
+            token = int(tokens[1:][twice][0])
+            raise _wrong(f"its bias has token {token} twice; a token has one value")
+    if int(tokens[0]) < 0 or int(tokens[-1]) >= size:
+        token = int(tokens[0] if tokens[0] < 0 else tokens[-1])
+        raise _wrong(f"its bias has token {token}; token ids of this model are 0 to {size - 1}")
+    if not values.max() < np.inf:
+        _refuse_value(tokens, values)
+    if 2 * len(tokens) > size:
+        every = np.zeros(size, dtype="<f4")
+        every[tokens] = values
+        return Bias(0, every.data.cast("B"))
+    pairs = np.empty(len(tokens), dtype=_PAIR)
+    pairs["token"], pairs["value"] = tokens, values
+    return Bias(len(pairs), pairs.view("u1").data)
+
+
+def bias_bytes(size: int) -> int:
+    """The most bytes that a bias takes as it is sent, for a vocabulary of ``size`` tokens."""
+    return HEAD + 4 * size
+
+
+def forbids(encoded: bytes, token: int) -> bool:
+    """Whether a bias, as it is sent, is minus infinity for a token."""
+    pairs = int.from_bytes(encoded[:HEAD], "little")
+    if not pairs:
+        return bool(np.frombuffer(encoded, "<f4", offset=HEAD)[token] == -np.inf)
+    found = np.frombuffer(encoded, _PAIR, offset=HEAD)
+    return bool((found["value"][found["token"] == token] == -np.inf).any())
+
+
+def _refuse_value(tokens: np.ndarray, values: np.ndarray) -> None:
+    """Raises ControllerError for the first value that is not allowed."""
+    first = int(np.flatnonzero(~(values < np.inf))[0])
+    raise _wrong(
+        f"its bias of token {int(tokens[first])} is {float(values[first])}; a bias is a finite "
+        "number, or minus infinity to forbid the token"
+    )
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)

@@ -1,0 +1,49 @@
+"""The biases that an author's code returns: ``sample(mask, bias={id: value})``, or an array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import index
+
+import numpy as np
+
+from ....protocol.errors import Code, ControllerError
+from .. import biases
+from ..biases import Bias
+
+BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
+"""A value for some tokens, or for each token of the vocabulary; None adds nothing."""
+
+_RIGHT = "right would be {token id: value}, or a value for each token of the vocabulary"
+
+
+def bias_of(values: BiasValues, size: int) -> Bias | None:
+    """The bias of an author's values; raises ControllerError with the value that is wrong."""
+    if values is None:
+        return None
+    try:
+        if isinstance(values, Mapping):
+            return biases.sparse(_ids(values), _floats(list(values.values())), size)
+        if isinstance(values, str | bytes):
+            raise TypeError("text is not a list of numbers")
+        return biases.dense(_floats(values), size)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"mid_process: sample(mask, bias) with {_short(values)}: {error}; {_RIGHT}",
+        ) from None
+
+
+def _ids(values: Mapping[int, float]) -> np.ndarray:
+    return np.fromiter(map(index, values), dtype=np.int64, count=len(values))
+
+
+def _floats(values: object) -> np.ndarray:
+    """As float32; a number beyond its range becomes an infinity, which is refused if positive."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32)
+
+
+def _short(values: object) -> str:
+    text = repr(values)
+    return text if len(text) <= 80 else text[:77] + "…"
