@@ -9,8 +9,8 @@
 //
 // This file has the four calls and the exports of the ABI; tokenbus/memory.h an allocator and
 // growable buffers; tokenbus/text.h formats, the log and errors; tokenbus/host.h the actions,
-// tokenize, variables and the call block; tokenbus/trie.h the token trie and masks;
-// tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
+// tokenize, variables and the call block; tokenbus/bias.h biases; tokenbus/trie.h the token trie and
+// masks; tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
 // layer. The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H
 #define TOKENBUS_H
@@ -25,6 +25,7 @@
 #include "tokenbus/memory.h"
 #include "tokenbus/text.h"
 #include "tokenbus/host.h"
+#include "tokenbus/bias.h"
 #include "tokenbus/trie.h"
 #include "tokenbus/recognizer.h"
 #include "tokenbus/strings.h"
@@ -44,7 +45,7 @@ __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, co
 // 1 ms.
 __attribute__((weak)) tb_answer tb_pre_process(void);
 
-// Decides which tokens may come next. Returns tb_sample, tb_splice or tb_stop. After a fork it is
+// Decides which tokens may come next. Returns tb_sample, tb_sample_bias, tb_splice or tb_stop. After a fork it is
 // the first call of each sequence, and fork_group has the ids of all of them; otherwise fork_group
 // has only this sequence's id (tb_seq_id). Limit: 20 ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
@@ -91,6 +92,8 @@ static inline int32_t tb_give(tb_answer answer, uint32_t may, const char *call,
     tb_block[TB_BLOCK_LIST] = (uint32_t)(uintptr_t)tb_answer_tokens.data;
     tb_block[TB_BLOCK_DROP] = answer.backtrack;
     tb_block[TB_BLOCK_MASK] = (uint32_t)(uintptr_t)answer.mask;
+    tb_block[TB_BLOCK_BIAS] = (uint32_t)(uintptr_t)answer.bias;
+    tb_block[TB_BLOCK_PAIRS] = answer.pairs;
     if (answer.then == TB_SAMPLE) return TB_GO_ON;
     if (answer.then == TB_APPEND) return TB_SPLICE;
     return (int32_t)answer.then;

@@ -11,9 +11,11 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
+from .. import biases
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
 from .host_functions import HostFunction, make_linker
@@ -28,7 +30,7 @@ NAME_BYTES = 256
 """The longest name of a variable."""
 
 _VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
-_N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS = range(8, 14)
+_N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS, _BIAS, _PAIRS = range(8, 16)
 
 
 class NativeProgram:
@@ -126,7 +128,7 @@ class NativeController:
         raise _unknown("pre_process", then, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Calls tokenbus_mid_process and copies the mask that it wrote."""
+        """Calls tokenbus_mid_process, copies the mask that it wrote and checks its bias."""
         block = self._block
         if len(fork_group) == 1:
             # The guest may have moved the inbox, so its address is checked each time.
@@ -137,14 +139,15 @@ class NativeController:
         self._guest.count()
         if then == 1:
             address = block[_MASK]
+            bias = self._bias() if block[_BIAS] else None
             if not address:
-                return CONTINUE
+                return CONTINUE if bias is None else Answer(Action.CONTINUE, bias=bias)
             guest = self._guest
             size = 4 * self._words
             if address + size > guest.size:
                 guest.check(address, size)
             mask[:] = memoryview(self._mask.from_address(guest.base + address)).cast("B")
-            return _MASKED
+            return _MASKED if bias is None else _MASKED._replace(bias=bias)
         if then == 0:
             return STOP
         if then == 4:
@@ -206,6 +209,23 @@ class NativeController:
                 )
         guest.write(block[_INBOX], data)
         block[_COUNT] = len(numbers)
+
+    def _bias(self) -> biases.Bias | None:
+        """The bias that mid_process has left, in the guest's memory."""
+        guest, address, pairs = self._guest, self._block[_BIAS], self._block[_PAIRS]
+        size = self._host.vocabulary.size
+        if pairs > size:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"its bias has {pairs} pairs; the vocabulary has {size} tokens",
+            )
+        count = 2 * pairs or size
+        guest.check(address, 4 * count)
+        words = (ctypes.c_uint32 * count).from_address(guest.base + address)
+        found = np.frombuffer(words, dtype="<u4")
+        if not pairs:
+            return biases.dense(found.view("<f4"), size)
+        return biases.sparse(found[::2], found[1::2].view("<f4"), size)
 
     def _tokens(self) -> list[int]:
         count = self._block[_N]

@@ -32,6 +32,8 @@ enum {
     TB_BLOCK_MASK,
     TB_BLOCK_EOS,
     TB_BLOCK_MAX_TOKENS,
+    TB_BLOCK_BIAS,
+    TB_BLOCK_PAIRS,
     TB_BLOCK_WORDS = 16
 };
 
@@ -63,6 +65,8 @@ static const char *const tb_answer_names[] = {"tb_stop",   "tb_go_on",  "tb_susp
 typedef struct tb_answer {
     uint32_t then, forks, backtrack;
     const uint32_t *mask;
+    const void *bias;
+    uint32_t pairs;  // of the bias; 0: it is dense
 } tb_answer;
 
 static tb_bytes tb_answer_tokens;
