@@ -163,7 +163,7 @@ class AiciController:
         finally:
             state.mask = None
         self._guest.count()
-        return mid_process_answer(result, state.masked)
+        return mid_process_answer(result, state.masked, state.host.vocabulary.size)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """As ``interface.Controller`` says."""

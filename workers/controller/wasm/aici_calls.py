@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ....protocol.errors import Code, ControllerError
+from .. import biases
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 
 SHOWN_BYTES = 200
@@ -44,9 +46,14 @@ class _Splice(Struct):
     ff_tokens: list[_U32]
 
 
+class _Sample(Struct):
+    bias: list[float | None] = []
+    """A value for each token; null, as Rust writes an infinity in JSON, is minus infinity."""
+
+
 class _Mid(Struct, rename="pascal", forbid_unknown_fields=True):
     stop: Nothing | UnsetType = UNSET
-    sample_with_bias: Nothing | UnsetType = UNSET
+    sample_with_bias: _Sample | UnsetType = UNSET
     splice: _Splice | UnsetType = UNSET
 
 
@@ -64,7 +71,7 @@ _numbers = msgspec.json.Encoder().encode
 
 _MID_IS = (
     '"Stop", {"SampleWithBias":{}} or {"Splice":{"backtrack":n,"ff_tokens":[ids]}}; ids and n are '
-    "0 or more"
+    '0 or more; SampleWithBias may have a "bias", a number for each token'
 )
 
 
@@ -120,8 +127,9 @@ def pre_process_answer(result: bytes) -> Answer:
     return CONTINUE if len(masks) == 1 else Answer(Action.FORK, count=len(masks))
 
 
-def mid_process_answer(result: bytes, masked: bool) -> Answer:
-    """What a result of mid_process means; ``masked``: it has given a mask before."""
+def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
+    """What a result of mid_process means, for a vocabulary of ``size`` tokens; ``masked``: it has
+    given a mask before."""
     said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP
@@ -144,7 +152,13 @@ def mid_process_answer(result: bytes, masked: bool) -> Answer:
         )
     if said.stop is not UNSET:
         return STOP
-    return _MASKED if masked else CONTINUE
+    sampled = said.sample_with_bias
+    if not isinstance(sampled, _Sample) or not sampled.bias:
+        return _MASKED if masked else CONTINUE
+    values = np.array([-np.inf if v is None else v for v in sampled.bias], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        bias = biases.dense(values.astype(np.float32), size)
+    return Answer(Action.CONTINUE, masked=masked, bias=bias)
 
 
 def post_process_answer(result: bytes) -> Answer:

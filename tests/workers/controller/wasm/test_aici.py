@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import wasmtime
 from tokenbus.protocol.errors import ControllerError
@@ -13,6 +14,7 @@ from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.aici import AiciProgram
+from tokenbus.workers.gpu.biases import read_bias
 from tokenbus.workers.state.variables import VariableStorage
 
 from .aici_guests import EOS, LIMITS, VOCABULARY, Request, puppet, ticking_engine
@@ -144,6 +146,18 @@ def test_without_a_mask_in_this_call_every_token_is_allowed(puppets: Puppets) ->
     request = puppets("mid mask 65", 'mid = {"SampleWithBias":{}}', "post log next")
     assert one(request.begin()).attachment == 0
     assert one(request.sampled(0, 65)).attachment is None
+
+
+def test_a_result_may_have_a_bias_next_to_the_mask(puppets: Puppets) -> None:
+    values = ["0"] * VOCABULARY.size
+    values[66], values[65] = "2.5", "null"
+    biased = '{"SampleWithBias":{"bias":[' + ",".join(values) + "]}}"
+    request = puppets("mid mask 65", f"mid = {biased}", "post log next")
+    first = one(request.begin())
+    assert (first.attachment, first.bias_attachment) == (0, 0)
+    bias = read_bias(np.frombuffer(request.sequences[0].bias, dtype=np.uint32), VOCABULARY.size)
+    assert [bias.of(token) for token in (64, 65, 66)] == [0.0, float("-inf"), 2.5]
+    assert not one(request.sampled(0, 66)).biased
 
 
 @pytest.mark.parametrize("call", ["start", "init", "create", "prompt", "pre", "post"])

@@ -65,7 +65,33 @@ def test_attention_with_weights_is_refused(weights: list[float]) -> None:
     ],
 )
 def test_mid_process_says(result: object, answer: Answer) -> None:
-    assert mid_process_answer(json.dumps(result).encode(), masked=False) == answer
+    assert mid_process_answer(json.dumps(result).encode(), masked=False, size=3) == answer
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sample_with_bias_may_have_a_number_for_each_token(masked: bool) -> None:
+    result = b'{"SampleWithBias":{"bias":[0.5,null,-3]}}'
+    answer = mid_process_answer(result, masked=masked, size=3)
+    assert (answer.action, answer.masked) == (Action.CONTINUE, masked)
+    assert answer.bias is not None
+    assert answer.bias.pairs == 0
+    assert list(answer.bias.data.cast("f")) == [0.5, float("-inf"), -3.0]
+    assert mid_process_answer(b'{"SampleWithBias":{"bias":[]}}', masked=masked, size=3).bias is None
+
+
+@pytest.mark.parametrize(
+    ("bias", "says"),
+    [
+        ("[1,2]", "its bias has 2 values; the vocabulary has 3 tokens"),
+        ("[1,1e300,2]", "its bias of token 1 is inf"),
+        ('[1,"x",2]', "Expected `float | null`, got `str`"),
+    ],
+)
+def test_a_wrong_bias_of_sample_with_bias_is_refused(bias: str, says: str) -> None:
+    result = '{"SampleWithBias":{"bias":%s}}' % bias  # noqa: UP031
+    with pytest.raises(ControllerError) as error:
+        mid_process_answer(result.encode(), masked=False, size=3)
+    assert says in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -92,7 +118,7 @@ def test_as_many_tokens_as_may_be_appended_are_decoded() -> None:
 def test_a_splice_that_does_nothing_is_refused(backtrack: int) -> None:
     result = {"Splice": {"backtrack": backtrack, "ff_tokens": []}}
     with pytest.raises(ControllerError, match=f"backtrack {backtrack} and no ff_tokens, does noth"):
-        mid_process_answer(json.dumps(result).encode(), masked=False)
+        mid_process_answer(json.dumps(result).encode(), masked=False, size=3)
 
 
 # --- storage --------------------------------------------------------------------------------------
@@ -174,7 +200,7 @@ def test_whatever_a_guest_gives_is_an_answer_or_a_clear_error(data: bytes) -> No
     for take in (
         check_init_prompt,
         pre_process_answer,
-        lambda data: mid_process_answer(data, masked=True),
+        lambda data: mid_process_answer(data, masked=True, size=3),
         post_process_answer,
         lambda data: run_command(data, variables, 1000),
     ):
@@ -193,5 +219,5 @@ def test_arguments_are_json(numbers: list[int], backtrack: int) -> None:
 @given(st.lists(ids, min_size=1), st.integers(0, 2**32 - 1))
 def test_a_splice_is_read_as_it_was_written(tokens: list[int], backtrack: int) -> None:
     result = json.dumps({"Splice": {"backtrack": backtrack, "ff_tokens": tokens}}).encode()
-    answer = mid_process_answer(result, masked=False)
+    answer = mid_process_answer(result, masked=False, size=3)
     assert answer == Answer(Action.SPLICE, backtrack=max(0, backtrack - 1), tokens=tokens)
