@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ from .conftest import ROOT
 
 pytestmark = pytest.mark.process
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 BIN = Path(sys.executable).parent
 CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
 
@@ -49,7 +50,8 @@ def patient(checkout: Path) -> Path:
     text = conf.read_text().replace("startsecs=30", "startsecs=1")
     conf.write_text(text.replace("stopwaitsecs=40", "stopwaitsecs=610"))
     with (checkout / "tokenbus.toml").open("a") as settings:
-        settings.write("drain_s = 600\n")
+        # A worker that stands still for a moment is not lost.
+        settings.write("drain_s = 600\nexpiry_s = 60\n")
     return checkout
 
 
@@ -89,6 +91,13 @@ def ctl(checkout: Path, *arguments: str) -> str:
         check=False,
     )
     return done.stdout
+
+
+def is_to_end(pid: int) -> bool:
+    """Whether a process that stands still has a SIGTERM pending."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [pending] = re.findall(r"ShdPnd:\s*([0-9a-f]+)", status)
+    return bool(int(pending, 16) >> signal.SIGTERM - 1 & 1)
 
 
 def live(http: str) -> bool:
@@ -154,21 +163,30 @@ def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_en
     with Client(front, patience_s=WAIT_S) as client:
         client.generate([5], max_tokens=3, retry_s=WAIT_S).wait()
 
-        def begin() -> Stream:
-            """A stream that runs for some seconds."""
-            stream = client.generate([5, 6], n=32, max_tokens=900, ignore_eos=True, retry_s=0)
+        def begin() -> tuple[Stream, int]:
+            """A stream that has begun, and its worker, which stands still."""
+            stream = client.generate([5, 6], n=4, max_tokens=900, ignore_eos=True, retry_s=0)
             next(iter(stream))
-            return stream
+            [worker] = [w.pid for w in client.status().workers if w.role == "gpu"]
+            os.kill(worker, signal.SIGSTOP)
+            assert client.status().streams == 1
+            return stream, worker
 
-        stream = begin()
-        assert "started" in ctl(checkout, "restart", "gpu-worker:*")
-        assert [len(s.tokens) for s in stream.wait()] == [900] * 32
+        stream, worker = begin()
+        with ThreadPoolExecutor() as pool:
+            restarted = pool.submit(ctl, checkout, "restart", "gpu-worker:*")
+            until(lambda: is_to_end(worker), WAIT_S, "supervisord ends the worker")
+            os.kill(worker, signal.SIGCONT)
+            assert "started" in restarted.result()
+        assert [len(s.tokens) for s in stream.wait()] == [900] * 4
         log = (checkout / "run" / "log" / "broker.log").read_text()
         assert "WARNING" not in log
         assert re.search("worker gpu-.* has left: SIGTERM; of its 1 stream, 1 waits", log)
-        stream = begin()
+        stream, worker = begin()
         supervisord.send_signal(signal.SIGTERM)
-        assert [len(s.tokens) for s in stream.wait()] == [900] * 32
+        until(lambda: is_to_end(worker), WAIT_S, "supervisord ends the worker")
+        os.kill(worker, signal.SIGCONT)
+        assert [len(s.tokens) for s in stream.wait()] == [900] * 4
     assert supervisord.wait(WAIT_S) == 0
 
 
