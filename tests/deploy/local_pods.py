@@ -17,10 +17,12 @@ from .manifests import Object, environment, pods
 
 OWN = {
     "TOKENBUS_EXPIRY_S": "60",
+    "TOKENBUS_RECOVER_S": "0.1",
     "TOKENBUS_THREADS": "1",
     "TOKENBUS_KV_CACHE_BYTES": str(64 * 2**20),
 }
-"""Settings for a busy machine, and for the little memory of one."""
+"""Settings for a busy machine, and for the little memory of one. No stream outlives a broker here,
+so that the next broker need not wait for workers that report some."""
 
 
 class LocalPod:

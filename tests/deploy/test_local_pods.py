@@ -126,7 +126,14 @@ def test_a_broker_that_is_replaced_is_no_end_of_the_system(local: LocalPods, api
     broker = local.pods["broker"].processes["broker"]
     broker.send(signal.SIGTERM)
     assert broker.wait() == 0
+    before = registrations(local)
     local.start("broker")
+    until(
+        lambda: all(n > before[name] for name, n in registrations(local).items()),
+        PATIENCE_S,
+        "workers that have registered again",
+    )
+    assert len(before) == 3
     serve(local, api_key)
 
 
@@ -135,6 +142,13 @@ def test_sigterm_ends_every_container_in_order(local: LocalPods) -> None:
         for process in local.pods[component].processes.values():
             process.send(signal.SIGTERM)
             assert process.wait() == 0
+
+
+def registrations(local: LocalPods) -> dict[str, int]:
+    """How often each worker has registered; without the state worker that stands by."""
+    logs = {name: p.log for pod in local.pods.values() for name, p in pod.processes.items()}
+    counts = {name: log.count("registered with the broker") for name, log in logs.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def serve(local: LocalPods, api_key: str) -> None:
