@@ -254,13 +254,19 @@ class LiveStreams:
         """All entries of a live stream that were sent, in their order."""
         return self._history.of(stream)
 
-    def attach(self, stream: Stream, received: int, flags: int) -> None:
-        """Sends again what a client that attaches has not received. ``flags``: those of its header,
-        as another connection may take another form."""
+    def take_form(self, stream: Stream, flags: int) -> None:
+        """A client attaches. ``flags``: those of its header, as another connection may take another
+        form."""
         self._dissolve()
         stream.take_form(flags)
-        for frames in attached_frames(stream, self._history.of(stream)[received:], received):
+
+    def attach(self, stream: Stream, received: int) -> int:
+        """Sends again what a client that attaches has not received; returns the number of entries
+        that the stream has."""
+        entries = self._history.of(stream)
+        for frames in attached_frames(stream, entries[received:], received):
             self._post(frames, stream.link)
+        return len(entries)
 
     def send_journal(self, stream: Stream) -> None:
         """Sends all of a stream to the broker of its link, as it is to go on there."""

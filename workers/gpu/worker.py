@@ -41,6 +41,7 @@ from .. import bus
 from ..bus import Bus, FromBus, refused_frames
 from ..successor import successor_comes
 from .arrivals import Arrivals, Request
+from .attaching import Attaching, AttachQueue
 from .engine import Engine, StepOutputs
 from .live_streams import LiveStreams
 from .models import Models, device_works
@@ -96,6 +97,7 @@ class GpuWorker:
             self._bus.changed,
             self._bus.interrupt,
         )
+        self._attaching = AttachQueue()
         self._draining_since: float | None = None
         self._paged: set[str] = set()
         """The models whose pages were reported."""
@@ -125,6 +127,7 @@ class GpuWorker:
         try:
             while not self._done():
                 self._take()
+                self._answer_attaching()
                 self._load_events()
                 self._expire()
                 self._step()
@@ -165,7 +168,7 @@ class GpuWorker:
     def _take(self) -> None:
         """Takes the messages that have arrived; waits for one while there is nothing to step."""
         busy = any(engine.has_work for engine in self._models.engines.values())
-        self._receive(0 if busy else IDLE_S)
+        self._receive(0 if busy or self._attaching else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
@@ -176,6 +179,21 @@ class GpuWorker:
             except Exception as error:
                 self._message_failed(message, error)
         self._arrivals.take_tokenized()
+        self._bus.flush()
+
+    def _answer_attaching(self) -> None:
+        """Answers ATTACHes, as many as a pass of the loop allows. If a stream has ended, the broker
+        has answered them."""
+        self._attaching.renew()
+        while (attaching := self._attaching.next()) is not None:
+            stream, link, received = attaching
+            if self._stream(stream.request) is not stream or stream.link != link:
+                continue
+            try:
+                with self._bus.stepping():
+                    self._attaching.spend(self._streams.attach(stream, received))
+            except Exception as error:
+                self._streams.fail(stream, error, "answering an ATTACH")
         self._bus.flush()
 
     def _load_events(self) -> None:
@@ -289,7 +307,8 @@ class GpuWorker:
                 stream = self._stream(message.header.request)
                 if stream is not None and stream.link == message.link:
                     received = decode_as(Attach, message.body).received
-                    self._streams.attach(stream, received, message.header.flags)
+                    self._streams.take_form(stream, message.header.flags)
+                    self._attaching.add(Attaching(stream, message.link, received))
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
                 ends = self._steering.on_result(worker, message.body, attachments, message.link)

@@ -209,7 +209,8 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
     got = sent.entries()
     for stream in list(sent.streams):
         sent.frames.clear()
-        sent.streams.attach(stream, received, Flag.MSGPACK)
+        sent.streams.take_form(stream, Flag.MSGPACK)
+        sent.streams.attach(stream, received)
         assert stream.form == "msgpack"
         answer, *tokens = sent.frames
         assert answer[0] == b"MSG"
@@ -308,7 +309,8 @@ def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> N
     again = Stream(1, 101, 1, "msgpack", "m", 1)
     sent.streams.add(again)
     sent.frames.clear()
-    sent.streams.attach(again, 0, Flag.MSGPACK)
+    sent.streams.take_form(again, Flag.MSGPACK)
+    sent.streams.attach(again, 0)
     [answer] = sent.frames
     assert answer[0] == b"MSG"
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import Lost, Result, StepResult
 from tokenbus.workers.bus import FromBus
+from tokenbus.workers.gpu import attaching
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.loader import LoadedModel, load_model
@@ -106,6 +108,7 @@ class Loop:
         """What ``run`` does again and again."""
         worker = self.worker
         worker._take()
+        worker._answer_attaching()
         worker._load_events()
         worker._expire()
         worker._step()
@@ -129,6 +132,32 @@ def embedded() -> LoadedModel:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+def test_answers_to_many_attaches_leave_each_turn_a_step(
+    embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer has all entries of a stream, which may take the time of many steps."""
+    monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
+    loop = Loop(tmp_path, embedded)
+    loop.worker._attaching.renew()
+    for request in (1, 2):
+        loop.generate(request)
+    for _ in range(9):
+        loop.turn()
+    for request in [1] * 5 + [2]:
+        loop.give(b"ATTACH", {"stream_id": request, "received": 0}, request, 100 + request)
+    answered = []
+    for _ in range(14):
+        steps = len(loop.entries(1))
+        loop.turn()
+        answers = [msgspec.json.decode(frames[2])["stream_id"] for frames in loop.sent(b"MSG")]
+        answered.append(len(answers))
+        assert len(loop.entries(1)) > steps
+    # The other session has its turn after one answer. A large answer uses up later turns too.
+    assert answers == [1, 2, 1, 1, 1, 1]
+    assert all(now - before <= 1 for before, now in pairwise([0, *answered]))
+    assert answered[6] < 6
 
 
 def test_a_message_that_hangs_counts_as_a_step_that_does(
