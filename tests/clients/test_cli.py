@@ -14,11 +14,15 @@ from tokenbus.clients.cli.exits import report
 from tokenbus.clients.cli.interactive import split_parameters
 from tokenbus.clients.cli.options import parameter
 from tokenbus.protocol.errors import RequestError
+from tokenbus.workers.gpu import embedded
+from tokenizers import Tokenizer
 
 from ..processes import Bus, clean_environment, free_port, until
 
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 PROMPT = "def add(a, b):"
+LONG = 16 * "="
+"""The text of one token."""
 
 
 def tokenbus(
@@ -249,24 +253,19 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
+    """Its text has more bytes than the pipe holds, so that it cannot end before the signal."""
+    tokenizer = Tokenizer.from_file(str(Path(embedded.path()) / "tokenizer.json"))
+    [long] = tokenizer.encode(LONG).ids
+    bias = f"logit_bias={json.dumps({long: 100})}"
     process = subprocess.Popen(
-        [
-            TOKENBUS,
-            "generate",
-            PROMPT,
-            "--max-tokens",
-            "900",
-            "--set",
-            "ignore_eos=true",
-            "--n",
-            "32",
-        ],
+        [TOKENBUS, "generate", PROMPT, "--max-tokens", "900", "--set", bias],
         env=clean_environment(front=bus.front),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pipesize=4096,
     )
     assert process.stdout is not None
-    process.stdout.read(5)
+    assert process.stdout.read(5) == LONG[:5].encode()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
