@@ -213,14 +213,23 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["run", "./nowhere"], 2, "nowhere"),
         (["tag", "x"], 2, "TAG"),
-        (["list", "--front", "tcp://127.0.0.1:9"], 3, "tcp://127.0.0.1:9"),
         ([], 2, "ACTION"),
     ],
 )
 def test_what_is_wrong_is_reported_with_an_exit_code(
     steered: Bus, arguments: list[str], code: int, says: str
 ) -> None:
-    done = tokenbus(steered, *arguments)
+    check_refused(tokenbus(steered, *arguments), code, says)
+
+
+@pytest.mark.process
+def test_an_address_without_a_broker_is_reported_with_an_exit_code() -> None:
+    address = "tcp://127.0.0.1:9"
+    done = tokenbus(None, "list", "--front", address, TOKENBUS_COMMAND_TIMEOUT_S="0.5")
+    check_refused(done, 3, address)
+
+
+def check_refused(done: subprocess.CompletedProcess[str], code: int, says: str) -> None:
     assert done.returncode == code
     assert says in done.stderr
     assert done.stdout == ""
