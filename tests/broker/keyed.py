@@ -64,7 +64,7 @@ class KeyedBroker:
         trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self.server.stop)
-        self._thread.join(60)
+        self._thread.join(300)
         self._loop.close()
         self._temporary.cleanup()
 

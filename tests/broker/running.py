@@ -27,7 +27,7 @@ def running(server: BrokerServer) -> Iterator[BrokerServer]:
         yield server
     finally:
         loop.call_soon_threadsafe(server.stop)
-        thread.join(60)
+        thread.join(300)
         loop.close()
 
 

@@ -34,7 +34,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[BrokerServer]:
         thread.start()
         yield server
         loop.call_soon_threadsafe(server.stop)
-        thread.join(60)
+        thread.join(300)
         loop.close()
 
 

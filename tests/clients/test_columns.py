@@ -281,7 +281,7 @@ def test_a_blocking_stream_that_is_read_to_its_end_shows_how_far_it_is() -> None
     arrive(call, 0, 3)
     assert stream.sequences[0].tokens == [0, 1, 2]
     arrive(call, 3, 4, end=True)
-    reader.join(60)
+    reader.join(300)
     assert [s.tokens for s in found] == [[0, 1, 2, 3]]
 
 

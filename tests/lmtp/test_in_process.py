@@ -36,7 +36,7 @@ def test_a_closed_connection_ends_its_streams_and_its_reader(system: InProcess) 
     reader = threading.Thread(target=lambda: lines.extend(connection))
     reader.start()
     connection.close()
-    reader.join(60)
+    reader.join(300)
     assert not reader.is_alive()
     with pytest.raises(ConnectionLostError):
         connection.send("PING {}")

@@ -12,7 +12,7 @@ from tokenbus.transport.dealer import AddressError
 
 from ..processes import free_port
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

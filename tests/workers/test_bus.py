@@ -22,7 +22,7 @@ from ..transport.test_dealer import Router, no_descriptors
 
 pytestmark = pytest.mark.process
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

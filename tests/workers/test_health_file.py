@@ -11,7 +11,7 @@ from tokenbus.protocol.settings import Settings
 
 from ..processes import Bus, Process, until
 
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 def text(path: Path) -> str:

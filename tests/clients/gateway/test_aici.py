@@ -300,11 +300,11 @@ def test_a_client_that_leaves_ends_its_run(
 ) -> None:
     body = {"controller": "puppet", "controller_arg": "", "prompt": PROMPT}
     with steered.client() as client:
-        with httpx.stream("POST", f"{gateway.url}/v1/run", json=body, timeout=60.0) as response:
+        with httpx.stream("POST", f"{gateway.url}/v1/run", json=body, timeout=300.0) as response:
             lines = (line for line in response.iter_lines() if line)
             assert "initial-run" in next(lines)
             assert '"run"' in next(lines)
-        until(lambda: not _live(client), 60.0, "the end of a run that nobody reads")
+        until(lambda: not _live(client), 300.0, "the end of a run that nobody reads")
 
 
 def _live(client: Client) -> list[str]:
@@ -426,7 +426,7 @@ def test_a_refusal_says_why(
 
 def test_what_is_no_module_is_refused(gateway: Gateway) -> None:
     for content, status in ((b"", 400), (b"#!/bin/sh", 400), (bytes(16 * 1024**2 + 1), 413)):
-        response = httpx.post(f"{gateway.url}/v1/controllers", content=content, timeout=60.0)
+        response = httpx.post(f"{gateway.url}/v1/controllers", content=content, timeout=300.0)
         assert response.status_code == status, response.text
         assert response.json()["message"]
 

@@ -97,7 +97,7 @@ def test_its_events_give_the_same_message(claude: Anthropic) -> None:
 
 def test_the_events_on_the_wire_have_their_names(gateway: Gateway) -> None:
     body = {"model": MODEL, "max_tokens": 2, "messages": HELLO, "stream": True}
-    response = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60.0)
+    response = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=300.0)
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [event.split("\n") for event in response.text.strip().split("\n\n")]
     named = [name.removeprefix("event: ") for name, _ in events]
@@ -319,7 +319,7 @@ def test_fields_without_an_effect_are_named(gateway: Gateway) -> None:
         "metadata": {"user_id": "u"},
         "messages": [{"role": "user", "content": [block, block]}],
     }
-    response = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60.0)
+    response = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=300.0)
     assert response.status_code == 200
     assert response.headers["x-tokenbus-ignored"] == "messages[].content[].cache_control, metadata"
 
@@ -327,7 +327,7 @@ def test_fields_without_an_effect_are_named(gateway: Gateway) -> None:
 def test_a_client_that_leaves_ends_its_message(gateway: Gateway, steered: Bus) -> None:
     body = {"model": MODEL, "max_tokens": 900, "messages": HELLO, "stream": True}
     with steered.client() as client:
-        with httpx.stream("POST", f"{gateway.url}/v1/messages", json=body, timeout=60.0) as answer:
+        with httpx.stream("POST", f"{gateway.url}/v1/messages", json=body, timeout=300.0) as answer:
             assert "message_start" in next(answer.iter_lines())
         until(
             lambda: not [s for s in client.status(streams=True).live if s.type == "GENERATE"],

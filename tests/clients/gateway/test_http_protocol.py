@@ -40,7 +40,7 @@ def test_headers_without_an_end_close_the_connection(
     answer = b""
     # The answer is lost where the kernel resets a connection that is closed with data unread.
     with (
-        socket.create_connection((address.hostname, address.port), timeout=60.0) as connection,
+        socket.create_connection((address.hostname, address.port), timeout=300.0) as connection,
         suppress(ConnectionError),
     ):
         connection.sendall(head)

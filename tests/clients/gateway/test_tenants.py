@@ -43,7 +43,7 @@ def tenants(
             assert main(arguments) == 0
             found[name] = capsys.readouterr().out.strip(), own.public
         ring = broker.server.core.keyring
-        until(lambda: all(ring.admits("client", k) for _, k in found.values()), 60.0, "all keys")
+        until(lambda: all(ring.admits("client", k) for _, k in found.values()), 300.0, "all keys")
         worker = Worker(broker.back, OwnKey.read(broker.keys.own("worker")))
         worker.send(registration("c", ("*",), "controller"))
         worker.receive(b"REGISTERED")

@@ -40,7 +40,7 @@ from tokenbus.workers.controller.worker import ControllerWorker
 from ...processes import until
 from .tokens.small_tokenizers import byte_level
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 GPU = 7
 
 

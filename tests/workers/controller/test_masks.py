@@ -87,7 +87,7 @@ def test_a_file_is_mapped_until_the_last_round_of_a_request_that_ended_is_over()
         def mid_process(self, fork_group: list[int]) -> Decision:
             if self.posted:
                 entered.set()
-                assert leave.wait(60)
+                assert leave.wait(300)
             return sample({3})
 
     group, _ = opened(Waits)
@@ -103,11 +103,11 @@ def test_a_file_is_mapped_until_the_last_round_of_a_request_that_ended_is_over()
 
         thread = threading.Thread(target=play, args=(found[1],))
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(300)
         group.close()
         assert mapped() == 1
         leave.set()
-        thread.join(60)
+        thread.join(300)
         del found
         group.record(results)
         assert mapped() == 0

@@ -15,7 +15,7 @@ from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import until
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 """Only bounds a hang."""
 
 

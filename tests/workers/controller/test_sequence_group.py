@@ -609,7 +609,7 @@ def test_a_job_that_fails_leaves_its_thread_for_the_next() -> None:
         raise ZeroDivisionError
 
     pool.submit([fails, over.set])
-    assert over.wait(10)
+    assert over.wait(300)
 
 
 # --- vocabularies ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tokenbus.workers.gpu.worker import GpuWorker
 
 from ...processes import KV_CACHE_BYTES, Bus, until
 
-JOIN_S = 60.0
+JOIN_S = 300.0
 
 
 class InProcess:

@@ -154,7 +154,7 @@ def test_a_stream_that_waits_for_its_model_is_picked_up_again(
     loads = threading.Event()
 
     def gated(*args: Any, **kwargs: Any) -> Any:
-        assert loads.wait(120)
+        assert loads.wait(300)
         return load_model(*args, **kwargs)
 
     monkeypatch.setattr(models, "load_model", gated)
@@ -186,7 +186,7 @@ def test_code_of_a_checkpoint_that_exits_ends_its_own_load_alone(
     monkeypatch.setattr(models, "load_model", exits)
     with in_process(model="auto", allow=["embedded"]) as running, running.bus.client() as client:
         with pytest.raises(RequestError, match="SystemExit: 3") as caught:
-            client.generate([5], model="embedded", timeout_s=60).wait()
+            client.generate([5], model="embedded", timeout_s=300).wait()
         assert caught.value.code == "model_load_failed"
         stream = client.generate([5], model="embedded", max_tokens=3, ignore_eos=True)
         assert len(stream.tokens) == 3
@@ -208,7 +208,7 @@ def test_models_that_were_in_use_when_another_was_loaded_are_evicted_later(
         ]
         for stream in streams:
             assert len(stream.tokens) == 50
-        until(lambda: sum(map(len, loaded(client))) == 1, 60, "one model is left")
+        until(lambda: sum(map(len, loaded(client))) == 1, 300, "one model is left")
 
 
 def loaded(client: Client) -> list[list[str]]:

@@ -15,7 +15,7 @@ from tokenbus.workers.gpu.loader import load_model
 from ...processes import Bus, until
 from . import shapes
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 """How long a test waits before it gives up."""
 
 pytestmark = pytest.mark.process

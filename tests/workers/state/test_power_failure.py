@@ -122,7 +122,7 @@ def test_a_table_written_while_the_new_log_is_synced_is_on_the_disk(folder: Path
                 done.set()
                 thread = threading.Thread(target=tables.write, args=("ann", b"meanwhile"))
                 thread.start()
-                thread.join(60.0)
+                thread.join(300.0)
                 assert not thread.is_alive(), "the lock is not free while the new log is synced"
             elif call == "rename":
                 assert_all_is_on_the_disk(disk, tables)

@@ -18,7 +18,7 @@ from tokenbus.workers.controller.pool import Pool
 from ....processes import until
 from ..played import BYTES, engine, vocabulary
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 
 
 @pytest.mark.process
