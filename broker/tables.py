@@ -275,7 +275,7 @@ class Worker:
         self.withdrawn.setdefault(session, set()).add(stream_id)
 
     def dropped(self, session: int, stream_id: int) -> None:
-        """It sends no more entries of a stream that it was told to drop, or has it anew. Has no
+        """Removes a stream that was withdrawn: the worker sends no more of its old entries. Has no
         effect while an earlier attempt of the stream is revoked."""
         if any((r.session.id, r.stream_id) == (session, stream_id) for r in self.revoked):
             return

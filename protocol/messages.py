@@ -475,14 +475,14 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     models: list[str]
     """Those that are loaded."""
     controllers: list[str] = []
-    """Of a controller worker: the controllers that it serves by name, modules aside."""
+    """The controllers that a controller worker serves by name, modules aside."""
     requests: int
     capacity: int
     heartbeat_age_s: float
     step_age_s: float | None = None
     load: dict[str, float] = {}
     paths: dict[str, ForwardPath] = {}
-    """Of a GPU worker, by model."""
+    """The attention and graphs of a GPU worker, by model."""
     metrics: list[Series] = []
     """With ``metrics``: as of its last heartbeat."""
 

@@ -21,7 +21,7 @@ MAX_STRINGS = 65_536
 MAX_VALUES = 1_048_576
 """Most values of a body, token ids for example."""
 _STRUCTURE = b",[{"
-"""What stands before a value, besides the colon after a name."""
+"""The characters that may precede a value, besides the colon after a name."""
 IGNORED_HEADER = "x-tokenbus-ignored"
 """Names the fields of the request that have no effect."""
 

@@ -74,7 +74,7 @@ def test_a_text_may_fill_a_body() -> None:
 
 
 def test_a_text_that_is_named_twice_hides_nothing() -> None:
-    """Of a field that is there twice, the last one counts."""
+    """The last value of a field counts if the field is there twice."""
     bench = Bench()
     ids = b",".join([b"1"] * len(IDS))
     body = b'{"stream_id":7,"prompt":[' + ids + b',1,1],"prompt":"a"}'

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 Start = Callable[..., Foreground]
 
 WITHOUT_MODEL = ("up", "--http", "none", "--gpu-workers", "0")
-"""Of processes that start soon: a broker, a state worker and a controller worker."""
+"""Roles whose processes start soon: a broker, a state worker and a controller worker."""
 STEERED: GenerateOptions = {
     "controller": "choice",
     "controller_arg": ["os", "sys"],

@@ -15,7 +15,7 @@ from ...protocol.errors import Code, ControllerError
 
 @dataclass(slots=True, eq=False)
 class Bias:
-    """What a controller adds to the logits of a sequence's next token."""
+    """The numbers that a controller adds to the logits of a sequence's next token."""
 
     values: np.ndarray
     """float32 ``[tokens]``, or ``[vocab]`` where ``tokens`` is None."""

@@ -30,7 +30,7 @@ class Row:
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
-    """What is added to the logits, after the request's own bias."""
+    """The controller's bias, added to the logits after the request's own."""
     inspect: bool = False
     """Report the likeliest tokens that the mask forbids."""
 

@@ -45,7 +45,7 @@ class Sampled:
     """Of rows with ``inspect`` and a mask or a controller's bias: those of their most likely tokens
     that these forbid."""
     allowed: dict[int, int] = field(default_factory=dict)
-    """Of the same rows: how many tokens are allowed."""
+    """The number of allowed tokens of the same rows."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
     """Of rows with ``inspect`` and a controller's bias: what it adds to others of the most likely
     tokens, and to the chosen one, where that is not 0."""

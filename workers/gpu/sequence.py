@@ -32,7 +32,7 @@ class Inspected(NamedTuple):
     cut: Tokens[int] = ()
     """The likeliest tokens that these forbade, in that order."""
     bias: Mapping[int, float] = {}
-    """What its bias added to others of the likeliest tokens, and to the token itself."""
+    """The values that its bias added to others of the likeliest tokens, and to the token itself."""
     round_us: int = 0
     """The time of the controller's round before it, in microseconds."""
 
@@ -142,7 +142,7 @@ class Sequence:
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
-    """What its controller adds to the logits of the next token."""
+    """The bias of its controller for the next token."""
     along: Tokens[np.ndarray] = ()
     """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None

@@ -745,14 +745,14 @@ export interface WorkerStatus {
   readonly state: string;
   /** Those that are loaded. */
   readonly models: readonly string[];
-  /** Of a controller worker: the controllers that it serves by name, modules aside. */
+  /** The controllers that a controller worker serves by name, modules aside. */
   readonly controllers: readonly string[];
   readonly requests: number;
   readonly capacity: number;
   readonly heartbeat_age_s: number;
   readonly step_age_s: number | null;
   readonly load: Readonly<Record<string, number>>;
-  /** Of a GPU worker, by model. */
+  /** The attention and graphs of a GPU worker, by model. */
   readonly paths: Readonly<Record<string, ForwardPath>>;
   /** With `metrics`: as of its last heartbeat. */
   readonly metrics: readonly Series[];

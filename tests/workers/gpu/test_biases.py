@@ -57,7 +57,7 @@ def bias_of(values: dict[int, float] | list[float]) -> Bias | None:
 
 
 def added(values: dict[int, float] | list[float]) -> np.ndarray:
-    """What a bias adds, by brute force."""
+    """The numbers that a bias adds, by brute force."""
     if isinstance(values, list):
         return np.array(values, dtype=np.float32)
     return np.array([values.get(t, 0.0) for t in range(VOCAB)], dtype=np.float32)

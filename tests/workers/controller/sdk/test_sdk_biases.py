@@ -66,7 +66,7 @@ def answered(arg: bytes) -> tuple[Steered, Answer]:
 
 
 def added(answer: Answer) -> list[float]:
-    """What the bias of an answer adds to each token, as the GPU worker reads it."""
+    """The number that the bias of an answer adds to each token, as the GPU worker reads it."""
     if answer.bias is None:
         return [0.0] * SIZE
     bias = read_bias(np.frombuffer(answer.bias.encoded(), dtype=np.uint32), SIZE)
