@@ -353,8 +353,8 @@ class StepResult(Struct, array_like=True):
     """``sample``, in answer to a draft: rows, or attachments where its mask is one, with the masks
     after its first token, its first two, and so on: as far as it would just sample there too."""
     bias_row: int | None = None
-    """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of token
-    id (u32) and float32 by ascending ids. If it is 0, a float32 for each token follows."""
+    """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
+    token id (u32) and a float32 by ascending ids. After 0 there is a float32 for each token."""
     bias_attachment: int | None = None
     """Attachment that holds the bias, in the same form. With neither, nothing is added."""
 
