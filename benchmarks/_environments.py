@@ -33,10 +33,12 @@ def environment(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if made.exists() and made.read_text() == wanted:
             return python
-        venv.create(folder, clear=True, with_pip=True)
+        venv.create(folder, clear=True)
         if borrow:
             _borrow(python)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # Our own pip, as copying it into the environment takes seconds.
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+        pip += ["--quiet", "--disable-pip-version-check"]
         for arguments in (["--no-deps", *alone], list(packages)):
             if arguments != ["--no-deps"]:
                 subprocess.run([*pip, *arguments], check=True, stdout=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -27,15 +29,27 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def wheel_file(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that nothing of an older build gets in."""
-    copy = tmp_path_factory.mktemp("sources")
+    """A wheel built from a copy of the sources, so that nothing of an older build gets in.
+
+    The first process of tests that needs the wheel builds it, for all of them.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    out = folder / "wheels"
+    with (folder / "wheels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(out.glob("*.whl")):
+            _build_wheel(tmp_path_factory.mktemp("sources"), out)
+    [file] = out.glob("*.whl")
+    return file
+
+
+def _build_wheel(copy: Path, out: Path) -> None:
     without = shutil.ignore_patterns("__pycache__")
     for folder in PACKAGES.values():
         shutil.copytree(ROOT / folder, copy / folder, ignore=without)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    out = copy / "wheels"
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([sys.executable, *build, str(out), str(copy)], check=True, capture_output=True)
-    [file] = out.glob("*.whl")
-    return file
