@@ -91,6 +91,18 @@ def test_drafts_change_nothing(embedded: LoadedModel, overlap: bool) -> None:
     assert accepted(engine) > 0
 
 
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_stream_moves_to_a_worker_that_compiles(
+    tmp_path: Path, embedded: LoadedModel, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_S", 0.0)
+    body = {"prompt": "def add(a, b):\n", "max_tokens": 12, "n": 2, "seed": 3, "temperature": 1.0}
+    moving = Moving(
+        tmp_path, embedded, b"GENERATE", {**body, "text": True}, Flag.COLUMNS | Flag.TEXTS
+    )
+    moving.check(cut, compiled=True)
+
+
 def test_a_model_whose_compiled_logits_differ_is_served_without(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,7 +114,7 @@ def test_a_model_whose_compiled_logits_differ_is_served_without(
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **_: real(model, backend=wrong))
-    dynamo.reset()
+    dynamo.reset()  # This test is the last one: others would have everything compiled again.
     engine = make(embedded, compiled=True)
     assert "embedded runs without torch.compile: its logits would be off by nan" in caplog.text
     [prompt] = shapes.prompts(1, 60, 4096)
@@ -110,15 +122,3 @@ def test_a_model_whose_compiled_logits_differ_is_served_without(
     got = [o.token for o in run(engine) if o.token is not None]
     wanted = shapes.greedy(embedded.model, prompt, 10)
     assert shapes.same_tokens(embedded.model, prompt, wanted, got)
-
-
-@pytest.mark.parametrize("cut", [0, 1, 7])
-def test_a_stream_moves_to_a_worker_that_compiles(
-    tmp_path: Path, embedded: LoadedModel, cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_module, "IDLE_S", 0.0)
-    body = {"prompt": "def add(a, b):\n", "max_tokens": 12, "n": 2, "seed": 3, "temperature": 1.0}
-    moving = Moving(
-        tmp_path, embedded, b"GENERATE", {**body, "text": True}, Flag.COLUMNS | Flag.TEXTS
-    )
-    moving.check(cut, compiled=True)
