@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket as sockets
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import zmq
 
+from ..protocol.shares import fits_share
 from .tcp_counts import bytes_of_message, bytes_received, bytes_unread
 from .zap import key_of, number_of
 
@@ -27,6 +30,8 @@ log = logging.getLogger(__name__)
 
 QUIET_BYTES = 4096
 """A handshake without properties of the peer's own has fewer bytes, heartbeats included."""
+KEPT_PART = 8
+"""This part of the descriptors that the process may have is for all but its connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -52,7 +57,8 @@ class Connection:
         self.key = ""
         """The public key of the peer; empty without CURVE."""
         self.refused = False
-        """Whether the peer chose a routing id that belonged to another connection."""
+        """Whether the peer chose a routing id that belonged to another connection, or its key had
+        too many."""
         self.counted: int | None = 0
         """Bytes of its messages on the wire. None once all that it had received was of these but
         for ``QUIET_BYTES``: its handshake was small then."""
@@ -74,10 +80,18 @@ class Connections:
     """All connections of one socket. Made before the socket is bound, so that no event is missed.
 
     ``closed`` is called when ``take_closed`` has something to return.
+
+    Of too many connections, one that has sent no message is shut, the oldest one first. A key may
+    have as many as it leaves to others.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
+        self._most = max_connections()
+        self._silent: dict[Connection, None] = {}
+        """The open ones that have sent no message, and were not shut for that; oldest first."""
+        self._of_key = Counter[str]()
+        """The number of open ones that have sent a message, by key."""
         self.by_peer: dict[bytes, Connection] = {}
         self.closed: Callable[[], object] = lambda: None
         self.by_fd: dict[int, Connection] = {}
@@ -114,8 +128,9 @@ class Connections:
             while True:
                 kind, fd = EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
                 if kind == zmq.EVENT_ACCEPTED:
-                    self.by_fd[fd] = Connection(fd, _inode(fd))
+                    self._accept(Connection(fd, _inode(fd)))
                 elif (connection := self.by_fd.pop(fd, None)) is not None:
+                    self._forget(connection)
                     self._closed.append(connection)
         if len(self._closed) > before:
             self.closed()
@@ -124,7 +139,8 @@ class Connections:
         """The connection of a message that came with another ``User-Id`` than the routing id had.
 
         None where its peer chose an id that belongs to another connection, which must have closed
-        then: the message is dropped and the new connection is shut.
+        then, or its key has too many connections: the message is dropped and the new connection is
+        shut.
         """
         self.look()
         connection = self.by_fd.get(fd)
@@ -133,12 +149,14 @@ class Connections:
                 connection = None
             else:
                 # The first message of the connection before on this descriptor was taken late.
+                self._forget(connection)
                 self._end(connection)
                 connection = self.by_fd[fd] = Connection(fd, connection.inode)
         if connection is None:
             connection = Connection(fd, 0)
             self._end(connection)
         connection.user, connection.key = user, key_of(user)
+        self._silent.pop(connection, None)
         owner = self.by_peer.get(peer)
         if owner is not None or connection.refused:
             if not connection.refused:
@@ -148,6 +166,12 @@ class Connections:
             connection.refused = True
             shut(connection)
             return None
+        if connection.peer is None and self.has(connection):
+            if not self._fits(connection.key):
+                connection.refused = True
+                shut(connection)
+                return None
+            self._of_key[connection.key] += 1
         connection.peer = peer
         self.by_peer[peer] = connection
         return connection
@@ -173,9 +197,45 @@ class Connections:
                 peers.append(peer)
         return peers
 
+    def _fits(self, key: str) -> bool:
+        """Whether a key may have one more connection. Clients without keys share one bound."""
+        own = self._of_key[key]
+        fits = not key or fits_share(own, self._of_key.total(), self._most)
+        if not fits:
+            log.warning("the key %s has %d connections, and more are shut", key, own)
+        return fits
+
+    def _accept(self, connection: Connection) -> None:
+        """A connection was accepted. It or an older one is shut if these are too many."""
+        before = self.by_fd.get(connection.fd)
+        if before is not None:
+            self._forget(before)
+        self.by_fd[connection.fd] = connection
+        self._silent[connection] = None
+        if len(self.by_fd) > self._most:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            shut(oldest)
+
+    def _forget(self, connection: Connection) -> None:
+        """A connection has closed."""
+        self._silent.pop(connection, None)
+        if connection.peer is not None:
+            self._of_key[connection.key] -= 1
+            if not self._of_key[connection.key]:
+                del self._of_key[connection.key]
+
     def _end(self, connection: Connection) -> None:
         self._closed.append(connection)
         self.closed()
+
+
+def max_connections() -> int:
+    """How many connections the clients of this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1024 * 1024
+    return limit - limit // KEPT_PART
 
 
 def shut(connection: Connection) -> None:

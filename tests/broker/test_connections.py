@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from tokenbus.broker import connections
 from tokenbus.broker.server import BrokerServer
 from tokenbus.broker.settings import BrokerSettings
 from tokenbus.protocol.bodies import encode_body
@@ -97,6 +100,67 @@ def test_a_connection_with_the_routing_id_of_a_worker_does_not_get_its_lease() -
             attacker, _ = intrude(server.back_endpoint, lease.peer, beat, b"REREGISTER")
             assert lease not in server.core.dispatcher.workers.values()
             attacker.close()
+
+
+def test_of_too_many_connections_the_oldest_silent_ones_are_shut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 8)
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        server = BrokerServer("tcp://127.0.0.1:*", f"ipc://{folder}/back.sock", SETTINGS)
+        with running(server):
+            victim = RawPeer(server.front_endpoint)
+            token = session_token(victim)
+            parts = urlsplit(server.front_endpoint)
+            address = parts.hostname or "", parts.port or 0
+            silent = [socket.create_connection(address, 120.0) for _ in range(20)]
+            for oldest in silent[:13]:
+                assert closes(oldest)
+            late = RawPeer(server.front_endpoint)
+            assert session_token(late) != token
+            victim.send(b"PING", {})
+            assert victim.receive(b"PONG").get("session", True)
+            for each in silent:
+                each.close()
+            victim.close()
+            late.close()
+
+
+def closes(peer: socket.socket) -> bool:
+    """Waits until the other side has closed a connection; raises TimeoutError."""
+    try:
+        while peer.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_key_has_no_more_connections_than_it_leaves_to_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 8)
+    with KeyedBroker() as keyed:
+        key, other_key = keyed.new_key("victim"), keyed.new_key("attacker")
+        admits = keyed.server.core.keyring.admits
+        until(lambda: all(admits("client", k.public) for k in (key, other_key)), 60.0, "admitted")
+        attackers = [RawPeer(keyed.front, other_key) for _ in range(4)]
+        for peer in attackers:
+            session_token(peer)
+        refused = RawPeer(keyed.front, other_key)
+        refused.send(b"HELLO", {})
+        clients = keyed.server._clients
+        until(lambda: "more are shut" in caplog.text, 60.0, "refused")
+        assert clients.taken == 4
+        refused.close()
+        victims = [RawPeer(keyed.front, key) for _ in range(2)]
+        for peer in victims:
+            session_token(peer)
+        # A connection that closes leaves its place.
+        attackers.pop().close()
+        until(lambda: clients._of_key[other_key.public] == 3, 60.0, "closed")
+        for peer in (*attackers, *victims):
+            peer.close()
 
 
 def test_a_session_answers_its_own_key_only() -> None:
