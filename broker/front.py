@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -212,14 +212,14 @@ class Front:
         local = not session.key
         return not session.carries_users and (local or (allowed is not None and allowed.operator))
 
-    def _shown_to(self, session: Session, own: bool) -> Callable[[Session], bool]:
-        """Whose streams a client may see: of all as the operator, of its key as another client, of
-        its own session as a gateway or where it asks for these."""
+    def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
+        """Whose streams a client may see: of all (None) as the operator, of its key as another
+        client, of its own session as a gateway or where it asks for these."""
         if own or session.carries_users:
-            return lambda other: other is session
+            return [session]
         if self._is_operator(session):
-            return lambda other: True
-        return lambda other: other.key == session.key
+            return None
+        return self._table.of_key(session.key)
 
     def _cancel(self, session: Session, message: Cancel, now: float) -> None:
         if self._attaches.on_cancel(session, message.stream_id):

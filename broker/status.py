@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
 from ..protocol.metrics import Tally
 from ..protocol.worker_messages import ANY_MODULE
 from .dispatch import Dispatcher
-from .tables import Session
+from .tables import Request, Session
 
 
 @dataclass(slots=True)
@@ -83,9 +83,17 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
 
 
 def live_streams(
-    dispatcher: Dispatcher, shown: Callable[[Session], bool], now: float
+    dispatcher: Dispatcher, sessions: Iterable[Session] | None, now: float
 ) -> list[StreamStatus]:
-    """The live streams of the sessions that are ``shown``, in the order of their arrival."""
+    """The live streams of these sessions, or of all of them for None, in the order of their
+    arrival."""
+    requests: Iterable[Request]
+    if sessions is None:
+        requests = dispatcher.requests.values()
+    else:
+        # A client that asks again and again costs as much as it has streams itself.
+        own = (request for session in sessions for request in session.streams.values())
+        requests = sorted(own, key=lambda request: request.arrived)
     return [
         StreamStatus(
             request=r.id,
@@ -99,6 +107,6 @@ def live_streams(
             controller_worker=r.steered_by.name if r.steered_by is not None else "",
             priority=r.priority,
         )
-        for r in dispatcher.requests.values()
-        if r.open and shown(r.session)
+        for r in requests
+        if r.open
     ]

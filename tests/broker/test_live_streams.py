@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
+from tokenbus.broker.tables import Request
 from tokenbus.protocol.messages import Token
 
 from ..processes import Bus
@@ -95,6 +97,26 @@ def test_whoever_asks_for_the_streams_of_its_session_gets_these_only() -> None:
     asked = {"stream_id": 9, "streams": True, "own": True}
     [(_, answer)] = bench.client("d", "STATUS", asked)
     assert answer["status"].get("live", []) == []
+
+
+def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.client("c", "GENERATE", generate(1), "key-c")
+    bench.client("d", "GENERATE", generate(1), "key-d")
+    bench.client("g", "HELLO", {"capabilities": ["gateway"]})
+    bench.client("g", "GENERATE", generate(1))
+
+    class Unlisted(dict[int, Request]):
+        def values(self) -> NoReturn:
+            raise AssertionError("the requests of all clients were gone through")
+
+    dispatcher = bench.broker.dispatcher
+    monkeypatch.setattr(dispatcher, "requests", Unlisted(dispatcher.requests))
+    assert len(live(bench, "d", "key-d")) == 1
+    assert len(live(bench, "g")) == 1
 
 
 def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: Bus) -> None:
