@@ -99,7 +99,12 @@ class NamedRequest:
         for; None where this gateway has no room for another one. Raises ApiError 409 where a
         request with the same key and another body is served here."""
         if self._client is None and self._rooms.enter(self.token, self.base, self._user):
-            self._client = make(self.token)
+            try:
+                self._client = make(self.token)
+            except Exception:
+                # The process may have no descriptor left.
+                self._rooms.leave(self.token, self._user)
+                raise
         return self._client
 
     async def close(self, leave: bool) -> None:

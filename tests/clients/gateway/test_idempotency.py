@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tokenbus.clients.gateway.idempotency import MAX_NAMED, NamedRequests
+from tokenbus.clients.gateway.idempotency import MAX_NAMED, NamedClient, NamedRequests
 from tokenbus.protocol.settings import load
 
 from ...processes import Bus, Gateway
@@ -240,6 +240,20 @@ def test_one_user_cannot_have_all_sessions_of_named_requests(tmp_path: Path) -> 
     # The secret is that of the run directory.
     assert NamedRequests(load(run_dir=str(tmp_path))).secret == rooms.secret
     assert (tmp_path / "gateway-secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_session_that_cannot_be_opened_takes_no_room(tmp_path: Path) -> None:
+    rooms = NamedRequests(load(run_dir=str(tmp_path)))
+
+    def make(token: str) -> NamedClient:
+        raise OSError("no descriptor is left")
+
+    for _ in range(MAX_NAMED):
+        named = rooms.of("key", None)
+        assert named is not None
+        named.read("/v1/completions", b"{}")
+        with pytest.raises(OSError, match="no descriptor"):
+            named.client(make)
 
 
 @pytest.mark.parametrize(
