@@ -417,8 +417,8 @@ class Dealer:
                 pause_s = first if self._received else min(pause_s * 2 or first, longest)
                 refused = error.refusal if isinstance(error, HandshakeError) else None
                 log.log(
-                    # With several brokers it is no fault that one is not there.
-                    logging.INFO if isinstance(error, GoneError) else logging.WARNING,
+                    # One of several brokers may be gone, and the peer reports a refusal.
+                    logging.INFO if refused or isinstance(error, GoneError) else logging.WARNING,
                     "the connection to %s failed (%s); opening a new one in %g s",
                     self.address,
                     error,

@@ -172,7 +172,8 @@ class _WorkerPeer:
         """Nothing to do: the next registration replaces this one."""
 
     def refused(self, error: TokenbusError) -> None:
-        """Nothing to do: the connection logs why, and tries again."""
+        """Logs the refusal; the connection tries again."""
+        log.warning("%s; trying again", error.message)
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Lets the lease see each message, and puts the others where the worker takes them."""

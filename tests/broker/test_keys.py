@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -21,7 +24,7 @@ from tokenbus.protocol.worker_messages import Heartbeat
 from tokenbus.transport import dealer as dealers
 from tokenbus.transport.dealer import Dealer, open_dealer
 
-from ..processes import free_port, until
+from ..processes import clean_environment, free_port, until
 from .keyed import KeyedBroker, registration
 
 
@@ -102,6 +105,24 @@ def test_a_client_without_a_key_is_refused(broker: KeyedBroker) -> None:
 def test_a_client_with_a_key_that_nobody_allowed_is_refused(broker: KeyedBroker) -> None:
     stranger = broker.stranger()
     assert stranger.public in refusal(broker.client(stranger))
+
+
+@pytest.mark.process
+def test_a_refused_key_is_one_line_of_a_command(broker: KeyedBroker, tmp_path: Path) -> None:
+    stranger = broker.stranger()
+    file = tmp_path / "stranger.key"
+    stranger.write(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenbus.clients.cli", "status"],
+        env=clean_environment(front=broker.server.front_endpoint, key=str(file)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.count(stranger.public) == 1
 
 
 def test_a_refusal_that_comes_while_the_connection_is_begun_is_noticed(
