@@ -69,6 +69,8 @@ class Watcher:
         self._client: Client | None = None
         self._each: dict[str, Client] = {}
         """Of several brokers: clients of each, by number."""
+        self._has_answered = False
+        """Whether the broker has answered since the start. Set by ``look``."""
         self.ending = False
         """The system is stopping, so that a broker without an answer is no fault."""
 
@@ -77,8 +79,18 @@ class Watcher:
         processes = self._control.processes() or []
         up = any(p.pid for p in processes if p.group == "broker")
         status = self._status() if up else None
-        load = "ending" if self.ending else "joined" if self._joins else load_line(status)
+        self._has_answered = self._has_answered or status is not None
+        load = self._load(processes, status)
         return Picture([self._shown(p, status) for p in processes], load)
+
+    def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
+        """The load of the system, or its phase."""
+        # A supervisord that another process stops does not answer any more.
+        if self.ending or not processes:
+            return "ending"
+        if self._joins:
+            return "joined"
+        return load_line(status) if self._has_answered else "starting"
 
     def answers(self) -> bool:
         """Whether a broker answers; takes at most about a second."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,38 @@ def test_up_serves_and_ctrl_c_leaves_nothing(start: Start) -> None:
     assert not [pid for pid in pids if alive(pid)]
     assert "nothing is left running" in system.output
     assert not list(system.run_dir.path.glob("*.sock"))
+
+
+def test_a_terminal_shows_no_silent_broker_at_the_start_and_at_an_ordinary_down(
+    folder: Path,
+) -> None:
+    """The display of a terminal has a line about the load, which names the phase there."""
+    ours, theirs = os.openpty()
+    where = ["--run-dir", str(folder / "run"), "--front", f"tcp://127.0.0.1:{free_port()}"]
+    environment = clean_environment() | {"TERM": "xterm", "COLUMNS": "160"}
+    output = b""
+    with subprocess.Popen(
+        [TOKENBUS, "up", "--controller-workers", "0", *where],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        down: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # The terminal has no writer any more.
+            while written := os.read(ours, 65536):
+                output += written
+                if down is None and b"try:" in output:
+                    command = [TOKENBUS, "down", "--run-dir", str(folder / "run")]
+                    down = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder)
+        assert process.wait(300) == 0, output[-3000:]
+    os.close(ours)
+    assert down is not None
+    assert down.wait(300) == 0
+    assert b"0 streams, 0 tokens/s" in output
+    assert b"does not answer" not in output
 
 
 @pytest.mark.long
