@@ -100,7 +100,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     path = request.url.path
     if error.status_code == 404:
-        message = f"unknown path {path!r}; docs/http.md lists the paths"
+        message = f"unknown path {path!r}; GET /openapi.json lists the paths"
         return ApiError(404, message, code="unknown_path", headers=headers).response(path)
     if error.status_code == 405:
         message = (

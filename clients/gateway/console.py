@@ -51,9 +51,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def routes() -> list[BaseRoute]:
-    """``/console``, and ``/console/NAME`` for each file of the page."""
+    """``/console``, ``/console/NAME`` for each file of the page, and ``/``, which leads there."""
     files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
     return [
+        Route("/", _from_root),
         Route("/console", _file(FOLDER / PAGE)),
         Route("/console/", _to_page),
         *(Route(f"/console/{path.name}", _file(path)) for path in files if path.name != PAGE),
@@ -73,6 +74,11 @@ def _file(path: Path) -> Endpoint:
         return Response(content, headers=headers, media_type=TYPES[path.suffix])
 
     return serve
+
+
+async def _from_root(request: Request) -> Response:
+    """Leads a person who opens the address of the gateway to the page."""
+    return RedirectResponse("console", headers=HEADERS)
 
 
 async def _to_page(request: Request) -> Response:

@@ -159,10 +159,21 @@ def test_a_name_that_only_resolves_to_this_machine_is_refused(gateway: Gateway) 
     )
 
 
+def test_the_address_of_the_gateway_leads_a_browser_to_the_console(gateway: Gateway) -> None:
+    for accept in ("text/html,*/*;q=0.8", "*/*"):
+        with httpx.Client(follow_redirects=True, timeout=300) as browser:
+            page = browser.get(gateway.url + "/", headers={"accept": accept})
+        assert page.status_code == 200
+        assert page.url.path == "/console"
+        assert "<title>" in page.text
+
+
 def test_an_unknown_path_and_a_wrong_method_have_errors_in_one_form(gateway: Gateway) -> None:
     unknown = httpx.get(gateway.url + "/v1/nothing", timeout=300)
     assert unknown.status_code == 404
-    assert "'/v1/nothing'" in str(error_of(unknown)["message"])
+    message = str(error_of(unknown)["message"])
+    assert "'/v1/nothing'" in message
+    assert "GET /openapi.json" in message
     wrong = httpx.post(gateway.url + "/live", timeout=300)
     assert wrong.status_code == 405
     assert "GET" in str(error_of(wrong)["message"])
