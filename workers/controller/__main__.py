@@ -35,7 +35,9 @@ def main() -> int:
     if programs:
         first = shlex.quote(next(iter(programs)))
         log.info(
-            "serves %s; try: tokenbus controller run %s --prompt …", ", ".join(programs), first
+            "loaded %s; once registered, try: tokenbus controller run %s --prompt …",
+            ", ".join(programs),
+            first,
         )
     # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

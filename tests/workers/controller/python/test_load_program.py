@@ -136,7 +136,9 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: str, message: st
 
 @pytest.mark.process
 @pytest.mark.usefixtures("module")
-def test_serving_says_what_is_served_and_how_to_try_it(tmp_path: Path) -> None:
+def test_a_worker_without_a_broker_says_what_it_has_loaded_and_not_that_it_serves(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-m", "tokenbus.workers.controller"]
     worker = subprocess.Popen(
         [*command, "operators_own:Upper", "operators_own:main"],
@@ -148,8 +150,10 @@ def test_serving_says_what_is_served_and_how_to_try_it(tmp_path: Path) -> None:
         assert worker.stderr is not None
         first = worker.stderr.readline()
         assert (
-            "serves upper, operators_own:main; try: tokenbus controller run upper --prompt" in first
+            "loaded upper, operators_own:main; once registered, try: tokenbus controller run upper"
+            in first
         )
+        assert "serves" not in first
     finally:
         worker.send_signal(signal.SIGKILL)
         worker.communicate(timeout=300)
