@@ -200,13 +200,7 @@ class Runner:
 
     @torch.inference_mode()
     def _by_torch(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
-        ids = self._tensor(packed.ids)
-        if drawn is not None and packed.fed is not None:
-            tokens = drawn if packed.drawn is None else drawn[self._tensor(packed.drawn)]
-            if len(packed.fed) == len(ids):
-                ids = tokens
-            else:
-                ids[self._tensor(packed.fed)] = tokens
+        ids = self._ids(packed, drawn)
         if self._graphs is not None:
             logits = self._graphs.run(packed, ids)
             if logits is not None:
@@ -214,6 +208,17 @@ class Runner:
                 return logits.to(torch.float32, copy=True)
         rows, positions = self._tensor(packed.rows), self._tensor(packed.positions)
         return self._forward(ids, positions, rows, self._context(packed)).float()
+
+    def _ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
+        """The ids of a forward on the device, with the tokens that were drawn there just now."""
+        if drawn is None or packed.fed is None:
+            return self._tensor(packed.ids)
+        tokens = drawn if packed.drawn is None else drawn[self._tensor(packed.drawn)]
+        if len(packed.fed) == len(packed.ids):
+            return tokens
+        ids = self._tensor(packed.ids)
+        ids[self._tensor(packed.fed)] = tokens
+        return ids
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Rank 0's part of a forward, in the queue's turn."""

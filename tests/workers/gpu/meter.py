@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from torch.utils._pytree import tree_leaves
 class Meter(TorchDispatchMode):
     """Counts the bytes of living storages, in the place of CUDA's allocator."""
 
-    def __init__(self, total: int = 0, used: int = 0) -> None:
-        """``total``: the memory of the device; ``used``: what other processes have of it."""
+    def __init__(
+        self, total: int, counts: Callable[[torch.Tensor], bool] = lambda tensor: True
+    ) -> None:
+        """``total``: the memory of the device; ``counts``: whether a tensor is in it."""
         super().__init__()
         self.total = total
-        self.used = used
+        self.used = 0
+        """Memory that other processes have. A test sets it."""
+        self._counts = counts
         self.live = 0
         self.peak = 0
         self._known: set[int] = set()
@@ -29,7 +34,9 @@ class Meter(TorchDispatchMode):
         outputs = function(*args, **(kwargs or {}))
         inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _counts(t)}
         for tensor in tree_leaves(outputs):
-            if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
+            if not _counts(tensor) or not self._counts(tensor):
+                continue
+            if id(tensor.untyped_storage()) not in inputs:
                 self._add(tensor.untyped_storage())
         return outputs
 

@@ -1,0 +1,217 @@
+"""Steps of an 8B shape on a CUDA device of fake tensors: what they launch, and that nothing waits.
+
+A budget is the launches of a step: kernels and copies outside of its graph, and the replay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
+
+from ..meter import Meter
+from .device import PERIOD, Device, fake_device, llama_8b
+
+LAYERS = 2
+STEPS = 4
+BATCH = 64
+LAYER_BUDGET = 18
+"""Launches of a decoder layer within the graph."""
+BUDGETS = {
+    "greedy": ({"temperature": 0.0}, 16),
+    "temperature": ({"temperature": 0.8}, 52),
+    "top_p": ({"temperature": 0.8, "top_p": 0.9}, 78),
+    "top_k": ({"temperature": 0.8, "top_k": 40}, 71),
+    "min_p": ({"temperature": 0.8, "min_p": 0.1}, 57),
+    "penalties": ({"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1}, 72),
+    "bias": ({"temperature": 0.0, "logit_bias": {1: 2.0}}, 28),
+    "top_logprobs": ({"temperature": 0.0, "top_logprobs": 5}, 19),
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with fake_device() as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def loaded(device: Device) -> LoadedModel:
+    return wrap_model("8b", llama_8b(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def shared(loaded: LoadedModel) -> Engine:
+    """An engine whose steps overlap."""
+    return make(loaded)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """That engine, without requests before and after the test."""
+    yield shared
+    for number in range(BATCH):
+        shared.abort(number)
+    while shared.has_work:
+        shared.step()
+
+
+def make(loaded: LoadedModel, **config: Any) -> Engine:
+    given = {"max_num_seqs": BATCH, "kv_cache_bytes": 2**30, "overlap": True, **config}
+    return Engine(loaded, EngineConfig(**given))
+
+
+def fill(engine: Engine, sampling: dict[str, Any], count: int = BATCH) -> None:
+    """Adds requests, and steps until all of them decode."""
+    rng = random.Random(1)
+    for number in range(count):
+        prompt = [rng.randrange(1000) for _ in range(40)]
+        engine.add(number, prompt, Sampling(max_tokens=200, ignore_eos=True, **sampling))
+    for _ in range(4 + count * 40 // 2048):
+        engine.step()
+
+
+def per_step(device: Device) -> float:
+    return (sum(device.launches.values()) + device.replays) / STEPS
+
+
+def test_the_model_runs_on_the_device_by_the_fast_path(loaded: LoadedModel, engine: Engine) -> None:
+    assert loaded.device.type == "cuda"
+    assert loaded.decoder is not None
+    assert engine.path.attention == "FlashAttention over blocks"
+    assert engine.path.graphs
+    assert not engine.path.fallbacks
+
+
+def test_a_layer_of_a_graph_stays_within_its_budget(device: Device, shared: Engine) -> None:
+    around = 13
+    assert 0 < sum(device.captured.values()) <= around + LAYERS * LAYER_BUDGET
+    assert not [fault for fault in device.faults if "capture" in fault]
+
+
+@pytest.mark.parametrize("mode", BUDGETS)
+def test_a_decode_step_stays_within_its_budget_and_waits_for_nothing(
+    device: Device, engine: Engine, mode: str
+) -> None:
+    sampling, budget = BUDGETS[mode]
+    fill(engine, sampling)
+    with device.counting():
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+    assert device.replays == STEPS
+    assert per_step(device) <= budget, device.launches
+
+
+def test_masks_wait_for_nothing(device: Device, engine: Engine) -> None:
+    fill(engine, {"temperature": 0.8})
+    mask = np.full(engine.mask_words, 2**32 - 1, dtype=np.uint32)
+    with device.counting():
+        for _ in range(STEPS):
+            step = engine.begin()
+            for number in range(BATCH):
+                engine.set_mask(number, 0, mask)
+            engine.finish(step)
+    assert not device.faults
+    assert device.replays == STEPS
+
+
+def test_forks_splices_and_prompts_in_chunks_wait_for_nothing(
+    device: Device, engine: Engine
+) -> None:
+    fill(engine, {"temperature": 0.8}, BATCH // 2)
+    with device.counting():
+        for number in range(STEPS):
+            step = engine.begin()
+            engine.fork(number, 0, 2)
+            engine.splice(STEPS + number, 0, 2, [5, 6, 7])
+            engine.suspend(2 * STEPS + number, 0)
+            engine.add(BATCH - 1 - number, [1] * 3000, Sampling(max_tokens=20, ignore_eos=True))
+            engine.finish(step)
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+
+
+def test_a_step_with_a_chunk_of_a_prompt_stays_within_its_budget(
+    device: Device, engine: Engine
+) -> None:
+    fill(engine, {"temperature": 0.0}, BATCH - 1)
+    engine.add(BATCH - 1, [1] * 8000, Sampling(max_tokens=3, ignore_eos=True, temperature=0.0))
+    engine.step()
+    with device.counting():
+        engine.step()
+    assert not device.faults
+    assert device.replays == 0
+    assert sum(device.launches.values()) <= 36 + LAYERS * LAYER_BUDGET
+
+
+def test_drafts_and_their_verification_wait_for_nothing(
+    device: Device, loaded: LoadedModel
+) -> None:
+    engine = make(loaded, speculation=True, max_num_seqs=8)
+    for number in range(8):
+        sampling = Sampling(max_tokens=200, ignore_eos=True, temperature=0.0)
+        engine.add(number, [1 + i % PERIOD for i in range(50)], sampling)
+    for _ in range(4):
+        engine.step()
+    before = engine.metrics()["spec_decode_num_accepted_tokens"]
+    with device.counting():
+        for _ in range(STEPS):
+            engine.step()
+    assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
+    assert not device.faults
+
+
+def test_steps_in_turn_wait_for_nothing_but_their_tokens(
+    device: Device, loaded: LoadedModel
+) -> None:
+    engine = make(loaded, overlap=False, max_num_seqs=8)
+    fill(engine, {"temperature": 0.8}, 8)
+    with device.counting():
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+    assert device.replays == STEPS
+
+
+def test_the_cache_and_the_largest_step_fit_in_the_device(
+    device: Device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter(total=24 * 2**30, counts=lambda tensor: tensor.is_cuda)
+    meter.patch(monkeypatch)
+    weights = sum(p.nbytes for p in loaded.model.parameters())
+    with meter:
+        engine = make(loaded, kv_cache_bytes=None)
+        made = meter.live
+        for number in range(BATCH):
+            sampling = Sampling(temperature=0.8, top_p=0.9, max_tokens=3, ignore_eos=True)
+            engine.add(number, [1] * 400, sampling)
+        while engine.has_work:
+            engine.step()
+    # Most of the device is the cache's, and no step exceeds what was set aside for it.
+    assert made + weights > 0.7 * meter.total
+    assert meter.peak + weights <= 0.9 * meter.total
+
+
+def test_the_device_finds_what_would_wait(device: Device) -> None:
+    tensor = torch.zeros(4, device="cuda")
+    with device.counting():
+        tensor[[0, 1]]
+        torch.tensor([1], device="cuda")
+        tensor.to("cpu")
+        with pytest.raises(RuntimeError):
+            tensor.sum().item()
+    assert [fault.split(" at ")[0] for fault in device.faults] == [
+        "an index by a list of the host",
+        "a blocking copy in torch.tensor",
+        "a blocking copy in aten._to_copy.default",
+        "a wait in aten._local_scalar_dense.default",
+    ]
