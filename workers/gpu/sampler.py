@@ -309,8 +309,7 @@ def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
             rows[place] += values
     elif dense:
         index = _ints([place for place, _ in dense], bent)
-        every = on_device(np.stack([values for _, values in dense]), bent.device)
-        bent.index_add_(0, index, every.to(bent.dtype))
+        bent.index_add_(0, index, _stacked([v for _, v in dense], bent.device).to(bent.dtype))
     sparse = [(place, b.tokens, b.values) for place, b in biased if b.tokens is not None]
     if sparse:
         counts = [len(tokens) for _, tokens, _ in sparse]
@@ -320,6 +319,13 @@ def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
         indices = (on_device(where, bent.device), on_device(tokens, bent.device))
         amount = on_device(amounts, bent.device).to(bent.dtype)
         bent.index_put_(indices, amount, accumulate=True)
+
+
+def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Arrays of float32 as the rows of one tensor; for CUDA each is copied once on the host."""
+    rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
+    np.stack(arrays, out=rows.numpy())
+    return rows.to(device, non_blocking=True)
 
 
 def _penalise(

@@ -177,14 +177,26 @@ def words(pairs: int, *numbers: float | int) -> np.ndarray:
         (words(2, 6, 1.0, 5, 2.0), "its bias has tokens up to 6 or out of order"),
         (words(3, 6, 1.0), "its bias has 3 pairs in 12 bytes"),
         (words(0, *[0.0] * 149), "its bias has 149 values; the model has 150 tokens"),
-        (words(0, *[0.0] * 149, float("nan")), "its bias of token 149 is nan"),
-        (words(2, 3, 1.0, 8, INF), "its bias of token 8 is inf"),
         (np.zeros(0, dtype=np.uint32), "its bias has 0 values"),
     ],
 )
 def test_a_malformed_bias_is_refused_with_its_reason(sent: np.ndarray, error: str) -> None:
     with pytest.raises(ControllerError, match=error):
         read_bias(sent, VOCAB)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_a_bias_changes_its_own_row_only(temperature: float) -> None:
+    """A controller worker sends no NaN."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCAB)
+    nan = Bias(np.array([float("nan")], dtype=np.float32), np.array([7]))
+    rows = [Row(Sampling(temperature=temperature), i, 0, 0) for i in range(3)]
+    alone = sample(logits, [0, 1, 2], rows)
+    rows[1] = replace(rows[1], bias=nan)
+    got = sample(logits, [0, 1, 2], rows)
+    assert not got.errors.keys() - {1}
+    assert [got.tokens[0], got.tokens[2]] == [alone.tokens[0], alone.tokens[2]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")

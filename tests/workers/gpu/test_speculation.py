@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.biases import Bias
 from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
 from tokenbus.workers.gpu.speculation.lengths import Costs
@@ -302,6 +303,14 @@ def test_a_mask_is_applied_where_a_draft_is_under_way(llama: LoadedModel) -> Non
     only = np.zeros(16, np.uint32)
     only[1] = 4  # token 34
     _, outputs = steered_in_step(llama, lambda engine: engine.set_mask(1, 0, only))
+    assert [o.token for o in outputs].count(34) == 1
+    assert len([o for o in outputs if o.token is not None]) == 30
+
+
+def test_a_bias_is_applied_where_a_draft_is_under_way(llama: LoadedModel) -> None:
+    """The biases along a draft are not known: none of it is verified."""
+    bias = Bias(np.array([1000.0], dtype=np.float32), np.array([34]))
+    _, outputs = steered_in_step(llama, lambda engine: engine.set_mask(1, 0, None, bias))
     assert [o.token for o in outputs].count(34) == 1
     assert len([o for o in outputs if o.token is not None]) == 30
 
