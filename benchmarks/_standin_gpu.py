@@ -94,6 +94,10 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
             found[i] = words[i, at[i]]
         tokens[masked] = at * 32 + np.log2(np.maximum(found & -found, 1)).astype(np.int64)
         allowed[masked] = found != 0
+    dense = [bias.values for bias in rows.biases.values() if bias.tokens is None]
+    if dense:
+        # The host's share of a dense bias: one copy, to where the device reads it.
+        np.stack(dense)
     fixed = np.full(count, -1.0)
     numbers = torch.from_numpy(np.stack([tokens.astype(np.float64), fixed, allowed]))
     return Drawn(rows, vocab, torch.from_numpy(tokens), numbers)

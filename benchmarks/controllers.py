@@ -1,4 +1,4 @@
-"""What controllers cost: a call, a round, a fork, a start, a variable; and a batch under masks.
+"""What controllers cost: a call, a round, a fork, a start, a variable; a batch under masks, biases.
 
 Guests are C of ``benchmarks/guests``, compiled here. The system that is measured is the whole one:
 broker, GPU worker, controller worker and state worker in processes of their own.
@@ -55,6 +55,7 @@ from wasmtime import _ffi as ffi
 
 GUESTS = Path(__file__).parent / "guests"
 FORWARD_S = 0.025
+LARGE_VOCAB = 131_072
 LIMITS = Limits()
 MICRO = 1e6
 
@@ -334,6 +335,23 @@ def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
     return max(steered) / max(free)
 
 
+def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
+    """Tokens per second with every sequence of a batch of 32 under a bias, over none, beside a
+    forward that leaves the CPU free."""
+    out = folder / "biased.json"
+    gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
+    rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}
+    with system(gpu, model) as running:
+        for name in rates:
+            if name is not None:
+                running.client.upload_controller(compiled(name, folder), tag=name)
+        for _ in range(3):
+            for name, found in rates.items():
+                found.append(tokens_per_s(running.client, 32, new, name))
+    free = max(rates.pop(None))
+    return {f"constrained_vs_free_{name}": max(found) / free for name, found in rates.items()}
+
+
 def variable_us(sandbox: Sandbox, model: Path) -> float:
     """From a guest to the state worker and back, in microseconds: the median."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
@@ -391,6 +409,9 @@ NOTES = {
     "wait_40_vs_round_trip": "the same over a bare round trip",
     "constrained_vs_free": f"tokens/s under a mask over none, batch 32, {VOCAB:,} tokens, the same "
     "forward (at least 0.95)",
+    "constrained_vs_free_sparse_bias": f"under a bias of 100 of {LARGE_VOCAB:,} tokens, over none, "
+    "the same forward (at least 0.97)",
+    "constrained_vs_free_dense_bias": "the same under a bias of all of them (at least 0.90)",
     "constrained_vs_free_cpu": "with a forward on the CPU, which the controllers then share",
 }
 
@@ -410,6 +431,8 @@ def main() -> None:
         results |= waits(folder, model, 60)
         for streams in (10, 40):
             results[f"wait_{streams}_vs_round_trip"] = results[f"wait_us_p50_{streams}"] / trip
+        large = llama_folder(folder / "large", vocab_size=LARGE_VOCAB)
+        results |= biased(folder, large, 60)
         results["constrained_vs_free_cpu"] = constrained(folder, model, new, runs)
     report({name: results[name] for name in NOTES}, NOTES, options.json)
 
