@@ -166,7 +166,7 @@ def _texts(client: Client, model: str) -> Callable[[int], str]:
 
 
 def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
-    """What an entry has; with ``texts``, also what its mask allowed and forbade."""
+    """What an entry has; with ``texts``, also what its mask and its bias did."""
     what = f"{entry.seq}:{entry.pos}"
     if entry.parent is not None:
         what += f"  fork of {entry.parent}"
@@ -200,6 +200,10 @@ def _mask(entry: Token, texts: Callable[[int], str]) -> str:
     if entry.cut:
         more = ", …" if len(entry.cut) > SHOWN else ""
         parts.append(f"forbidden: {', '.join(map(texts, entry.cut[:SHOWN]))}{more}")
+    if entry.bias:
+        changed = sorted(entry.bias.items(), key=lambda one: -abs(one[1]))[:SHOWN]
+        more = ", …" if len(entry.bias) > SHOWN else ""
+        parts.append("bias: " + ", ".join(f"{texts(t)} {b:+g}" for t, b in changed) + more)
     if entry.round_us:
         parts.append(f"the round took {entry.round_us} us")
     return "; ".join(parts)

@@ -17,6 +17,8 @@ export class Item {
       .sort((a, b) => b.logprob - a.logprob);
     this.allowed = entry.allowed ?? null;
     this.cut = new Set(entry.cut ?? []);
+    /** What the controller's bias added, by token. */
+    this.bias = new Map(Object.entries(entry.bias ?? {}).map(([id, b]) => [Number(id), b]));
     this.roundUs = entry.round_us ?? 0;
   }
 

@@ -40,6 +40,9 @@ function alternatives(item, vocabulary) {
     const p = Math.exp(logprob);
     const cut = item.cut.has(id);
     const outcome = id === item.id ? "chosen" : cut ? "cut off" : "";
+    const bias = item.bias.get(id);
+    const sign = bias > 0 ? "+" : "\u2212";
+    const added = bias === undefined ? "" : `bias ${sign}${Math.abs(bias).toPrecision(3)}`;
     const text = visible(vocabulary?.label(id) ?? (id === item.id ? item.text : `id ${id}`));
     const bar = el("span.bar", { "aria-hidden": "true" });
     bar.style.setProperty("--p", p.toFixed(4));
@@ -47,7 +50,7 @@ function alternatives(item, vocabulary) {
       "tr",
       { "data-outcome": outcome },
       el("th", { scope: "row" }, cut ? el("s", {}, text) : text),
-      el("td.outcome", {}, outcome),
+      el("td.outcome", {}, [outcome, added].filter(Boolean).join(", ")),
       el("td.share", {}, bar, percent(p)),
     );
   });

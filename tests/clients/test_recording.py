@@ -20,7 +20,7 @@ from tokenbus.clients.recording import (
 )
 
 from ..processes import Bus
-from .wasm_guests import FAILS, FORKS, LOGS
+from .wasm_guests import BIASED, FAILS, FORKS, LOGS
 
 pytestmark = pytest.mark.process
 
@@ -211,6 +211,19 @@ def test_a_replay_without_a_controller_says_that_every_token_is_allowed(
     assert result == "the same: 1 entry"
     assert main(["replay", str(file), *front, "--expect", "success"]) == 0
     assert capsys.readouterr().out == "1 entry, and none fails, as expected\n"
+
+
+def test_masks_are_shown_with_what_a_bias_added(
+    client: Client, steered: Bus, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front = ["--front", steered.front]
+    module = client.upload_controller(BIASED).module
+    given = ["--max-tokens", "2", "--controller", module]
+    assert main(["record", str(file), PROMPT, *front, *given]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(file), *front, "--until", "2", "--show", "masks"]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert re.search(r"4096 tokens are allowed: .*; bias: '.*' \+500", line), line
 
 
 def test_generate_records_too(steered: Bus, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,13 @@ SPLICES = guest(
 )
 
 
+BIASED = guest(
+    # The bias has one pair, token 65 and 500.
+    mid="""(i32.store (i32.const 700) (i32.const 65)) (f32.store (i32.const 704) (f32.const 500))
+    (i32.store (i32.const 1080) (i32.const 700)) (i32.store (i32.const 1084) (i32.const 1))"""
+)
+
+
 def endless(after: int) -> bytes:
     """A controller that takes back two tokens and appends one in each other round from one on: the
     stream has hardly more than so many tokens, and does not end however slow its client is."""

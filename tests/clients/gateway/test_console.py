@@ -17,7 +17,7 @@ from tokenbus.grammars.regex import RegexError, compile_regex
 from tokenbus.grammars.yacc import GrammarError, compile_grammar
 
 from ...processes import Bus, Gateway, Process
-from ..wasm_guests import guest
+from ..wasm_guests import BIASED, guest
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -144,6 +144,23 @@ def test_a_constrained_generation_shows_what_each_step_allowed_and_cut_off(
     axes = page.locator("#axes > span")
     assert [axis.split()[0] for axis in axes.all_inner_texts()] == ["cut", "allowed", "round"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    console.check_accessibility()
+
+
+@BOTH
+def test_a_step_shows_what_a_bias_added_to_its_tokens(console: Console, tmp_path: Path) -> None:
+    page = console.page
+    module = tmp_path / "console-biased.wasm"
+    module.write_bytes(BIASED)
+    page.get_by_role("radio", name="controller", exact=True).check()
+    page.locator("#upload").set_input_files(module)
+    expect(page.locator("#controller")).to_have_value("console-biased")
+    page.locator("#prompt").fill("def add(a, b):")
+    console.generate(max_tokens=3, temperature=0)
+    console.finished()
+    page.get_by_role("slider", name="Step").press("Home")
+    chosen = page.locator("#step tr[data-outcome='chosen']")
+    expect(chosen).to_contain_text("chosen, bias +500")
     console.check_accessibility()
 
 
