@@ -221,8 +221,8 @@ class NativeController:
             )
         count = 2 * pairs or size
         guest.check(address, 4 * count)
-        words = (ctypes.c_uint32 * count).from_address(guest.base + address)
-        found = np.frombuffer(words, dtype="<u4")
+        data = (ctypes.c_char * (4 * count)).from_address(guest.base + address)
+        found = np.frombuffer(memoryview(data).cast("B"), dtype="<u4")
         if not pairs:
             return biases.dense(found.view("<f4"), size)
         return biases.sparse(found[::2], found[1::2].view("<f4"), size)
