@@ -52,7 +52,8 @@ class Ended:
 
 
 Event = Token | Row | Msg | System | Ended
-"""What a call gets. A ``Row`` is a Token that came in columns; it becomes one where it is read."""
+"""The events that a call gets. A ``Row`` is a Token that came in columns; it becomes one where it
+is read."""
 
 
 def _discard(events: Sequence[Event]) -> None:
@@ -94,7 +95,7 @@ class Call:
     take: Callable[[Sequence[Event]], None] = _discard
     """Takes the events, but for rows. Must hold no reference to the stream either."""
     unread: Unread = field(default_factory=Unread)
-    """What it takes, and the rows."""
+    """The entries that it takes, and the rows."""
 
     base: int | None = None
     """The first ``stream_id`` of a call of a named session, whose streams another client may have

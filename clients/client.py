@@ -46,8 +46,8 @@ class Client:
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
-    ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). Of several addresses, separated by commas, it
-    takes one, and the next where that is gone: streams go on there. ``patience_s``: how long calls
+    ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). With several addresses, separated by commas,
+    it uses one, and the next if that is gone. ``patience_s``: how long calls
     wait for a broker that does not answer, in seconds. ``key``: its key, as ``OwnKey.read`` gives
     it; without it, that of the setting ``key``, or this machine's where it has keys. Raises
     KeyFault where that cannot be read.

@@ -125,7 +125,7 @@ class _ClientPeer:
         self._hand_on()
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """What was submitted, and what is due."""
+        """Submitted calls, and due timers."""
         session = self._session
         while self._commands:
             self._commands.popleft()(session, now)

@@ -40,8 +40,8 @@ def hand_out(delivery: Delivery) -> None:
 class Lanes:
     """The calls of the rows of columns.
 
-    What is counted for each entry of a call is counted here for all of them, and passed on by
-    ``settle``, before anything reads it.
+    Everything that is counted for each entry of a call is counted here for all of them, and passed
+    on by ``settle``, before anything reads it.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:

@@ -4,8 +4,8 @@
     recording = read_recording("add.json")
     difference = first_difference(recording.entries, again(client, recording))
 
-A recording has what the stream depends on (the request with its buffers, its seed, the model's
-fingerprint, the controller's module) and every entry of it, so that another machine can run it.
+A recording has every entry of a stream and everything that the stream depends on: the request with
+its buffers, its seed, the model's fingerprint, the controller's module. Another machine can run it.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Difference:
 
 
 def read_recording(file: str | Path) -> Recording:
-    """The recording in a file; raises RequestError where it is none, OSError where it cannot be
+    """The recording in a file; raises RequestError if it is not valid, OSError if it cannot be
     read."""
     try:
         recording = msgspec.json.decode(Path(file).read_bytes(), type=Recording)

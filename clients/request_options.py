@@ -69,7 +69,7 @@ class RequestOptions(TypedDict, total=False):
     by: str
     """Whose request it is, where one client serves several users: they take turns in the queue."""
     request_id: str
-    """What log lines of all processes call the request, at most 128 characters."""
+    """The name of the request in log lines of all processes, at most 128 characters."""
 
 
 class ScoreOptions(RequestOptions, total=False):

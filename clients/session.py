@@ -66,7 +66,7 @@ STREAM_BITS, TRY_BITS = 20, 8
 MAX_TRY = (1 << TRY_BITS) - 1
 
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
-"""What the broker sends: type to body."""
+"""The broker's messages: type to body."""
 
 
 class ClientSession:
@@ -78,7 +78,7 @@ class ClientSession:
 
     encodings: tuple[str, ...] = ("msgpack", "json")
     capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
-    """What its HELLO offers."""
+    """The capabilities that its HELLO offers."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
         """``token``: of a named session, which this client begins or takes over from another
@@ -89,7 +89,7 @@ class ClientSession:
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """Of the last columns, while their calls stay as they are."""
+        """The calls of the last columns, while their calls stay as they are."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that are not sent yet: at the WELCOME, or at their ``resend_at``."""

@@ -20,7 +20,7 @@ from .results import GeneratedSequence, Sequences, check_text, describe
 
 
 class _Reader:
-    """What both kinds of stream do with the events of their call, and how both end."""
+    """Both kinds of stream: what they do with the events of their call, and how both end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Reader:
         return None
 
     def _read(self, event: Event) -> None:
-        """Reads an event that is no token."""
+        """Reads an event that is not a token."""
         match event:
             case System() as notice:
                 if self._on_system is not None:
@@ -231,8 +231,8 @@ class Stream(_Reader):
 class AsyncStream(_Reader):
     """The tokens of one request, as they arrive; as ``Stream`` in everything else.
 
-    A task that is cancelled while it waits for an entry, by ``asyncio.timeout`` for one, leaves the
-    stream as it is; one that waits for all of it (``wait``, ``text``, ``tokens``) closes it.
+    A task that is cancelled while it waits for an entry, for example by ``asyncio.timeout``, leaves
+    the stream as it is. A task that waits for the end (``wait``, ``text``, ``tokens``) closes it.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class AsyncStream(_Reader):
         self._max_unread = max_unread
         self._overflowed = False
         self._waiters: list[asyncio.Future[None]] = []
-        """Of the tasks that wait for something to arrive."""
+        """The tasks that wait for an event."""
         this = weakref.ref(self)
 
         def take(arrived: Sequence[Event]) -> None:
@@ -267,7 +267,7 @@ class AsyncStream(_Reader):
         connection.submit(call)
 
     def _take(self, arrived: Sequence[Event]) -> None:
-        """On the event loop: keeps what has arrived, up to so many entries that nobody reads."""
+        """On the event loop: keeps what has arrived, up to a number of unread entries."""
         if self._fits(len(arrived)):
             self._unread.extend(arrived)
             if self._to_end and isinstance(arrived[-1], Token):
@@ -284,8 +284,8 @@ class AsyncStream(_Reader):
                 self._wake()
 
     def _fits(self, count: int) -> bool:
-        """Whether so many more events may wait to be read. The first that may not end the stream
-        in their place."""
+        """Whether this number of further events may wait to be read. The first that may not end
+        the stream in their place."""
         most, unread = self._max_unread, self._unread
         if self._overflowed:
             return False

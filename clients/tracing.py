@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """What the requests of a task are sent for, as a gateway knows it."""
+    """The purpose of the requests of a task, for a gateway."""
 
     request_id: str
     trace: str
@@ -29,7 +29,7 @@ class Origin(NamedTuple):
 
 
 origin: ContextVar[Origin | None] = ContextVar("tokenbus_origin", default=None)
-"""Of the current task; the clients pass it on with each request."""
+"""The origin of the current task's requests; the clients pass it on with each request."""
 
 
 class ClientSpan:
@@ -93,7 +93,7 @@ _OPTIONAL = {
 
 
 def request_attributes(message: Generate | Score) -> dict[str, Any]:
-    """What a request asks for."""
+    """The attributes of a request."""
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": _name(message).split()[0],
         "gen_ai.provider.name": PROVIDER,

@@ -82,7 +82,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
     """The transitions and which states accept."""
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
-    # Of each state the length of its longest string, and the state of the longest end of that
+    # For each state, the length of its longest string, and the state of the longest end of that
     # string, itself begun at a character, that ends at more places.
     length = [0, 0]
     link = [_DEAD, _DEAD]

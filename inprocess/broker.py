@@ -126,7 +126,7 @@ class MemoryBroker:
 
 
 class _Side:
-    """What listens at one of the two addresses."""
+    """The listener at one of the two addresses."""
 
     def __init__(self, side: Side, put: Callable[[Side, Link, Frames | None], None]) -> None:
         self._side = side

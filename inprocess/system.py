@@ -68,7 +68,7 @@ class InProcess:
         )
         self._running: list[tuple[_Worker, threading.Thread]] = []
         self._failed: list[str] = []
-        """What ended workers that were not asked to end."""
+        """The failures that ended workers."""
 
     def start(self) -> None:
         """Starts the threads, and waits until the workers have registered and the model is

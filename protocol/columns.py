@@ -25,7 +25,7 @@ _NAMES = {
     "texts": "x",
     "entries": "e",
 }
-"""Of the fields on the wire: the body of one row has 41 bytes, of which the broker keeps each."""
+"""The fields on the wire: the body of one row has 41 bytes, of which the broker keeps each."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
@@ -51,7 +51,7 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``text`` of each row, None where its entry has none; empty where no row has any. Only for
     clients that have the capability ``text_columns``."""
     entries: list[Token] = []
-    """Of the streams with something that no column has."""
+    """Entries of streams with a field that no column has."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -85,13 +85,13 @@ def _column(kind: str, rows: int) -> struct.Struct:
 
 @lru_cache(maxsize=1024)
 def _unpackers(rows: int) -> tuple[_Unpack, _Unpack, _Unpack]:
-    """What unpacks so many u64, u32 and f64; each raises struct.error for any other size."""
+    """Functions that unpack n u64, u32 and f64; each raises struct.error for any other size."""
     return _column("Q", rows).unpack, _column("I", rows).unpack, _column("d", rows).unpack
 
 
 def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     """The rows of a body; raises RequestError where its columns do not have the same length, or a
-    stream id is none.
+    stream id is not valid.
 
     ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
     """

@@ -57,7 +57,7 @@ class Header(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """Of a request that goes to a worker: how long it waited at the broker, in seconds."""
+        """How long a request that goes to a worker waited at the broker, in seconds."""
         return (self.flags >> WAITED_SHIFT) / 1000
 
 

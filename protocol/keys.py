@@ -1,7 +1,7 @@
 """Keys: who may connect to a broker, as files.
 
 Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* has the pair of
-one holder and the public key of the broker; a *key folder* has, on the broker's machine, the
+one holder and the public key of the broker. A *key folder*, on the broker's machine, has the
 broker's own pair and the public keys that may connect, a file each:
 
     broker.key                 the broker's pair
@@ -53,8 +53,8 @@ class KeyPair(Struct, frozen=True):
 
 
 class OwnKey(Struct, frozen=True, kw_only=True):
-    """What a key file has: a holder's pair, and the broker's public key, by which the holder knows
-    the broker."""
+    """The content of a key file: a holder's pair, and the broker's public key, by which the holder
+    knows the broker."""
 
     name: str
     role: Literal["client", "worker", "broker"]
@@ -95,7 +95,7 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a tenant may use; None: as much as any client without a quota."""
+    """The quotas of a tenant; None: as much as any client without a quota."""
 
     streams: Bound | None = None
     """Live streams of all its sessions together."""
@@ -152,7 +152,7 @@ class KeyFolder:
         if (self.path / BROKER).exists():
             return False
         try:
-            # What is made above it, as a run directory is, is for this user only too.
+            # Folders that are made above it, such as a run directory, are for this user only too.
             for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -164,7 +164,7 @@ class KeyFolder:
         for role in ROLES:
             key = self.issue(LOCAL, role, new_pair(), pair.public)
             with contextlib.suppress(FileNotFoundError):
-                self.own(role).unlink()  # Of an attempt that did not come to its end.
+                self.own(role).unlink()  # Left by an attempt that did not finish.
             key.write(self.own(role))
             self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
         # Last: with this file the folder is complete.
@@ -208,7 +208,7 @@ class KeyFolder:
         return roles
 
     def allowed(self, role: Role, faults: list[KeyFault] | None = None) -> dict[str, Allowed]:
-        """What may connect in a role, by name.
+        """The keys that may connect in a role, by name.
 
         Raises KeyFault for a file that is not valid; with ``faults``, which gets it, the name may
         not connect.

@@ -48,7 +48,7 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    What comes back has to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also
+    Answers have to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also
     choose msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an
     attachment, which may be as large as modules are. Raises RequestError.
     """

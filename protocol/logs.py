@@ -20,13 +20,13 @@ from .settings import Settings
 
 _HUMAN = "%(asctime)s %(levelname)s %(message)s"
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
-"""What would begin another line, or steer the terminal on which a line is shown."""
+"""Characters that would begin another line, or steer the terminal on which a line is shown."""
 
 task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
 """Request id and trace id of what the current task does, for a process that has it from outside."""
 
 _ids: dict[int, tuple[str, str]] = {}
-"""Of the live requests of this process that came with one: request id and trace id."""
+"""Request id and trace id of the live requests of this process that came with one."""
 
 
 def set_up(settings: Settings, process: str) -> None:

@@ -21,7 +21,7 @@ ENCODINGS = ("json", "msgpack")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Larger bodies are refused."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
-"""Of all attachments of a message together."""
+"""For all attachments of a message together."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
 """Larger controller modules are refused, by the client and by the broker."""
 MAX_FRAMES = 64
@@ -43,8 +43,12 @@ UserName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 ConstraintEnd = Literal["complete", "closed", "cut"]
-"""How the text of a sequence under a built-in constraint ended: it is a whole value; it is one
-because the shortest completion was appended before the limit; it ends inside a value."""
+"""How the text of a sequence under a built-in constraint ended.
+
+- ``complete``: the text is a whole value
+- ``closed``: it is a whole value because the shortest completion was appended before the limit
+- ``cut``: it ends inside a value
+"""
 TraceParent = Annotated[str, Meta(max_length=256)]
 RequestId = Annotated[str, Meta(max_length=128)]
 
@@ -72,11 +76,16 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
-    """Optional features of the client: ``ping`` (it sends PING, and its session may expire);
-    ``ack`` (its PINGs have ``ack``); ``bodies`` (it takes several bodies in one TOKEN); ``columns``
-    (it takes TOKEN in columns, which are only sent in msgpack); ``text_columns`` (with columns: it
-    takes rows with text); ``recover`` (it knows ``Welcome.recovering``); ``gateway`` (it carries
-    messages of other users, so that it is never the operator)."""
+    """Optional features of the client.
+
+    - ``ping``: it sends PING, and its session may expire
+    - ``ack``: its PINGs have ``ack``
+    - ``bodies``: it takes several bodies in one TOKEN
+    - ``columns``: it takes TOKEN in columns, which are only sent in msgpack
+    - ``text_columns``: with columns, it takes rows with text
+    - ``recover``: it knows ``Welcome.recovering``
+    - ``gateway``: it carries messages of other users, so that it is never the operator
+    """
 
 
 class Generate(Sampling, kw_only=True, omit_defaults=True):
@@ -116,7 +125,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     trace: TraceParent = ""
     """The ``traceparent`` of the request (W3C Trace Context); workers pass it on as it is."""
     request_id: RequestId = ""
-    """What log lines of all processes call the request; default: its trace, if it has one."""
+    """The name of the request in log lines of all processes; default: its trace, if it has one."""
 
 
 class Score(Struct, kw_only=True, omit_defaults=True):
@@ -194,8 +203,8 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     streams: bool = False
-    """List the live streams too: all of them for the operator, for others those of clients with
-    the key of this one, for a user of a gateway those of its own session."""
+    """List the live streams too. The operator gets all of them, a user of a gateway those of its
+    own session, and any other client those of clients with its key."""
     own: bool = False
     """List those of this session only, whoever asks."""
     metrics: bool = False
@@ -437,7 +446,7 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     fingerprint: str
     """As in ``ModelInfo``."""
     json: str
-    """What the tokenizers library reads (``tokenizer.json``); up to some 20 MB."""
+    """The file that the tokenizers library reads (``tokenizer.json``); up to some 20 MB."""
     chat_template: str = ""
     """A Jinja template, as transformers has it; empty: the model has none."""
     special_tokens: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What processes count about themselves: series of numbers and histograms, as STATUS carries them.
+"""The counters of processes: series of numbers and histograms, as STATUS carries them.
 
 Workers count where things happen, send the totals with their heartbeats, and the broker keeps the
 last ones. So whoever asks, of however many gateways, sees the same numbers, of all clients.
@@ -20,21 +20,21 @@ TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""Of times between tokens."""
+"""For times between tokens."""
 REQUEST_S = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Of times of whole requests and their phases."""
+"""For times of whole requests and their phases."""
 WAIT_S = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.05)
-"""Of a step's wait for masks; it is at most 5 ms, plus the time to take a message."""
+"""For a step's wait for masks; it is at most 5 ms, plus the time to take a message."""
 TOKENS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
-"""Of numbers of tokens."""
+"""For numbers of tokens."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-"""Of the tokens of a step."""
+"""For the tokens of a step."""
 
 OTHER = "other"
 """The value of a label beyond the most values that it may have."""

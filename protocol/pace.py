@@ -15,7 +15,7 @@ BOUNDS_S = (0.1, 60.0)
 class Pace:
     """The rate of one kind of event.
 
-    What happens at one time counts as one burst: a step of a GPU worker ends several streams. The
+    Events at one time count as one burst: a step of a GPU worker ends several streams. The
     rate is the average burst over the average time between two. Times are seconds of a clock that
     does not go back.
     """

@@ -18,7 +18,7 @@ KEY_BYTES = 8
 
 
 def first_key(model: str, kind: str = "tokens") -> bytes:
-    """What precedes the first page of a prompt of this kind, ``tokens`` or ``text``."""
+    """The key before the first page of a prompt of this kind, ``tokens`` or ``text``."""
     return blake2b(f"{kind}:{model}".encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -28,7 +28,7 @@ def next_key(before: bytes, content: bytes | memoryview) -> bytes:
 
 
 def page_keys(first: bytes, content: bytes, most: int) -> Iterator[bytes]:
-    """The keys of the full pages of a prompt, up to so many."""
+    """The keys of the full pages of a prompt, up to a bound."""
     key, view = first, memoryview(content)
     for start in range(0, min(len(content) // PAGE_BYTES, most) * PAGE_BYTES, PAGE_BYTES):
         key = next_key(key, view[start : start + PAGE_BYTES])

@@ -8,7 +8,7 @@ def fits_share(own: int, total: int, most: int, size: int = 1) -> bool:
     clients together have ``total``.
 
     A client may have as much as is left free. So one alone gets half of the room, each of n greedy
-    ones gets 1/(n + 1), and as much is always left for one that comes later; no number has to be
+    ones gets 1/(n + 1), and as much is always left for a later client. No number has to be
     set for each client. (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory
     packet switches", 1998, with a factor of 1.) A client that has nothing gets what is there.
     """

@@ -36,29 +36,29 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part with a beginning and an end of its own."""
 
     begin: str
-    """What begins it: after ``trigger`` it must come whole."""
+    """The text that begins it: after ``trigger`` it must come whole."""
     trigger: int = 0
     """Characters of ``begin`` that are watched for; 0: all of them."""
     end: str = ""
-    """What ends it. Text ends where this first occurs, JSON where its value ends."""
+    """The text that ends it. Text ends where this first occurs, JSON where its value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
-    """Of ``json``; null: any value."""
+    """Only of ``json``; null: any value."""
     excludes: list[str] = []
     """Texts that the content never has."""
     kind: Kind = "text"
     name: str = ""
-    """Of the function, for a ``call``."""
+    """The function's name, for a ``call``."""
     max_tokens: int | None = None
     """Of the content ``text``: beyond it, ``closing`` and ``end`` follow."""
     closing: str = ""
-    """What comes before ``end`` where ``max_tokens`` are used up."""
+    """The text before ``end`` where ``max_tokens`` are used up."""
     then: int
     """The phase after it."""
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What may come at some point of an answer."""
+    """The state of an answer: which bytes may follow."""
 
     text: bool = False
     """Free text may come."""
@@ -167,9 +167,9 @@ class State(NamedTuple):
     near: bytes = b""
     """The last bytes, as far as they may be the beginning of what is watched for."""
     depth: int = 0
-    """Of JSON: open brackets."""
+    """Open brackets of JSON."""
     quoted: int = 0
-    """Of JSON: 1 in a string, 2 behind its backslash."""
+    """1 in a JSON string, 2 after its backslash."""
     part: int = 0
     """Parts before this one."""
     last: int = -1
@@ -183,7 +183,7 @@ class Automaton:
     """The states of a structure, and what each byte does. Immutable, and shared by readers."""
 
     def __init__(self, structure: Structure, special: Iterable[str] = ()) -> None:
-        """``special``: the special tokens of the vocabulary, which are no text."""
+        """``special``: the special tokens of the vocabulary, which are not text."""
         names = sorted((name for name in special if name), key=len, reverse=True)
         phases, tags = structure.phases, structure.tags
         self.structure = structure
@@ -223,7 +223,7 @@ class Automaton:
         return phase.may_end and (phase.text or state.mode == "value" or not state.at)
 
     def watched(self, state: State) -> Sequence[bytes]:
-        """What is watched for in free text, or in a tag: all other bytes stay there."""
+        """The bytes to watch for in free text, or in a tag: all other bytes stay there."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"
@@ -394,7 +394,7 @@ class Reader:
         self._automaton = automaton
         self.state = automaton.start()
         self._held = b""
-        """What may be the beginning of a tag, or of an end, or is one."""
+        """Bytes that are, or may become, the beginning of a tag or an end."""
 
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.
@@ -411,7 +411,7 @@ class Reader:
         return _joined(pieces)
 
     def end(self) -> list[Piece]:
-        """What was held back where the answer ends."""
+        """The bytes that were held back when the answer ends."""
         pieces: list[Piece] = []
         if self.state.mode not in ("begin", "end"):
             self._give(pieces, self.state, len(self._held))
@@ -439,7 +439,7 @@ class Reader:
             self._give(pieces, before, held - marked)
 
     def _marker(self, before: State, after: State) -> int:
-        """How many of the last bytes are no part of what was before."""
+        """The number of last bytes that do not belong to the previous part."""
         if before.mode == "content":
             json = self._automaton.holds_json(before)
             return 0 if json else len(self._automaton.ends[after.last])

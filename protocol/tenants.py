@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all without a key.
 
-    As the last attachment: of ``START``, of what concerns the store of modules, with the quota of
-    the store, and of a ``VARIABLE`` of a tenant with a key, with its quota of variables.
+    The last attachment of ``START``, of messages for the store of modules (with the quota of the
+    store), and of a ``VARIABLE`` of a tenant with a key (with its quota of variables).
     """
 
     key: str = ""
@@ -23,6 +23,6 @@ class Tenant(NamedTuple):
 
     @classmethod
     def decode(cls, attachment: bytes) -> Tenant:
-        """From an attachment; raises ValueError where it is none."""
+        """From an attachment; raises ValueError if it is not valid."""
         key, _, quota = attachment.decode().partition(" ")
         return cls(key, int(quota) if quota else None)

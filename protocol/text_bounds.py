@@ -7,8 +7,8 @@ all unknown text, may shorten it: then four times as much is allowed. Text that 
 more, as a long run of spaces that becomes one, is refused though it might fit.
 
 Most texts have far more tokens than this bound says. So a long text is counted in segments first,
-and counting ends where the tokens are twice as many as may be: a border between two segments can
-add tokens, but does not double them.
+and counting ends at twice the allowed number of tokens. A border between two segments can add
+tokens, but does not double them.
 """
 
 from __future__ import annotations

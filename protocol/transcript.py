@@ -1,4 +1,5 @@
-"""What the client of a stream has been sent: with it, another worker continues the stream."""
+"""The entries that a stream's client has been sent: with them, another worker continues the
+stream."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Transcript(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def entries(self) -> list[Token]:
-        """What was sent, as entries; raises RequestError where its columns are malformed."""
+        """The sent tokens as entries; raises RequestError if their columns are malformed."""
         return column_entries(self.sent) if isinstance(self.sent, TokenColumns) else self.sent
 
 

@@ -73,7 +73,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     live: list[LiveRequest] = []
     """Those of this broker, or of an earlier one at its address; not those of others."""
     update: bool = False
-    """Of a worker that is registered: what it serves has changed, and its lease goes on."""
+    """A registered worker serves something else now; its lease continues."""
     step_age_s: float | None = None
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
     process: Id = 0
@@ -92,9 +92,8 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that go on here, as this broker was restarted and adopts them, or as
-    they still wait for this worker: it sends a JOURNAL for each, before any further message about
-    it."""
+    """Reported live requests that continue here: a restarted broker adopts them, or they still wait
+    for this worker. It sends a JOURNAL for each, before any further message about the request."""
     registration: Id = 0
     """That of the REGISTER that began the lease. 0: the broker does not repeat it."""
 
@@ -109,7 +108,7 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
 
     type: Literal["GENERATE", "SCORE"]
     age_s: float = 0.0
-    """How long ago it arrived at the broker of then, in seconds."""
+    """How long ago it arrived at its first broker, in seconds."""
     ended: bool = False
     """Whether those entries include the stream's end."""
     moves: int = 0
@@ -133,7 +132,7 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     metrics: list[Series] = []
     """Counters and histograms since the worker started, for ``STATUS`` to show."""
     sandbox_ms: dict[str, int] = {}
-    """Of a controller worker: CPU time of controllers since it started, by the key of the client;
+    """CPU time of a controller worker's controllers since it started, by the key of the client;
     none of clients without a key."""
 
 
@@ -222,7 +221,8 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 
 
 class VocabularyName(Struct, kw_only=True, omit_defaults=True):
-    """What a controller needs of a model: the fingerprint of its tokenizer, the size of a mask."""
+    """The part of a model that a controller needs: the fingerprint of its tokenizer, the size of a
+    mask."""
 
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON, which ``FETCH_TOKENIZER`` requests."""
@@ -232,20 +232,20 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
 
 
 class Replay(Struct, array_like=True):
-    """What a sequence has been through before its controller is started again, elsewhere.
+    """The history of a sequence before its controller is started again, elsewhere.
 
     The controller worker runs all rounds of it again, with the same inputs: variable operations are
-    answered as they were the first time. Of their results it sends those that may not have been
-    applied: all that follow the sequence's last sampled token, or the last fork that is in
-    ``forks`` or that made it, where that is later. They are sent as they were the first time, in
-    their order; the first of them has all logs and writes since the sampled token, as the GPU
-    worker knows how many of these the client has.
+    answered as they were the first time. It sends the results that may not have been
+    applied: all after the sequence's last sampled token, or after its last fork (in ``forks``, or
+    the one that made it) if that is later. They are sent in order, as they were the first time.
+    The first has all logs and writes since the sampled token; the GPU worker knows how many of
+    these the client has.
     """
 
     seq: Id
     tokens: list[TokenId]
-    """The tokens that were sampled, in order; one round followed each. What its controller dropped
-    or appended is not here, as it follows from them."""
+    """The tokens that were sampled, in order; one round followed each. Tokens that its controller
+    dropped or appended are not here, as they follow from these."""
     forks: list[int] = []
     """The new sequences of its forks, in order. A fork beyond these is made anew."""
     ended: bool = False
@@ -281,14 +281,14 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     request_id: RequestId = ""
     """Both as in ``GENERATE``."""
     replay: list[Replay] = []
-    """Of a request that was started before: its sequences, parents before their forks. Sequences
+    """The sequences of a request that was started before, parents before their forks. Sequences
     that are not in it, and that no fork makes, have never been."""
     attempt: Annotated[int, Meta(ge=0)] = 0
     """Which START of this GPU worker it is, of those of controllers that it starts again."""
 
 
 class StepSequence(Struct, array_like=True):
-    """What happened to one sequence since its last round."""
+    """The events of one sequence since its last round."""
 
     request: Id
     seq: int
@@ -344,14 +344,15 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """Of a built-in constraint, in its first result and with ``stop``: how the text ends there."""
+    """From a built-in constraint, in its first result and with ``stop``: how the text ends
+    there."""
     round_us: int = 0
     """With ``Start.inspect``: how long the round took, in microseconds."""
     takes_drafts: bool = False
     """In its first result: whether the controller gives masks along drafts."""
     along: list[int] = []
-    """``sample``, in answer to a draft: rows, or attachments where its mask is one, with the masks
-    after its first token, its first two, and so on: as far as it would just sample there too."""
+    """``sample``, in answer to a draft: rows (or attachments, if its mask is one) with the masks
+    after its first token, its first two, and so on, as far as it would only sample there too."""
     bias_row: int | None = None
     """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
     token id (u32) and a float32 by ascending ids. After 0 there is a float32 for each token."""
@@ -374,8 +375,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     host: str = ""
     """The machine of the controller worker, by ``machine_id``."""
     attempts: dict[Id, int] = {}
-    """Of requests that were started again and have their first result here: the ``attempt`` of
-    their START. What comes of such a request before that is of an earlier one."""
+    """For requests that were started again and have their first result here: the ``attempt`` of
+    their START. Earlier results of such a request belong to an earlier one."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
@@ -427,10 +428,10 @@ class Variable(Struct, array_like=True):
 
     request: Id
     lineage: int
-    """Of the sequence: 0 for sequence 0, else a hash of the forks that led to it, which no two
+    """The sequence's: 0 for sequence 0, else a hash of the forks that led to it, which no two
     sequences share."""
     count: int
-    """Of the operations of its sequence, from 1."""
+    """Among the operations of its sequence, from 1."""
     op: Literal["get", "set", "append"]
     name: str
     value: bytes = b""
@@ -473,7 +474,7 @@ class ModuleTable(Struct, array_like=True):
     """
 
     id: Id
-    """Of the operation: its answer has it, and a replacement that is sent again is done once."""
+    """Names the operation: its answer has it, and a replacement that is sent again is done once."""
     tenant: str
     known: int = 0
     """The version that the sender has; 0: none, or that there is none yet."""

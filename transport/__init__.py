@@ -1,1 +1,1 @@
-"""What workers and clients share to reach the broker: a DEALER socket with a thread of its own."""
+"""The way of workers and clients to the broker: a DEALER socket with a thread of its own."""

@@ -1,8 +1,8 @@
 """A DEALER socket on an event loop, for programs that have many of them at once.
 
 No thread, no task and no future for each message: the loop watches the socket's descriptor, and a
-receiver takes all that is there. What waits is bounded in both directions, so that a receiver
-which stops taking, or a broker which stops reading, is noticed at the other end.
+receiver takes all that is there. Waiting messages are bounded in both directions, so that a
+receiver which stops taking, or a broker which stops reading, is noticed at the other end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What carries one side of the protocol to the broker, by the scheme of the broker's address."""
+"""Chooses the connection to the broker by the scheme of the broker's address."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Handshakes:
-    """What the handshakes of one socket come to, until the first message arrives on it; with
+    """The results of the handshakes of one socket, until the first message arrives on it; with
     ``losses``, also whether its connection could not be made or is lost.
 
     Made before the socket is connected: ZeroMQ tells of a refusal once, and tries no other time.
@@ -197,7 +197,7 @@ class _Handshakes:
             self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
-        """What a failure means; None where it may pass. A broker of the other kind may close the
+        """The meaning of a failure; None if it may pass. A broker of the other kind may close the
         connection before its greeting has been read: ZeroMQ then tries again by itself."""
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
@@ -271,8 +271,8 @@ class Dealer:
     ``address`` may be several, separated by commas: brokers any of which will do. It connects to
     one of them, and where that is gone, silent or refuses the connection, to the next.
 
-    ZeroMQ queues what is sent without a bound, so that no send blocks; what is queued is bounded
-    by the time after which the peer says ``lost``, as closing the socket discards it. ``linger_ms``
+    ZeroMQ queues sent messages without a bound, so that no send blocks. The time after which the
+    peer says ``lost`` bounds the queue, because closing the socket discards it. ``linger_ms``
     is how long an orderly close goes on sending.
 
     The connection's thread receives and keeps the deadlines. Any thread may ``send``: to hand a

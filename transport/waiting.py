@@ -12,9 +12,9 @@ Item = TypeVar("Item")
 def get_within(queue: SimpleQueue[Item], seconds: float | None) -> Item:
     """The next item, waiting up to ``seconds`` for it; None: without end. Raises Empty.
 
-    In CPython 3.11 and 3.12 ``queue.get(timeout=seconds)`` alone may wait without end: where the
-    queue's own lock is free, the call takes it and only then computes how long to wait; a thread
-    that did not run meanwhile, for longer than ``seconds``, waits for a negative time, which means
+    In CPython 3.11 and 3.12 ``queue.get(timeout=seconds)`` alone may wait without end. If the
+    queue's own lock is free, the call takes it and only then computes how long to wait. A thread
+    that did not run meanwhile for longer than ``seconds`` waits for a negative time, which means
     without end (``Modules/_queuemodule.c``). A call that does not wait takes the lock first.
     """
     with contextlib.suppress(Empty):

@@ -50,7 +50,7 @@ class Brokers:
         return f"broker{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
     def status(self, streams: bool = False) -> Status:
-        """What those say that answer; raises TokenbusError where none does."""
+        """The answers of the brokers; raises TokenbusError if none answers."""
         ask = partial(_ask, streams, self._timeout_s)
         if len(self._clients) == 1:
             answers = [ask(self._clients[0])]
@@ -77,8 +77,8 @@ def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusEr
 
 
 def merged(found: Sequence[Status]) -> Status:
-    """What several brokers of a system say: the sums, and each worker as the broker shows it that
-    has heard of it last."""
+    """The state of several brokers: sums, and each worker by the broker that received its last
+    message."""
     first, *others = found
     if not others:
         return first

@@ -21,7 +21,7 @@ from ...transport.async_dealer import AsyncDealer
 from ..session import no_broker
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
-"""Of one line of the input: the largest controller module fits, in base64."""
+"""For one line of the input: the largest controller module fits, in base64."""
 READ_BYTES = 65_536
 PING_S = 1.0
 """How often the broker has to show that it is there, in seconds."""
@@ -36,7 +36,7 @@ class _Named(Struct):
 
 
 class _Entry(Struct):
-    """What says whether an entry of TOKEN is the last one of its stream."""
+    """The fields that say whether an entry of TOKEN is the last one of its stream."""
 
     stream_id: int
     finish_reason: str | None = None
@@ -172,7 +172,7 @@ class _InputLines:
 def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
     """The lines of what ``read`` returns, until it returns nothing; without their ends.
 
-    Of a line that is longer than ``max_bytes``, one byte more is kept and the rest skipped.
+    If a line is longer than ``max_bytes``, one byte more is kept and the rest skipped.
     """
     parts: list[bytes] = []
     size = 0

@@ -24,7 +24,7 @@ PARAMETERS = {
     for field in msgspec.structs.fields(Generate)
     if field.name not in ("stream_id", "prompt")
 }
-"""What may be said of a generation, by name."""
+"""The options of a generation, by name."""
 FLAGS = {
     "max_tokens": "tokens at most (64)",
     "temperature": "0 is greedy (default)",

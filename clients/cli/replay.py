@@ -166,7 +166,7 @@ def _texts(client: Client, model: str) -> Callable[[int], str]:
 
 
 def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
-    """What an entry has; with ``texts``, also what its mask and its bias did."""
+    """The content of an entry; with ``texts``, also the effects of its mask and its bias."""
     what = f"{entry.seq}:{entry.pos}"
     if entry.parent is not None:
         what += f"  fork of {entry.parent}"

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 SHOWN = 100
 """Most characters of a line that are shown."""
 _BEFORE = 60
-"""Of these, those before the caret, if the line is cut."""
+"""The ones before the caret, if the line is cut."""
 _INDENT = "    "
 
 

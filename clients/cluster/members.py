@@ -27,7 +27,7 @@ def ray_module() -> Any:
 
 
 def resources(kind: Kind, settings: Settings) -> dict[str, float]:
-    """What a worker reserves on its node: a GPU for each rank, or a CPU for each thread."""
+    """A worker's reservation on its node: a GPU for each rank, or a CPU for each thread."""
     if kind == "gpu" and settings.device != "cpu":
         return {"GPU": float(settings.tp), "CPU": float(settings.tp)}
     if kind == "gpu":
@@ -36,7 +36,7 @@ def resources(kind: Kind, settings: Settings) -> dict[str, float]:
 
 
 class WorkerSetup(NamedTuple):
-    """What a worker is started with."""
+    """The environment and arguments of a worker."""
 
     variables: dict[str, str]
     """Its settings, in its environment."""

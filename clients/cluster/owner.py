@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Report(NamedTuple):
-    """What an owner says of its process."""
+    """An owner's report about its process."""
 
     host: str
     pid: int
@@ -34,7 +34,7 @@ class Report(NamedTuple):
     starts: int
     """How often it was started here."""
     exit_code: int | None
-    """Of the last one that has ended."""
+    """The exit code of the last process that ended."""
     retiring: bool
     """It is to end: whoever keeps the workers has said so."""
     over: bool

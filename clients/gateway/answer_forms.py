@@ -37,7 +37,7 @@ class Family:
     tail: str
     between: str
     trigger: str
-    """What begins a call; a beginning of ``opening`` and ``head``."""
+    """The text that begins a call; a beginning of ``opening`` and ``head``."""
     opening: str = ""
     """Once, before the first call."""
     closing: str = ""
@@ -47,7 +47,7 @@ class Family:
     quoted: bool = True
     """Names are JSON strings."""
     never: tuple[str, ...] = ()
-    """What neither free text nor arguments have, as the family's parsers look for it."""
+    """Texts that neither free text nor arguments have, as the family's parsers look for it."""
 
 
 HERMES = Family(
@@ -58,7 +58,7 @@ HERMES = Family(
     trigger="<tool_call>",
     never=("</tool_call>",),
 )
-"""Of Hermes, Qwen and many others, and of the plain template."""
+"""The form of Hermes, Qwen and many others, and of the plain template."""
 LLAMA = Family(
     head='{"name": ',
     middle=', "parameters": ',
@@ -67,7 +67,7 @@ LLAMA = Family(
     trigger="{",
     first_only=True,
 )
-"""Of Llama 3: the answer is a call if it begins with a brace."""
+"""Llama 3's form: the answer is a call if it begins with a brace."""
 MISTRAL_LIST = Family(
     head='{"name": ',
     middle=', "arguments": ',
@@ -77,7 +77,7 @@ MISTRAL_LIST = Family(
     opening="[TOOL_CALLS][",
     closing="]",
 )
-"""Of Mistral, before its eleventh tokenizer."""
+"""Mistral's form, before its eleventh tokenizer."""
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
 """The same where the tokenizer is SentencePiece's, which writes a space behind special tokens."""
 MISTRAL = Family(
@@ -89,7 +89,7 @@ MISTRAL = Family(
     quoted=False,
     never=("[ARGS]",),
 )
-"""Of Mistral, since then."""
+"""Mistral's form, since then."""
 DEEPSEEK_FENCED = Family(
     head=_CALL_BEGIN + "function" + _SEP,
     middle="\n```json\n",
@@ -106,7 +106,7 @@ DEEPSEEK_FENCED = Family(
         _SEP,
     ),
 )
-"""Of DeepSeek V3 and R1."""
+"""The form of DeepSeek V3 and R1."""
 DEEPSEEK = Family(
     head=_CALL_BEGIN,
     middle=_SEP,
@@ -123,7 +123,7 @@ DEEPSEEK = Family(
         _SEP,
     ),
 )
-"""Of DeepSeek V3.1."""
+"""The form of DeepSeek V3.1."""
 HARMONY = Family(
     head="<|channel|>commentary to=functions.",
     middle=" <|constrain|>json<|message|>",
@@ -132,7 +132,7 @@ HARMONY = Family(
     trigger="<|channel|>",
     quoted=False,
 )
-"""Of gpt-oss: messages on channels."""
+"""The form of gpt-oss: messages on channels."""
 
 
 def family_of(chat_template: str) -> Family:
@@ -172,7 +172,8 @@ class Function(NamedTuple):
 
 @dataclass
 class Rest:
-    """What an answer may be besides thinking and calls: free text, or what a constraint allows."""
+    """The content of an answer besides thinking and calls: free text, or what a constraint
+    allows."""
 
     controller: str = ""
     """The built-in constraint; empty: free text."""
@@ -181,7 +182,7 @@ class Rest:
 
 @dataclass
 class Wanted:
-    """What an answer may have."""
+    """The parts that an answer may have."""
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
@@ -284,7 +285,7 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """What parsers take for the marks of thinking, wherever it is."""
+        """Texts that parsers take for the marks of thinking, wherever it is."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:

@@ -108,7 +108,7 @@ class PartReader:
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:
-        """What is left where the answer ends: text that could have been the beginning of a tag."""
+        """The rest when the answer ends: text that could have been the beginning of a tag."""
         parts = self._parts(self._reader.end())
         if self._space and not self.called and self._kind == "text":
             parts.append(Text(self._space))

@@ -95,7 +95,7 @@ async def _tokenbus_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses: an unknown path, a method that a path does not have."""
+    """Refusals of Starlette itself: an unknown path, a method that a path does not have."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path

@@ -118,7 +118,7 @@ def decode_body(body: bytes, kind: type[B]) -> B:
 
 
 def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What is wrong, in words, and the path of the field: ``$.messages[0].role``."""
+    """The fault, in words, and the path of the field: ``$.messages[0].role``."""
     what, _, path = str(error).partition(" - at ")
     path = path.strip("`") or "$"
     quoted = what.split("`")

@@ -93,7 +93,7 @@ class BrokerWatch:
 
 
 async def _within(seconds: float, dealer: AsyncDealer) -> list[Frames]:
-    """What arrives within so many seconds, once they are over."""
+    """Messages that arrive within a number of seconds, at their end."""
     frames: list[Frames] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -1,4 +1,5 @@
-"""What all doors of a gateway process share: its settings, its client of the bus, its models."""
+"""Shared by all interfaces of a gateway process: its settings, its client of the bus, its
+models."""
 
 from __future__ import annotations
 

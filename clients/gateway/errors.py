@@ -19,7 +19,7 @@ _STATUS: dict[str, int] = {
     Code.CONFLICT: 409,
     Code.MODEL_LOAD_FAILED: 502,
     Code.QUEUE_FULL: 503,
-    # Of the gateway's session at the broker: its users are told apart by ``UserShares`` (429).
+    # The limit of the gateway's session at the broker; ``UserShares`` limits its users (429).
     Code.CLIENT_LIMIT: 503,
     Code.STORE_FAILED: 503,
     Code.NO_WORKER: 503,
@@ -97,7 +97,7 @@ class ApiError(Exception):
 
 
 class ErrorDetails(Struct):
-    """What is wrong with a request."""
+    """An error of a request."""
 
     message: str
     type: str
@@ -142,7 +142,7 @@ _ANTHROPIC_TYPES = {
 
 
 class AnthropicDetails(Struct):
-    """What is wrong with a request, in Anthropic's form."""
+    """An error of a request, in Anthropic's form."""
 
     type: str
     message: str

@@ -36,12 +36,12 @@ class BoundedHttp(HttpToolsProtocol):
     """One connection. Beyond a bound it is closed, where possible after a 431, 408 or 503."""
 
     max_connections = 10_000
-    """Of one process, WebSockets among them."""
+    """For one process, WebSockets included."""
 
     _head_bytes = 0
     """The headers and trailers of the current request."""
     _unfinished_bytes = 0
-    """What has arrived since then of the first line, or of one header."""
+    """The bytes since then of the first line, or of one header."""
     _finished = False
     _late: asyncio.TimerHandle | None = None
     """For the headers."""
@@ -203,5 +203,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def http_protocol(max_connections: int) -> type[BoundedHttp]:
-    """The protocol of a gateway with at most so many connections."""
+    """The protocol of a gateway with a bound for connections."""
     return type("GatewayHttp", (BoundedHttp,), {"max_connections": max_connections})

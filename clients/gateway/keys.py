@@ -73,5 +73,5 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """What the file has of a key. A key is random, so that a plain hash is enough."""
+    """The entry of a key in the file. A key is random, so that a plain hash is enough."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -75,7 +75,7 @@ FAMILIES = {
     "spec_decode_num_drafts": Family("counter", "Drafts of sequences that were verified."),
     "spec_decode_num_draft_tokens": Family("counter", "Tokens of these drafts."),
     "spec_decode_num_accepted_tokens": Family("counter", "Tokens of drafts that were sampled."),
-    # What only a steered system has.
+    # Metrics that only a steered system has.
     "mask_wait_seconds": Family(
         "histogram", "How long a step waited for masks when its logits were ready."
     ),
@@ -167,7 +167,7 @@ class Snapshot(Collector):
 
 
 def of_status(status: Status | None) -> Iterator[Series]:
-    """What the broker's answer says; None where there was none."""
+    """The series of the broker's answer; None without an answer."""
     yield Series("up", {}, float(status is not None))
     if status is None:
         return

@@ -49,7 +49,7 @@ class ServedModel:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which are no text."""
+        """Ids of the special tokens, which are not text."""
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 

@@ -26,7 +26,7 @@ REFUSALS = {
     503: "No worker is available; Retry-After says when to try again.",
     504: "The request took too long.",
 }
-"""What any operation may answer. A 500 would be a fault of the gateway."""
+"""The answers that any operation may give. A 500 would be a fault of the gateway."""
 
 
 @dataclass(frozen=True)

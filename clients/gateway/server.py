@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
-"""Of one WebSocket message: a controller module of 16 MiB in base64 fits."""
+"""For one WebSocket message: a controller module of 16 MiB in base64 fits."""
 IDLE_MARGIN_S = 0.5
 """How much longer than uvicorn's limit a gateway that ends waits for idle connections, in
 seconds."""
@@ -173,7 +173,7 @@ class GatewayServer(uvicorn.Server):
             )
 
     def _protocol(self) -> asyncio.Protocol:
-        """What uvicorn makes for each connection."""
+        """The object that uvicorn makes for each connection."""
         kind: Any = self.config.http_protocol_class
         protocol: asyncio.Protocol = kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
@@ -210,7 +210,7 @@ def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def check_tls(settings: Settings) -> str | None:
-    """What is wrong with the files of TLS; None if nothing is, or if there are none."""
+    """The fault of the files of TLS; None if nothing is, or if there are none."""
     if not settings.tls_cert and not settings.tls_key:
         return None
     if not settings.tls_cert or not settings.tls_key:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""What is taken over of a client's ``x-request-id``."""
+"""The accepted part of a client's ``x-request-id``."""
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
 """Paths whose requests are logged at the level ``debug``, and not traced."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Counts:
-    """What a gateway counts of its own."""
+    """The counters of a gateway."""
 
     def __init__(self) -> None:
         self._name = os.environ.get("SUPERVISOR_PROCESS_NAME") or f"gateway-{os.getpid()}"

@@ -2,8 +2,8 @@
 
 A WebSocket has a connection to the broker of its own, from its first message on. So all of LMTP
 works as it does on ZeroMQ, and the session is the client's own. Without ``HELLO`` a client gets
-what LMQL's client understands (``plain_lmtp.py``). What the client sends is text; what it gets is
-binary where it has asked for tokens in columns, which are msgpack.
+what LMQL's client understands (``plain_lmtp.py``). The client's messages are text; it gets
+binary messages if it has asked for tokens in columns, which are msgpack.
 
 Flow control: while a client does not read, its tunnel takes nothing from the broker, and the
 broker's bound for slow clients applies. While the broker does not read, the tunnel takes nothing
@@ -128,7 +128,7 @@ class Tunnels:
             )
         for watch in self._watches:
             watch.start()
-        # Of several brokers, one that has not been silent.
+        # One of several brokers that has not been silent.
         answering = [watch.front for watch in self._watches if watch.answers]
         front = random.choice(answering or [watch.front for watch in self._watches])
         tenant = current_tenant.get()

@@ -1,4 +1,4 @@
-"""What each user of a gateway has open, and how much that may be.
+"""The open requests of each user of a gateway, and their bounds.
 
 All requests over HTTP share one session at the broker, and each WebSocket has one of its own.
 Users, told apart by API key or else by address, share the streams of both and the memory for
@@ -40,7 +40,7 @@ MAX_NAME = 256
 
 @dataclass(slots=True)
 class _User:
-    """What a user has open."""
+    """The open requests of a user."""
 
     streams: int = 0
     body_bytes: int = 0
@@ -64,7 +64,7 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """Those that have anything open."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """What the request of the current task has: user, streams and bytes."""
+        """The share of the current task's request: user, streams and bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .. import Client
 
 Subparsers = Any
-"""What ``ArgumentParser.add_subparsers`` returns; argparse keeps its type to itself."""
+"""The type that ``ArgumentParser.add_subparsers`` returns; argparse keeps its type to itself."""
 Command = Callable[[argparse.Namespace, Settings], int]
 
 DEFAULT_PORT = 5555
@@ -176,7 +176,8 @@ class _Range(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Takes the value apart; what is no number is refused with the other settings."""
+        """Takes the value apart; a value that is not a number is refused with the other
+        settings."""
         least, dots, most = str(values).partition("..")
         setattr(namespace, self.dest, least)
         if dots:

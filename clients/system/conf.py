@@ -13,11 +13,11 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to the one at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in that file. What is made here stands in the run directory itself."""
+"""The run directory in that file. The result is in the run directory itself."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of two programs."""
 STOP_MARGIN_S = 10
-"""What a worker gets beyond ``drain_s`` before it is killed, in seconds."""
+"""The time of a worker beyond ``drain_s`` before it is killed, in seconds."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:

@@ -41,7 +41,7 @@ class RunDir:
 
     @property
     def conf(self) -> Path:
-        """What supervisord runs: the packaged file with the system's settings."""
+        """The configuration of supervisord: the packaged file with the system's settings."""
         return self.path / "supervisord.conf"
 
     @property

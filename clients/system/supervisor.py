@@ -186,7 +186,7 @@ class Supervisor:
 
     def restore_folders(self) -> None:
         """Makes the run directory and its ``log/`` again where they were deleted: a process that is
-        restarted needs them. A failure is no fault of the processes that run."""
+        restarted needs them. A failure is not a fault of the running processes."""
         if not self.run_dir.logs.is_dir():
             with suppress(SystemFault):
                 self.run_dir.make()

@@ -23,7 +23,7 @@ from .watch import Picture, Watcher
 
 LOOK_EVERY_S = 0.3
 JOIN_PORT = 5556
-"""Of the workers' address, where ``join`` names none."""
+"""The port of the workers' address, if ``join`` names none."""
 
 Lines = Sequence[str]
 

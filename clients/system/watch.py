@@ -32,7 +32,7 @@ class Shown:
     doing: str
     """A short description of its state."""
     progress: float | None = None
-    """Of a model that is loading: the part that is done, 0 to 1."""
+    """The loaded part of a model that is loading, 0 to 1."""
     load: str = ""
 
 
@@ -68,11 +68,11 @@ class Watcher:
         self._joins = bool(settings.join)
         self._client: Client | None = None
         self._each: dict[str, Client] = {}
-        """Of several brokers: clients of each, by number."""
+        """The clients of each broker, by number."""
         self._has_answered = False
         """Whether the broker has answered since the start. Set by ``look``."""
         self.ending = False
-        """The system is stopping, so that a broker without an answer is no fault."""
+        """The system is stopping, so that a broker without an answer is not a fault."""
 
     def look(self) -> Picture:
         """A picture of now; takes at most about a second."""

@@ -68,7 +68,8 @@ def complement(chars: CharSet) -> CharSet:
 
 @lru_cache(maxsize=16)
 def category(name: str, ascii_only: bool) -> CharSet:
-    """What ``\\d``, ``\\s`` or ``\\w`` matches, by its letter; a capital is the complement.
+    """The characters of ``\\d``, ``\\s`` or ``\\w`` matches, by its letter; a capital is the
+    complement.
 
     The Unicode categories are read off ``re`` once, about 10 ms each.
     """

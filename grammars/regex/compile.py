@@ -21,7 +21,7 @@ _BLAME_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Lexeme:
-    """What a lexer distinguishes: a regular expression, or a literal text."""
+    """One lexeme of a lexer: a regular expression, or a literal text."""
 
     name: str
     pattern: str

@@ -1,8 +1,8 @@
 """The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
 
-What makes no difference to the language is dropped: groups and their names, greediness, anchors at
-the ends. What no automaton over the text alone can do, or what would change the language silently,
-is an error that names it.
+Parts without an effect on the language are dropped: groups and their names, greediness, anchors at
+the ends. A construct that no automaton over the text alone can do, or what would change the
+language silently, is an error that names it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LONGEST_REST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What completes an item: ``terminals``, after which ``pops`` states are popped for ``lhs``.
+    """The completion of an item: ``terminals``, after which ``pops`` states are popped for ``lhs``.
 
     ``cost``: the bytes of the shortest lexemes of the terminals, plus one for each terminal.
     """

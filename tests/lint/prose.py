@@ -13,6 +13,8 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+ROW = re.compile(r"\S {2,}\S")
+"""A row of a table in a docstring: its columns are set apart by spaces."""
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 CODE = re.compile(r"``[^`]+``|`[^`]+`")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
@@ -72,7 +74,8 @@ def of_docstring(text: str) -> list[str]:
         if literal is not None and line.strip() and indent <= literal:
             literal = None
         code = literal is not None or line.lstrip().startswith((">>>", "|"))
-        plain.append("" if code else line)
+        row = ROW.search(line.strip())
+        plain += ["", line, ""] if row and not code else ["" if code else line]
         if literal is None and line.rstrip().endswith("::"):
             literal = indent
     return [one for part in paragraphs(plain) for one in sentences(part)]

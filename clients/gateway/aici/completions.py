@@ -43,7 +43,7 @@ PATH = "/v1/aici_modules"
 
 
 class Marked(Struct):
-    """What tells such a body from one of OpenAI's: the field, even if it is null."""
+    """The field that distinguishes such a body from OpenAI's, even if it is null."""
 
     aici_module: Any = UNSET
 
@@ -77,7 +77,7 @@ class AiciCompletion(Body):
 
 
 class Choice(Fork):
-    """What is new of a sequence; whole, where nothing is streamed."""
+    """The news of a sequence; all of it if the answer is not streamed."""
 
     logprobs: None = None
 

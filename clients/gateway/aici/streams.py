@@ -37,7 +37,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Co
 
 
 class Fork(Struct):
-    """What is new of a sequence: all fields, always."""
+    """The news of a sequence: all fields, always."""
 
     index: int
     text: str
@@ -109,7 +109,7 @@ class Run:
         return cls(stream, await first_entries(request, stream, CONTROLLERS_OWN))
 
     async def forks(self) -> AsyncGenerator[Fork, None]:
-        """What is new, entry by entry; an error of the whole request is one of its sequences."""
+        """The news, entry by entry; an error of the whole request is one of its sequences."""
         try:
             entries = self._first
             while entries:

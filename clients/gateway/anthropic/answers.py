@@ -21,7 +21,7 @@ class TextAnswer(Struct, tag="text", tag_field="type"):
 
 
 class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
-    """What the model thought, where its template has a place for it."""
+    """The model's thinking, if its template has a place for it."""
 
     thinking: str
     signature: str = ""
@@ -40,10 +40,10 @@ AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer
 
 
 class Usage(Struct):
-    """What a message cost, in tokens."""
+    """The cost of a message, in tokens."""
 
     input_tokens: int
-    """Of the prompt, without those that were read from the cache."""
+    """Tokens of the prompt, without those that were read from the cache."""
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -57,7 +57,7 @@ class Ended(Struct):
 
 
 class Receipt(Struct):
-    """What constrained a message, and how its text ended."""
+    """The constraint of a message, and how its text ended."""
 
     constraint: str
     """``tools`` or ``json_schema``."""
@@ -89,7 +89,7 @@ class Answer:
         self._max_tokens = max_tokens
         self.blocks: list[AnswerBlock] = []
         self._arguments = ""
-        """Of the last call, as JSON text, as far as it was generated."""
+        """The input of the last call, as JSON text, as far as it was generated."""
         self._space = ""
         """White space at the end so far; dropped where a call follows it."""
         self._prompt: Token | None = None
@@ -190,13 +190,13 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """What it has cost."""
+        """Its cost."""
         assert self._prompt is not None
         return _usage(self._prompt, self._output)
 
     @property
     def receipt(self) -> Receipt | None:
-        """What constrained it and how that ended; None where nothing did."""
+        """The constraint and how its text ended; None without one."""
         if self._constraint is None or self._end is None or self._end.constraint is None:
             return None
         return Receipt(self._constraint, self._end.constraint)

@@ -44,7 +44,7 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use", tag_field="type"):
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking", tag_field="type"):
-    """What the assistant thought; templates that have a place for it show it."""
+    """The assistant's thinking; templates that have a place for it show it."""
 
     IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"signature"}
 
@@ -53,7 +53,7 @@ class ThinkingBlock(Block, kw_only=True, tag="thinking", tag_field="type"):
 
 
 class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
-    """What a call returned."""
+    """The result of a call."""
 
     IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"toolset_name"}
 
@@ -65,19 +65,19 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
 
 
 class UserMessage(Body, tag="user", tag_field="role"):
-    """What the user said, and what the tools returned."""
+    """The user's text, and the results of tools."""
 
     content: str | list[TextBlock | ToolResultBlock]
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """What the assistant said; the last message: how the answer begins."""
+    """The assistant's text; the last message: how the answer begins."""
 
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
 
 
 class SystemMessage(Body, tag="system", tag_field="role"):
-    """What the assistant is to do from here on."""
+    """Instructions for the assistant from here on."""
 
     content: str | list[TextBlock]
 
@@ -124,7 +124,7 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer's text must be."""
+    """The form of the answer's text."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"effort"})
 
@@ -144,7 +144,7 @@ class Thinking(Body):
 
 
 class Conversation(Body):
-    """What both requests have: the conversation that is to be continued."""
+    """The fields of both requests: the conversation that is to be continued."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "speed", "user_profile_id", "workspace_id"}

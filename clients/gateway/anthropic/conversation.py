@@ -35,7 +35,7 @@ class Answering:
     form: AnswerForm | None = None
     """Its parts; None: it is one text."""
     constraint: str | None = None
-    """What the receipt calls the constraint; None: there is none."""
+    """The name of the constraint in the receipt; None: there is none."""
     controller: str = ""
     controller_arg: str | dict[str, Any] = ""
 

@@ -1,6 +1,6 @@
 """The OpenAI-compatible door: ``/v1/…``, ``/tokenize`` and ``/detokenize``.
 
-What vLLM adds to OpenAI's interface has vLLM's names here too.
+Fields that vLLM adds to OpenAI's interface have vLLM's names here too.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     """An answer may have several calls; default: true."""
     modalities: list[Literal["text"]] | None = None
 
-    # What vLLM adds.
+    # Fields that vLLM adds.
     chat_template: str | None = None
     """A Jinja template instead of the model's."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def own_constraint(self) -> Constraint | None:
-        """What constrains the text of an answer, outside thinking and calls."""
+        """The constraint of the text of an answer, outside thinking and calls."""
         return own_constraint(
             self.structured_outputs,
             self.controller,

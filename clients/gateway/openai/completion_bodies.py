@@ -32,15 +32,15 @@ class CompletionRequest(SampledRequest, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] | None = None
     """Default: 16. 0 only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    """Generate so many, and answer with the ``n`` of the highest log-probability."""
+    """Generate this number, and answer with the ``n`` of the highest log-probability."""
     echo: bool | None = None
     """The text begins with the prompt."""
     logprobs: TopLogprobs | None = None
-    """Report each token's log-probability, and so many alternatives."""
+    """Report each token's log-probability, and this number of alternatives."""
     response_format: ResponseFormat | None = None
     heal_prompt: bool | None = None
     """The prompt may end in the middle of a word: its last token is taken back, and its text
-    forced. What only Tokenbus has."""
+    forced. Fields that only Tokenbus has."""
     suffix: str | None = None
     """Refused, if it is not null."""
 
@@ -83,7 +83,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What constrains the text."""
+        """The constraint of the text."""
         return own_constraint(
             self.structured_outputs,
             self.controller,

@@ -19,7 +19,7 @@ class Constraint:
     """A constraint as a controller of the bus."""
 
     label: str
-    """What the receipt calls it."""
+    """Its name in the receipt."""
     controller: str
     arg: str | dict[str, Any] | list[Any] | None
     field: str
@@ -155,11 +155,11 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     ended: Literal["complete", "closed", "cut"] | None = None
     """The text is whole; its shortest completion was appended before the limit; it ends inside."""
     logs: str = ""
-    """What the controller logged."""
+    """The log of the controller."""
     storage: list[Any] = field(default_factory=list)
     """The variables that it wrote, as AICI's storage commands."""
     error: str = ""
     """Why this choice failed, where others did not."""
     code: str = ""
     backtrack: int = 0
-    """In a chunk: so many characters of the text so far are to be removed first."""
+    """In a chunk: the number of characters of the text so far to remove first."""

@@ -41,7 +41,7 @@ class StreamOptions(Body):
 
 
 class TextRequest(Body):
-    """What completions, chat and responses have in common."""
+    """Fields of completions, chat and responses."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
@@ -55,7 +55,7 @@ class TextRequest(Body):
     """Default: 1."""
     top_p: TopP | None = None
 
-    # What vLLM adds.
+    # Fields that vLLM adds.
     top_k: TopK | None = None
     """0 and -1 keep all tokens."""
     min_p: Probability | None = None
@@ -66,7 +66,7 @@ class TextRequest(Body):
     """As in vLLM, lower goes first; on the bus higher does."""
     structured_outputs: StructuredOutputs | None = None
 
-    # What only Tokenbus has.
+    # Fields that only Tokenbus has.
     controller: Name | None = None
     """A module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
@@ -108,7 +108,7 @@ class TextRequest(Body):
 
 
 class SampledRequest(TextRequest):
-    """What completions and chat have in common."""
+    """Fields of completions and chat."""
 
     n: Choices | None = None
     stop: StopString | Stops | None = None

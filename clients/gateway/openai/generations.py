@@ -113,7 +113,8 @@ class Generations:
 
 
 async def _next(stream: AsyncStream) -> list[Token]:
-    """What has arrived of a stream; raises TokenbusError at once if it ends with a failure."""
+    """The entries that have arrived of a stream; raises TokenbusError at once if it ends with a
+    failure."""
     entries = await stream.arrived()
     if entries and entries[-1].error is not None and not entries[-1].live:
         await stream.arrived()

@@ -14,7 +14,7 @@ from ... import GeneratedSequence
 from ..models import ServedModel
 
 UNLIKELY = -9999.0
-"""What OpenAI reports where there is no log-probability: a token that was not sampled."""
+"""OpenAI's value for a token that was not sampled and so has no log-probability."""
 
 
 @dataclass

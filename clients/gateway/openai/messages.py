@@ -43,7 +43,7 @@ class MessageCall(Body):
 
 
 class SystemMessage(Body, tag="system", tag_field="role"):
-    """What the assistant is to do."""
+    """Instructions for the assistant."""
 
     content: Content
     name: str | None = None
@@ -57,14 +57,14 @@ class DeveloperMessage(Body, tag="developer", tag_field="role"):
 
 
 class UserMessage(Body, tag="user", tag_field="role"):
-    """What the user says."""
+    """The user's text."""
 
     content: Content
     name: str | None = None
 
 
 class ToolMessage(Body, tag="tool", tag_field="role"):
-    """What a called function returned."""
+    """The result of a called function."""
 
     content: Content
     tool_call_id: str
@@ -72,7 +72,7 @@ class ToolMessage(Body, tag="tool", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """What the assistant has said, as an answer has it too."""
+    """The assistant's text, in the form of an answer."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
 
@@ -130,8 +130,8 @@ def _call(call: MessageCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as an object, which templates write in their own form; a text that is none, as
-    an answer that was cut has it, stays as it is."""
+    """The arguments as an object, which templates write in their own form. Any other text, as of
+    an answer that was cut, stays as it is."""
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -169,7 +169,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     @property
     def own_constraint(self) -> Constraint | None:
-        """What constrains the text of an answer, outside thinking and calls."""
+        """The constraint of the text of an answer, outside thinking and calls."""
         return own_constraint(
             self.structured_outputs, self.controller, self.controller_arg, self._format
         )
@@ -223,7 +223,7 @@ class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
 
 
 class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
-    """What the model thought, where its template has a place for it."""
+    """The model's thinking, if its template has a place for it."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]

@@ -69,7 +69,7 @@ class InputCall(Body, tag="function_call", tag_field="type"):
 
 
 class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
-    """What a called function returned."""
+    """The result of a called function."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status"})
 

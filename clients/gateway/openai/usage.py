@@ -40,6 +40,6 @@ class Counter:
             self.completion += (entry.token is not None) - entry.backtrack
 
     def usage(self) -> Usage:
-        """What was counted."""
+        """The counted tokens."""
         total = self.prompt + self.completion
         return Usage(self.prompt, self.completion, total, PromptDetails(self.cached))

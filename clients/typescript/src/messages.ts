@@ -142,11 +142,13 @@ export interface Hello {
   /** Name and version of the program, for the operator. */
   readonly client?: string | undefined;
   /**
-   * Optional features of the client: `ping` (it sends PING, and its session may expire); `ack` (its
-   * PINGs have `ack`); `bodies` (it takes several bodies in one TOKEN); `columns` (it takes TOKEN
-   * in columns, which are only sent in msgpack); `text_columns` (with columns: it takes rows with
-   * text); `recover` (it knows `Welcome.recovering`); `gateway` (it carries messages of other
-   * users, so that it is never the operator).
+   * Optional features of the client.
+   *
+   * - `ping`: it sends PING, and its session may expire - `ack`: its PINGs have `ack` - `bodies`:
+   * it takes several bodies in one TOKEN - `columns`: it takes TOKEN in columns, which are only
+   * sent in msgpack - `text_columns`: with columns, it takes rows with text - `recover`: it knows
+   * `Welcome.recovering` - `gateway`: it carries messages of other users, so that it is never the
+   * operator
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -259,8 +261,8 @@ export interface Generate {
    */
   readonly trace?: string | undefined;
   /**
-   * What log lines of all processes call the request; default: its trace, if it has one. At most
-   * 128 in length.
+   * The name of the request in log lines of all processes; default: its trace, if it has one. At
+   * most 128 in length.
    */
   readonly request_id?: string | undefined;
 }
@@ -355,8 +357,8 @@ export interface StatusRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * List the live streams too: all of them for the operator, for others those of clients with the
-   * key of this one, for a user of a gateway those of its own session. Default: false.
+   * List the live streams too. The operator gets all of them, a user of a gateway those of its own
+   * session, and any other client those of clients with its key. Default: false.
    */
   readonly streams?: boolean | undefined;
   /** List those of this session only, whoever asks. Default: false. */
@@ -869,7 +871,7 @@ export function readStatus(sent: Sent<Status, "counters" | "live" | "metrics">):
 export interface TokenizerFiles {
   /** As in `ModelInfo`. */
   readonly fingerprint: string;
-  /** What the tokenizers library reads (`tokenizer.json`); up to some 20 MB. */
+  /** The file that the tokenizers library reads (`tokenizer.json`); up to some 20 MB. */
   readonly json: string;
   /** A Jinja template, as transformers has it; empty: the model has none. */
   readonly chat_template: string;
