@@ -128,8 +128,8 @@ def pre_process_answer(result: bytes) -> Answer:
 
 
 def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
-    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens; ``masked``: it has
-    given a mask before."""
+    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens; ``masked``: it
+    has given a mask before."""
     said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP
