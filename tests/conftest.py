@@ -1,4 +1,4 @@
-"""What tests of several folders share: one running bus with the embedded model.
+"""Fixtures of tests of several folders: one running bus with the embedded model.
 
 Test processes share the cores, so that each has one thread for torch, and so have the workers that
 it starts.
@@ -151,7 +151,7 @@ def client(bus: Bus) -> Iterator[Client]:
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """What asynchronous tests run on."""
+    """The event loop of asynchronous tests."""
     return "asyncio"
 
 

@@ -23,6 +23,7 @@ def examples(ci: int) -> int:
 
 
 def rounds(ci: int, long: int) -> int:
-    """The number of rounds of a test that is no property of hypothesis's; it is marked ``long``."""
+    """The number of rounds of a test that is not a property of hypothesis's; it is marked
+    ``long``."""
     assert settings.default is not None
     return long if settings.default.max_examples >= LONG_EXAMPLES else ci

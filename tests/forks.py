@@ -38,7 +38,7 @@ IMPORTS = {
         "tokenbus.workers.controller.python",
     ),
 }
-"""What the server of a module imports: what the module itself would."""
+"""The imports of the server of a module: those of the module itself."""
 
 OWN = ("TOKENBUS_", "PYTEST_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Beginnings of the environment's names that no library reads for good when it is imported. (The

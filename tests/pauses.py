@@ -2,8 +2,9 @@
 
 ``python -m tests.pauses make test``, or ``make test-paused``. A machine on which any process may
 stand still at any moment gives every order of events that a slow or a busy one gives, and gives it
-sooner: a test that relies on one order fails. What is stopped when, and for how long, is in the
-log. A test that stops a process itself can fail as that is continued from here.
+sooner: a test that relies on one order fails. The log says which process is
+stopped when, and for how long. A test that stops a process itself can fail as that is continued
+from here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 import psutil
 
 MARK = "PAUSED_TESTS"
-"""The variable by which the processes of the command are told from all others."""
+"""The variable by which the processes of the command are distinguished from all others."""
 INTERVAL_S = 0.1
 STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE}
 

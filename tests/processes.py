@@ -23,7 +23,7 @@ from tokenbus.clients import Client, TokenbusError
 from . import forks
 
 KV_CACHE_BYTES = 256 * 2**20
-"""Of a GPU worker that says nothing else: enough for 80,000 tokens of the embedded model. All of it
+"""The default of a GPU worker: enough for 80,000 tokens of the embedded model. All of it
 is written when it is made."""
 
 LASTING: dict[str, object] = {
@@ -89,7 +89,7 @@ class Process:
 
     @property
     def log(self) -> str:
-        """What it has logged."""
+        """Its log."""
         return self._log.read_text()
 
     def send(self, number: signal.Signals) -> None:
@@ -210,7 +210,7 @@ class Bus:
         return Client(self.front, patience_s=patience_s)
 
     def wait_for_models(self, *models: str, workers: int = 1, seconds: float = 300.0) -> None:
-        """Waits until so many workers serve all of these models."""
+        """Waits until this many workers serve all of these models."""
         with self.client() as client:
 
             def ready() -> bool:

@@ -17,8 +17,8 @@ import pytest
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 """The audit events of a process that starts; ``multiprocessing`` has none for its own."""
 INCIDENTAL = frozenset({"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"})
-"""What the standard library and torch run on their own account, to look for a shared library or to
-name the processor."""
+"""Programs that the standard library and torch run on their own account, to look for a shared
+library or to name the processor."""
 COMPILER = "tokenbus.workers.controller.backends.compiling.process"
 """A pattern that takes more than some milliseconds is compiled in this process: whether a test has
 one depends on the machine."""

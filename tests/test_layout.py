@@ -36,7 +36,7 @@ ALLOWED = {
         "workers/state",
     },
 }
-"""What each folder may import, besides itself."""
+"""The imports that each folder may have, besides itself."""
 
 LAZY = {
     ("clients/cli", "grammars"),

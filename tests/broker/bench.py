@@ -82,11 +82,11 @@ class Bench:
             self.sent += self.broker.tick(self.now)
 
     def to_client(self, name: str) -> list[tuple[str, Any]]:
-        """What was sent to a client since the last call."""
+        """The messages sent to a client since the last call."""
         return self._take([], name)
 
     def to_worker(self, name: str) -> list[tuple[str, Header]]:
-        """What was sent to a worker since the last call, without heartbeats."""
+        """The messages sent to a worker since the last call, without heartbeats."""
         mine = [m for m in self.sent if m.side is Side.BACK and m.peer == peer_of(name)]
         self.sent = [m for m in self.sent if m not in mine]
         found = [(m.frames[0].decode(), decode_header(m.frames[1])) for m in mine]

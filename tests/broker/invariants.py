@@ -1,4 +1,4 @@
-"""What always holds of the broker's tables, after each event."""
+"""The invariants of the broker's tables, after each event."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """``timeout_s`` holds wherever a request is: queued, at its worker, without one, under an earlier
-run of the broker. (What a worker does with the CANCEL is tested with the workers.)"""
+run of the broker. (The effect of the CANCEL at a worker is tested with the workers.)"""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: 
 
 
 def test_while_its_worker_is_silent(bench: Bench) -> None:
-    """What was lost while it was to end does not move."""
+    """A stream that is lost while it ends does not move."""
     bench.worker("a")
     bench.worker("b")
     begin(bench)
@@ -140,7 +140,7 @@ def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench
 
 @pytest.mark.parametrize("age_s", [1.0, 60.0])
 def test_while_its_broker_was_away(bench: Bench, age_s: float) -> None:
-    """It counts from its arrival at the broker of then."""
+    """It counts from its arrival at its first broker."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
     [session] = bench.broker.session_table
     after = Bench(recover_s=30.0, expiry_s=1000.0, session_grace_s=1000.0)

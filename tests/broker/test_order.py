@@ -1,4 +1,4 @@
-"""What the broker sends a peer arrives in the order in which its core has made it."""
+"""The broker's messages to a peer arrive in the order in which its core has made them."""
 
 from __future__ import annotations
 

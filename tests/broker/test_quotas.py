@@ -1,4 +1,4 @@
-"""What a tenant may use, over all of its sessions; other tenants are not concerned."""
+"""The quotas of a tenant, over all of its sessions; other tenants are not concerned."""
 
 from __future__ import annotations
 

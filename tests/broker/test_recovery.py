@@ -100,7 +100,7 @@ def begun(bench: Bench, *streams: int) -> None:
 
 
 def lost(bench: Bench) -> list[Lost]:
-    """What the GPU worker was told about controllers that cannot begin."""
+    """The messages to the GPU worker about controllers that cannot begin."""
     mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of("gpu")]
     found = [message for message in mine if message.frames[0] == b"LOST"]
     return [msgspec.msgpack.decode(message.frames[2], type=Lost) for message in found]

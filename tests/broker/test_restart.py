@@ -80,7 +80,7 @@ class GpuWorker(Peer):
         super().__init__(world, name, Side.BACK)
         self.role = role
         self.drops = True
-        """Whether it drops what it is told to; a busy one does so only later."""
+        """Whether it drops the requests that it should drop; a busy one does so only later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)

@@ -24,7 +24,7 @@ from tokenbus.protocol.worker_messages import (
 from .bench import Bench, generate, peer_of
 
 TOKEN = "0123456789abcdef" * 2
-"""Of a session that began at another broker."""
+"""A session that began at another broker."""
 SESSION = session_id(TOKEN)
 REQUEST = (7 << 32) + 1
 """A request that the other broker has numbered."""

@@ -1,4 +1,4 @@
-"""What one tenant has is out of another's reach: two clients with keys, over real sockets."""
+"""One tenant's objects are out of another's reach: two clients with keys, over real sockets."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Move:
 
 @dataclass
 class Notes:
-    """What the clients noted besides the outcomes."""
+    """Notes of the clients besides the outcomes."""
 
     moves: list[Move] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)

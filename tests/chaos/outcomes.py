@@ -1,4 +1,4 @@
-"""What came of a request, and how two outcomes of it differ."""
+"""The outcome of a request, and how two outcomes of it differ."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Outcome:
-    """What a client has at the end of a request."""
+    """A client's result at the end of a request."""
 
     parts: dict[str, Any] = field(default_factory=dict)
-    """What must be equal."""
+    """The fields that must be equal."""
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    """What must be equal but for the last bits."""
+    """The fields that must be equal but for the last bits."""
     error: str | None = None
 
     def difference(self, other: Outcome) -> str | None:
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def size(self) -> int:
-        """Of all sequences: how many tokens they have."""
+        """The number of tokens of all sequences."""
         return sum(len(part) for name, part in self.parts.items() if name.endswith("tokens"))
 
 
@@ -118,7 +118,7 @@ def _numbers(value: Any) -> list[float]:
 def _join(pieces: list[dict[str, Any]], choice: dict[str, Any]) -> None:
     """Adds a choice of a chunk to those before it.
 
-    What is the last chunk's own (the finish reason, the receipt) may come with text or after it.
+    The last chunk's own fields (the finish reason, the receipt) may come with text or after it.
     """
     text, before = _only_text(choice), _only_text(pieces[-1]) if pieces else None
     if text is None or before is None:

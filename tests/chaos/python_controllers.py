@@ -121,4 +121,4 @@ survey.tokenbus_name = "survey"  # type: ignore[attr-defined]
 meeting.tokenbus_name = "meeting"  # type: ignore[attr-defined]
 
 SERVED = ("Alternating", "Pair", "survey", "meeting")
-"""What the workers are started with."""
+"""The environment and arguments of the workers."""

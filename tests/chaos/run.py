@@ -29,7 +29,7 @@ RECOVER_S = 30.0
 
 @dataclass
 class Report:
-    """What a run has shown."""
+    """The results of a run."""
 
     seed: int
     kinds: Sequence[str]
@@ -39,7 +39,7 @@ class Report:
     """When, and to which slot."""
     notes: Notes = field(default_factory=Notes)
     failures: list[str] = field(default_factory=list)
-    """What was lost, came twice, hung, failed, or was sent again from its beginning."""
+    """Streams that were lost, came twice, hung, failed, or were sent again from its beginning."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ async def run(
     """Runs the requests undisturbed, and then under blows, for a time or a number of blows.
 
     ``patient``: the next blow waits until every stream has gone on since the last one. ``only``:
-    the requests whose names match this. ``undisturbed``: so many rounds without
+    the requests whose names match this. ``undisturbed``: this many rounds without
     blows, which must be equal. ``between_s``: between two blows. ``only_kills``: no process is
     stopped.
     """

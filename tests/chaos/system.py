@@ -29,7 +29,7 @@ SETTINGS: dict[str, object] = {
     "controller_post_ms": 1000,
     "controller_init_ms": 20_000,
 }
-"""What concerns liveness has its default, unless it is given."""
+"""Settings of liveness have their defaults, unless they are given."""
 
 
 class Slot:
@@ -57,7 +57,7 @@ class Slot:
         self._continue_at: float | None = None
         self._started = 0.0
         self.pids: dict[int, None] = {}
-        """Of all processes that it has had."""
+        """The ids of all processes that it has had."""
         self.process = self._start()
 
     def _start(self) -> Process:
@@ -101,7 +101,7 @@ class Slot:
 
     @property
     def log(self) -> str:
-        """What its processes have logged."""
+        """The logs of its processes."""
         return self._log.read_text() if self._log.exists() else ""
 
 

@@ -1,7 +1,7 @@
 """The requests: one hundred and some, of every kind, whose outcomes depend on no race.
 
-What would depend on one, and is left out: who appends to a variable first and is then read in that
-order, how often a compare-and-set is tried, how often a suspended sequence is woken.
+Events that would depend on one are left out: who appends to a variable first and is then read in
+that order, how often a compare-and-set is tried, how often a suspended sequence is woken.
 
 Logits have other last bits in a batch of another shape, which can decide between two tokens that
 are as good as each other: no request comes to such a place (``close_calls.py``).
@@ -21,7 +21,8 @@ from ..workers.controller.wasm.aici_guests import compile_rust, puppet
 from ..workers.controller.wasm.guests import SDK, compile_guest
 
 VARIANTS: dict[str, int] = {}
-"""Of requests that came to a place where the last bits decide: another prompt, and another seed."""
+"""For requests that came to a place where the last bits decide: another prompt, and another
+seed."""
 
 Door = Literal["bus", "score", "completions", "chat"]
 GUESTS = Path(__file__).parent / "guests"
@@ -71,7 +72,7 @@ class Workload:
     """One request, and the door through which it goes."""
 
     name: str
-    """Of its kind, with a number."""
+    """A name of its kind, with a number."""
     door: Door = "bus"
     options: dict[str, Any] = field(default_factory=dict)
     """Of ``generate``, or the further fields of the body over HTTP."""

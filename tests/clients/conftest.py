@@ -1,4 +1,4 @@
-"""What tests of several clients share."""
+"""Fixtures of the tests of several clients."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class World:
         self.session.on_frames([word.encode(), msgspec.msgpack.encode(body)], self.now)
 
     def state(self) -> list[Any]:
-        """What the calls know of themselves."""
+        """The state of the calls themselves."""
         self.session._settle()
         return [
             (c.received, c.came, c.seen, c.heard, c.failed_at, c.over, c.number) for c in self.calls

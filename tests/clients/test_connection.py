@@ -1,4 +1,4 @@
-"""What ends a client's connection for good also ends the waits of its callers."""
+"""An error that ends a client's connection for good also ends the waits of its callers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print(len(client.status().workers))
 
 
 def output(code: str, bus: Bus) -> list[str]:
-    """What a program prints, in a process of its own: the context is that of all its sockets."""
+    """The output of a program, in a process of its own: the context is that of all its sockets."""
     done = subprocess.run(
         [sys.executable, "-c", code, bus.front],
         capture_output=True,

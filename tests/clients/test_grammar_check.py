@@ -53,7 +53,7 @@ def give(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """What is printed."""
+    """The printed lines."""
     return capsys
 
 

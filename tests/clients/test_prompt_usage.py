@@ -20,7 +20,7 @@ def unseen(length: int) -> list[int]:
 
 
 def usage(entries: list[Token]) -> tuple[int, int]:
-    """Of a stream; checks that only its first entry has it."""
+    """The usage of a stream; checks that only its first entry has it."""
     first, *rest = entries
     assert not any(entry.prompt_tokens or entry.cached_tokens for entry in rest)
     return first.prompt_tokens, first.cached_tokens

@@ -56,12 +56,12 @@ class Bench:
             self.session.on_time(self.now)
 
     def sent(self) -> list[tuple[str, Any]]:
-        """What it sent since the last look."""
+        """Messages that it sent since the last look."""
         taken, self.session.outgoing = self.session.outgoing, []
         return [(f[0].decode(), _decode(f[1])) for f in taken]
 
     def events(self, call: Call) -> list[Event]:
-        """What a call got since the last look."""
+        """Events that a call got since the last look."""
         ready = [part for part in self.session.ready if not isinstance(part, Step)]
         assert len(ready) == len(self.session.ready), "this broker sends no columns"
         self.session.ready = [(c, e) for c, e in ready if c is not call]

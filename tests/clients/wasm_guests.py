@@ -66,7 +66,7 @@ BIASED = guest(
 
 def endless(after: int) -> bytes:
     """A controller that takes back two tokens and appends one in each other round from one on: the
-    stream has hardly more than so many tokens, and does not end however slow its client is."""
+    stream has hardly more than this many tokens, and does not end however slow its client is."""
     return guest(
         mid=f"""(if (i32.and (i32.ge_u (global.get $round) (i32.const {after}))
             (i32.and (global.get $round) (i32.const 1))) (then

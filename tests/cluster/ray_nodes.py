@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 PATIENCE_S = 300.0
 STORE_BYTES = 80 * 2**20
-"""Of each node's object store, which is not used: the least that Ray takes."""
+"""The size of each node's object store, which is not used: the least that Ray takes."""
 STREAMS = 6
 OPTIONS: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True}
 STEERED: dict[str, Any] = {
@@ -83,7 +83,7 @@ class RayCluster:
         }
 
     def report(self, actor: Any) -> Report | None:
-        """What an actor reports; None while it is not there."""
+        """The report of an actor; None while it is not there."""
         try:
             return Report(*self._ray.get(actor.report.remote(), timeout=5.0))
         except (self._ray.exceptions.RayError, TimeoutError):
@@ -136,7 +136,7 @@ class Placed:
         return self.keeper
 
     def wait_for(self, gpu: int, controller: int) -> None:
-        """Waits until so many workers of each kind are ready."""
+        """Waits until this many workers of each kind are ready."""
 
         until(
             lambda: (self.ready("gpu"), self.ready("controller")) == (gpu, controller),

@@ -1,4 +1,4 @@
-"""What an actor in a Ray cluster does with its worker's process, without the cluster."""
+"""The treatment by an actor in a Ray cluster of its worker's process, without the cluster."""
 
 from __future__ import annotations
 

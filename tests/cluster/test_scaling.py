@@ -23,7 +23,7 @@ def scaling(least: int = 2, most: int = 16) -> Scaling:
 
 
 def status(*workers: tuple[str, int, float], queued: int = 0) -> Status:
-    """Of workers by role, requests and rounds that wait."""
+    """A status with workers by role, requests and rounds that wait."""
     return Status(
         version="1",
         uptime_s=1.0,

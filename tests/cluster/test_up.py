@@ -16,7 +16,7 @@ from tokenbus.protocol.settings import Settings, resolve
 
 
 def flags(*arguments: str) -> dict[str, Any]:
-    """What ``tokenbus up`` makes of its flags, as settings."""
+    """The settings that ``tokenbus up`` makes of its flags, as settings."""
     parser = argparse.ArgumentParser()
     add_commands(parser.add_subparsers())
     names = Settings.__struct_fields__

@@ -31,7 +31,7 @@ class LocalPod:
     def __init__(
         self, overlay: str, spec: Object, made: Mapping[tuple[str, str], Object], folder: Path
     ) -> None:
-        """``made``: Secrets and ConfigMaps that are no part of the overlay, by kind and name."""
+        """``made``: Secrets and ConfigMaps that do not belong to the overlay, by kind and name."""
         self._overlay = overlay
         self._spec = spec
         self._folder = folder

@@ -19,7 +19,7 @@ def instructions(name: str) -> list[str]:
 
 
 def copied() -> set[str]:
-    """What of the tree is copied into the image."""
+    """The part of the tree that is copied into the image."""
     sources = [line.split()[:-1] for line in instructions("COPY") if "--from" not in line]
     return {source for line in sources for source in line}
 

@@ -42,7 +42,7 @@ MADE_BY_HAND = {
     "configMap": {"tokenbus-clients", "tokenbus-workers"},
     "claimName": {"tokenbus-models"},
 }
-"""What is no part of the manifests: secrets.sh makes the first two (its test has their names)."""
+"""Objects outside the manifests: secrets.sh makes the first two (its test has their names)."""
 
 
 def settings_of(overlay: str, container: Object) -> Settings:

@@ -1,4 +1,4 @@
-"""What the manifests say works: keys, commands, probes and signals, with real processes."""
+"""The manifests work: keys, commands, probes and signals, with real processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def api_key(keys: tuple[Path, Path]) -> str:
 
 @pytest.fixture(scope="module")
 def made(processes: None, keys: tuple[Path, Path], api_key: str) -> dict[tuple[str, str], Object]:
-    """What secrets.sh makes of them, by kind and name."""
+    """The objects that secrets.sh makes of them, by kind and name."""
     path = f"{Path(kubectl()).parent}:{os.environ['PATH']}"
     text = subprocess.run(
         [FOLDER / "secrets.sh", *keys],

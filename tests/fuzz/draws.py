@@ -1,4 +1,4 @@
-"""What a fuzz target makes of the bytes of an input: numbers, choices and frames."""
+"""The values that a fuzz target makes of the bytes of an input: numbers, choices and frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Draws:
         return len(self._data) - self._at
 
     def take(self, size: int) -> bytes:
-        """The next so many bytes, or what is left of them."""
+        """The next this many bytes, or what is left of them."""
         taken = self._data[self._at : self._at + size]
         self._at += len(taken)
         return taken
@@ -34,7 +34,7 @@ class Draws:
         return self.take(self.left)
 
     def number(self, size: int = 1) -> int:
-        """A number of so many bytes, little-endian."""
+        """A number of this many bytes, little-endian."""
         if size == 1:
             at = self._at
             if at >= len(self._data):
@@ -52,7 +52,7 @@ class Draws:
         return choices[self._data[at] % len(choices)]
 
     def frame(self) -> bytes:
-        """A size of two bytes, and so many bytes."""
+        """A size of two bytes, and this many bytes."""
         size = self.number(2)
         return self.rest() if size == LONG else self.take(size)
 

@@ -10,7 +10,7 @@ from .target import Target
 
 
 def inputs(target: Target, count: int) -> Iterator[bytes]:
-    """The corpus of a target, and so many mutations of it: the same ones in each run."""
+    """The corpus of a target, and this many mutations of it: the same ones in each run."""
     corpus = list(target.corpus())
     yield from corpus
     yield from islice(mutated(corpus, target.words, Random(len(corpus))), count)

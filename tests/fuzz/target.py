@@ -1,4 +1,4 @@
-"""What a fuzz target is."""
+"""The definition of a fuzz target."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Target(NamedTuple):
 
     run: Callable[[bytes], None]
     """Raises where the code fails, or where what it promises of its result does not hold. The
-    errors that it documents are no failure."""
+    errors that it documents are not failures."""
     corpus: Callable[[], Iterable[bytes]]
     """Inputs, most of them valid; the same ones in each run."""
     words: tuple[bytes, ...] = ()
-    """What mutations insert: keywords of the format."""
+    """Texts that mutations insert: keywords of the format."""
     most_bytes: int = 4096
     """The size of an input at most: of one that is a sequence of events, as many as are played."""

@@ -1,4 +1,4 @@
-"""What fuzzing has found, each as the smallest case that failed."""
+"""The findings of fuzzing, each as the smallest case that failed."""
 
 from __future__ import annotations
 

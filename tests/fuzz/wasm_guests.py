@@ -62,7 +62,7 @@ JSON = (
 _PLACES = [BLOCK + 64 + sum(map(len, JSON[:i])) for i in range(len(JSON))]
 _EDGES = (0, 1, 4, 64, 255, 256, SCRIPT, 65_532, 65_536, 2**31, 2**32 - 4, 2**32 - 1)
 ADDRESSES = (*_EDGES, *_PLACES, *map(len, JSON))
-"""What arguments are made of: edges of the memory, and where texts lie and how long they are."""
+"""The parts of arguments: edges of the memory, and where texts lie and how long they are."""
 
 
 def _module(abi: Abi) -> str:

@@ -4,7 +4,7 @@ from the textbook, and with nothing in common with what is tested."""
 from __future__ import annotations
 
 Rules = dict[str, list[tuple[str, ...]]]
-"""Alternatives by rule. A symbol that is no key is a terminal, one character long."""
+"""Alternatives by rule. A symbol that is not a key is a terminal, one character long."""
 Item = tuple[str, tuple[str, ...], int, int]
 """Rule, alternative, dot, and the set where it began."""
 Ahead = tuple[str, tuple[str, ...], int, str]
@@ -131,7 +131,7 @@ def is_lr1(rules: Rules, start: str) -> bool:
 
 
 def first_of(symbols: tuple[str, ...], first: dict[str, set[str]], empty: set[str]) -> set[str]:
-    """What can start a sequence of symbols."""
+    """The terminals that can start a sequence of symbols."""
     found: set[str] = set()
     for symbol in symbols:
         found |= first.get(symbol, {symbol})

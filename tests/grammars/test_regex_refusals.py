@@ -1,4 +1,5 @@
-"""What no automaton can do is refused by name and place, and what grows ends within its bounds."""
+"""A construct that no automaton can do is refused by name and place, and a pattern that grows ends
+within its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a grammar is said with line, column and what was expected."""
+"""Errors of a grammar have line, column and what was expected."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def declarations() -> CompiledGrammar:
 
 
 def refused_at(grammar: CompiledGrammar, text: str) -> int | None:
-    """How many bytes of a text that is no sentence could stand; None for a sentence."""
+    """How many bytes of a text that is not a sentence could stand; None for a sentence."""
     refusal = check_text(grammar, text.encode())
     return None if refusal is None else refusal.offset
 

@@ -107,7 +107,7 @@ class Client:
         self._send()
 
     def receive(self, most: int) -> int:
-        """Up to so many messages of the broker arrive; how many did."""
+        """Up to this many messages of the broker arrive; how many did."""
         count = 0
         while count < most and self.pipe.down:
             self.session.on_frames(self.pipe.down.popleft(), self._network.now)

@@ -139,7 +139,7 @@ class Network:
             self.pipes.remove(pipe)
 
     def arrive(self, pipe: Pipe, most: int) -> int:
-        """Up to so many messages of a connection arrive at the broker; how many did."""
+        """Up to this many messages of a connection arrive at the broker; how many did."""
         count = 0
         while count < most and pipe.up and self.broker is not None and not self.stopped:
             if self._connected.get(pipe.peer) is not pipe:

@@ -1,4 +1,4 @@
-"""What a stream of the simulated model is: its tokens follow from its request alone."""
+"""A stream of the simulated model: its tokens follow from its request alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Links that are cut for a while, in simulated time: nothing passes, and no connection is seen to
-close. What was computed meanwhile is not computed again."""
+close. Tokens that were computed meanwhile are not computed again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(world: World, seconds: float) -> None:
 
 
 def cut(world: World, seconds: float, *ends: GpuWorker | Client) -> None:
-    """The link to these is cut for so many seconds, and all that can come back does."""
+    """The link to these is cut for this many seconds, and all that can come back does."""
     for end in ends:
         end.pipe.cut = True
     run(world, seconds)

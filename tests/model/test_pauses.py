@@ -17,7 +17,7 @@ STREAMS = 4
 LENGTH = 10_000
 """More than is read here."""
 MOVE_S = 2 * TICK_S
-"""What a move takes in simulated time: the tick in which it is noticed, and the next one."""
+"""The duration of a move in simulated time: the tick in which it is noticed, and the next one."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def pauses(world: World, seconds: float, go_on: Callable[[], None]) -> list[float]:
-    """The longest pause of each stream, where something stands still for so many seconds."""
+    """The longest pause of each stream, where something stands still for this many seconds."""
     last = {reader: (world.network.now, reader.next[0]) for reader in world.readers()}
     longest = dict.fromkeys(last, 0.0)
 

@@ -116,7 +116,7 @@ class Streams(RuleBasedStateMachine):
             logging.disable(logging.NOTSET)
 
     def check(self, reader: Reader) -> None:
-        """What must hold of a stream that has ended."""
+        """The invariants of a stream that has ended."""
         if reader.error is not None:
             killer = reader.error.code == Code.QUARANTINED and self.deaths >= 2
             assert killer, f"a stream ended with {reader.error}"

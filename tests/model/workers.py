@@ -43,7 +43,7 @@ def _encoding(flags: int) -> Encoding:
 
 
 class Carrier:
-    """What carries a worker's messages, in place of a socket with a thread."""
+    """The carrier of a worker's messages, in place of a socket with a thread."""
 
     def __init__(self, network: Network, peer: Peer) -> None:
         self._network = network
@@ -68,7 +68,7 @@ class Carrier:
         self.turn(0)
 
     def turn(self, most: int) -> int:
-        """A turn of the bus thread: takes up to so many messages, and sends; how many it took."""
+        """A turn of the bus thread: takes up to this many messages, and sends; how many it took."""
         pipe, now = self.pipe, self._network.now
         assert pipe is not None
         taken = [pipe.down.popleft() for _ in range(min(most, len(pipe.down)))]
@@ -109,7 +109,7 @@ class Stream:
 
 
 class Worker:
-    """What simulated workers share."""
+    """The state that simulated workers share."""
 
     role = ""
 

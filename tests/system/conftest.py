@@ -1,4 +1,4 @@
-"""What the tests of whole systems share."""
+"""Fixtures of the tests of whole systems."""
 
 from __future__ import annotations
 

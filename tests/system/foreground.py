@@ -58,7 +58,7 @@ class Foreground:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         return self._output.read_text()
 
     @property

@@ -1,7 +1,8 @@
-"""What the model writes under the library's grammars, parsers that others wrote take.
+"""Texts of the model under the library's grammars: parsers that others wrote take them.
 
 Samples of each, at temperature 1.5: at least half end by themselves, and of these all parse.
-What a parser refuses for another reason than syntax is taken out of its way here, with the reason.
+Code that a parser refuses for another reason than syntax is taken out of its way here, with the
+reason.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def judge_json(text: str) -> None:
 
 
 def judge_python(text: str) -> None:
-    """Raises where ``ast`` refuses it. Its warnings, as of ``"\\d"`` or ``1()``, are no refusal."""
+    """Raises where ``ast`` refuses it. Its warnings, as of ``"\\d"`` or ``1()``, are not a
+    refusal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ast.parse(text.strip(), mode="eval")
@@ -97,7 +99,7 @@ def judge_email(text: str) -> None:
 
 
 class AnyCall(Parser):
-    """Takes a call of any name with any arguments: which functions there are is no syntax."""
+    """Takes a call of any name with any arguments: which functions there are is not syntax."""
 
     FUNCTIONS = {}
     FUNCTION_PARSERS = {"CAST": Parser.FUNCTION_PARSERS["CAST"]}

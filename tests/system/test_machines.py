@@ -29,7 +29,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return ++rounds > TOKENS ? tb_stop() : tb_sample(mask);
 }
 """
-"""Stops after so many tokens."""
+"""Stops after this many tokens."""
 TIMEOUT_S = 300.0
 
 
@@ -57,7 +57,7 @@ class Machines:
         self.second = bus.folder / "second"
 
     def tokens(self, client: Client, controller: str) -> int:
-        """Of a stream with this controller."""
+        """The tokens of a stream with this controller."""
         stream = client.generate(
             [40, 41, 42], controller=controller, max_tokens=9, ignore_eos=True, timeout_s=TIMEOUT_S
         )

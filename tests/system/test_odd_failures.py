@@ -1,5 +1,6 @@
-"""What no supervisor restarts away: a full disk, a clock that jumps, a deleted run directory, no
-descriptors left, a broker that stands still. Streams that run go on, and end as undisturbed ones.
+"""Failures that a restart does not end: a full disk, a clock that jumps, a deleted run directory,
+no descriptors left, a broker that stands still. Streams that run go on, and end as undisturbed
+ones.
 
 All processes of this file have 64 descriptors each, and a wall clock that the test sets.
 """
@@ -101,7 +102,7 @@ class System:
         return process
 
     def load(self, role: str) -> dict[str, float]:
-        """What the worker of a role reports of itself."""
+        """The report of the worker of a role."""
         return next(w.load for w in self.client.status().workers if w.role == role)
 
     def stream(self, controller: str | None, client: Client | None = None, **more: Any) -> Stream:

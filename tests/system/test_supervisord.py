@@ -31,7 +31,7 @@ CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
 
 @pytest.fixture
 def checkout(folder: Path) -> Path:
-    """What supervisord sees of a checkout, with ports of its own for clients."""
+    """A checkout for supervisord, with ports of its own for clients."""
     tracked = subprocess.check_output(
         ["git", "ls-files", "supervisord.conf", "run"], cwd=ROOT, text=True
     )
@@ -80,7 +80,7 @@ def supervisord(checkout: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ctl(checkout: Path, *arguments: str) -> str:
-    """What supervisorctl prints."""
+    """The output of supervisorctl."""
     done = subprocess.run(
         [BIN / "supervisorctl", "-c", "supervisord.conf", *arguments],
         cwd=checkout,

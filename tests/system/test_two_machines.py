@@ -39,7 +39,7 @@ FORKS = guest(
 )
 """Forks after its third token, into three."""
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 7, "ignore_eos": True}
-"""Of few tokens, as logits have other last bits in a batch of another shape."""
+"""Prompts of few tokens, as logits have other last bits in a batch of another shape."""
 STEERED = {"text": False, "retry_s": 0}
 """A step of these takes four times the link's delay, and more with variables."""
 FREE_STREAMS: dict[str, dict[str, Any]] = {
@@ -215,7 +215,7 @@ def system() -> Iterator[System]:
 
 @pytest.fixture(scope="module")
 def undisturbed(system: System) -> dict[str, Any]:
-    """What comes of each stream where the link is a good one."""
+    """The outcome of each stream where the link is a good one."""
     streams = CONTROLLED | FREE_STREAMS | NEW
     system.client.do("submit", streams=streams)
     outcomes = system.client.do("end", streams=list(streams))

@@ -1,4 +1,4 @@
-"""What is shown of each process of a system."""
+"""The display of each process of a system."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Machine:
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        """What it starts inherits its namespaces."""
+        """Its child processes inherit its namespaces."""
         try:
             self.tun = self.run(self._enter)
         except BaseException:

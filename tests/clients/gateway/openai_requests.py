@@ -1,4 +1,4 @@
-"""What the tests of the OpenAI-compatible door share."""
+"""Shared by the tests of the OpenAI-compatible interface."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from ...workers.controller.wasm.aici_guests import puppet
 
 PROMPT = "def add("
 EARLIER = {"model": "", "prompt": PROMPT, "n": 1, "stream": True, "temperature": 0.0}
-"""What clients of the earlier form always send."""
+"""Fields that clients of the earlier form always send."""
 FORM = pytest.mark.parametrize("path", ["controllers", "aici_modules"])
 
 
 @dataclass
 class Read:
-    """What a client has read of a run."""
+    """The events that a client has read of a run."""
 
     head: dict[str, Any] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)

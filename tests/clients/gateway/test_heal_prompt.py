@@ -31,7 +31,7 @@ class Healed:
         assert whole[:at] == self.prompt[:at]
         assert whole[at] != self.prompt[at]
         self.wanted = whole[at]
-        """What the tokenizer has where the prompt's last token is."""
+        """The tokens of the vocabulary where the prompt's last token is."""
         self.rest = tokenizer.decode(whole[: at + 1]).removeprefix(PROMPT)
         assert self.rest
         self.options: dict[str, Any] = {

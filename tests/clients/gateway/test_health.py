@@ -129,7 +129,7 @@ class Load:
             thread.start()
 
     def wait_for_more(self, each: int) -> None:
-        """Waits until each thread has had so many more answers."""
+        """Waits until each thread has had this many more answers."""
         wanted = {name: count + each for name, count in self.done.items()}
         until(
             lambda: self.failures or all(self.done[n] >= count for n, count in wanted.items()),

@@ -1,4 +1,4 @@
-"""What is counted where, and how the gateway shows it: without a system."""
+"""The places of the counters, and how the gateway shows it: without a system."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def after_heartbeats(door: Gateway, ended: float, rounds: float = 0) -> Samples:
-    """A scrape when the workers have reported so many ended requests, and rounds."""
+    """A scrape when the workers have reported this many ended requests, and rounds."""
     found: list[Samples] = []
 
     def reported() -> bool:

@@ -418,7 +418,7 @@ def test_a_body_that_is_not_one_is_refused(gateway: Gateway) -> None:
 
 
 def request_head(gateway: Gateway, length: int) -> bytes:
-    """What is answered to a body of which only the length was sent."""
+    """The answer to a body of which only the length was sent."""
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=300) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"

@@ -1,4 +1,4 @@
-"""What the users of one gateway have open: none takes all, and who has too much gets a 429."""
+"""The open requests of a gateway's users: none takes all, and who has too much gets a 429."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ WIDE = Limits(init_s=10.0, pre_s=1.0, mid_s=1.0, post_s=1.0)
 
 @dataclass
 class Life:
-    """What a sequence has become."""
+    """The state of a sequence."""
 
     tokens: list[int] = field(default_factory=list)
     """Beyond its prompt."""
@@ -37,20 +37,20 @@ class Life:
     end: str = ""
     last: bool = False
     masks: list[bytes | None] = field(default_factory=list)
-    """Of its samples."""
+    """The positions of its samples."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
     """Both as tokens have carried them."""
     noted_logs: str = ""
     noted_storage: list[Any] = field(default_factory=list)
-    """Of results since then."""
+    """The results since then."""
     carried: tuple[int, int] = (0, 0)
     """How much of its logs and writes its tokens had carried when the last one was sampled."""
     given: tuple[int, int] = (0, 0)
     """How much of them its controller gives again."""
     suspended: bool = False
     resume: Life | None = None
-    """What it was at its resume point."""
+    """Its state at its resume point."""
 
     def carry(self) -> None:
         self.logs += self.noted_logs
@@ -102,7 +102,7 @@ class Stream:
         return self._until_cut(results, cut, ahead)
 
     def replays(self) -> list[Replay]:
-        """What the transcript says, parents before their forks."""
+        """The transcript's sequences, parents before their forks."""
         return [
             Replay(
                 seq,
@@ -257,7 +257,7 @@ class Stream:
         return results
 
     def outcome(self) -> dict[int, tuple[object, ...]]:
-        """What became of it, for a comparison."""
+        """Its outcome, for a comparison."""
         return {
             seq: (life.tokens, life.forks, life.end, life.logs, life.storage, life.masks)
             for seq, life in self.lives.items()

@@ -1,7 +1,7 @@
 """A controller that does what its argument says; served to the tests of the whole path.
 
 The argument is ``{"do": [...], "tells": true}``. ``do`` lists what to do, one after another; after
-the last everything is sampled. ``tells``: it logs what post_process is told.
+the last everything is sampled. ``tells``: it logs the arguments of post_process.
 
 ["append", tokens]            ["splice", drop, tokens]       ["sample", tokens or null]
 ["fork", [list, list, ...]]   ["suspend"]                    ["wait", variable]

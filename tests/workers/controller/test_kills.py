@@ -76,7 +76,7 @@ class System:
         [self.reference] = self.stream().wait()
 
     def with_controllers(self, count: int) -> None:
-        """Starts controller workers until there are so many."""
+        """Starts controller workers until there are this many."""
         self.controllers = [c for c in self.controllers if c.alive]
         while len(self.controllers) < count:
             self.controllers.append(self.bus.start_other("controller"))
@@ -90,7 +90,7 @@ class System:
         )
 
     def of(self, role: str) -> list[WorkerStatus]:
-        """What the broker knows of the workers of a role."""
+        """The broker's report on the workers of a role."""
         return [w for w in self.client.status().workers if w.role == role]
 
     def stream(self, controller: str = "calm", **options: Any) -> Stream:
@@ -279,7 +279,7 @@ def test_guests_that_wait_for_the_state_worker_delay_no_other_stream(system: Sys
 
 
 def _until_waiting(system: System, guests: int) -> None:
-    """Until at least so many guests wait for the state worker."""
+    """Until at least this many guests wait for the state worker."""
 
     def enough() -> bool:
         return system.of("controller")[0].load.get("waiting", 0) >= guests

@@ -46,7 +46,7 @@ class World:
         self.groups: dict[int, SequenceGroup] = {}
         self.posted: list[list[bytes]] = []
         self.num_jobs = 0
-        """Of the last STEP."""
+        """The results of the last STEP."""
         for request in range(1, GROUPS + 1):
             group = SequenceGroup(
                 request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply

@@ -395,7 +395,7 @@ def path_of(descriptor: int) -> str:
 
 @pytest.fixture
 def file() -> Iterator[Callable[[int], tuple[MaskRows, mmap.mmap]]]:
-    """Makes a file of so many rows: those of the controller worker, and the GPU worker's map."""
+    """Makes a file of this many rows: those of the controller worker, and the GPU worker's map."""
     descriptors = []
 
     def make(rows: int) -> tuple[MaskRows, mmap.mmap]:
@@ -490,7 +490,7 @@ def test_another_file_at_the_same_place_is_not_taken_for_the_first() -> None:
 
 
 class Answered:
-    """What an answer of so many parts has posted."""
+    """The messages that an answer of this many parts has posted."""
 
     def __init__(self, parts: int) -> None:
         self.results: list[Result] = []

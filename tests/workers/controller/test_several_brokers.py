@@ -38,7 +38,7 @@ def tables(worker: ControllerWorker, link: int) -> list[ModuleTable]:
 
 
 def answered(worker: ControllerWorker, ask: Callable[[ModuleCalls], object], links: int) -> None:
-    """Has a table asked for, which is answered when that has gone over so many links."""
+    """Has a table asked for, which is answered when that has gone over this many links."""
     calls = worker._module_calls
     asking = threading.Thread(target=ask, args=(calls,))
     asking.start()

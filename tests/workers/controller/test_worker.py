@@ -37,7 +37,7 @@ pytestmark = pytest.mark.process
 PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]
 Options = dict[str, Any]
-"""Of a stream, by name."""
+"""The controller of a stream, by name."""
 SEEDED: Options = {"temperature": 1.0, "seed": 11}
 SCRIPTED = "scripted:Scripted"
 EOS = 0

@@ -1,4 +1,4 @@
-"""What the tests of an engine share."""
+"""Fixtures of the tests of an engine."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def vocabulary_of(
 
 
 def script(rng: Random, longest: int) -> dict[str, Any]:
-    """What controllers do, drawn; forks fork too."""
+    """Random decisions of controllers; forks fork too."""
 
     def some(length: int, depth: int) -> list[list[Any]]:
         done: list[list[Any]] = []

@@ -59,7 +59,7 @@ def finish(loop: Loop) -> None:
 
 
 def transcript(messages: Sequence[list[Token]]) -> bytes:
-    """What a worker is given that the client has been sent these messages."""
+    """The transcript for a worker when the client has been sent these messages."""
     return encode_transcript([e for m in messages for e in m], "gpu-1", "it was killed", 0.5)
 
 

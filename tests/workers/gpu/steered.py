@@ -79,7 +79,7 @@ class Bench:
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
         self.updates: list[StepSequence] = []
-        """What the controller worker has received and not answered yet."""
+        """The messages that the controller worker has received and not answered yet."""
         self.received: dict[int, list[TokenOutput]] = {}
         """By request: what its client gets."""
         self.live: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Bench:
             self.steering.start(request, self.engine, start)
 
     def client(self, request: int) -> ClientView:
-        """What the client has received."""
+        """The messages that the client has received."""
         client = ClientView()
         client.take(self.received[request])
         return client

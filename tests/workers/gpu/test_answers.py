@@ -45,7 +45,7 @@ def fails_once(
     monkeypatch: pytest.MonkeyPatch, name: str, *, after: bool = False, requests: int = 0
 ) -> None:
     """Makes a method of the engine raise once, before or after its work: when it is next called
-    while the engine has so many requests or more."""
+    while the engine has this many requests or more."""
     real = getattr(Engine, name)
 
     def failing(self: Engine, *args: Any, **kwargs: Any) -> Any:

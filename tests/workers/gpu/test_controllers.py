@@ -43,7 +43,7 @@ _alone: dict[tuple[object, ...], list[int]] = {}
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """What a fresh engine makes of a prompt; kept."""
+    """The output of a fresh engine for a prompt; kept."""
     key = (*prompt, sampling.max_tokens, sampling.seed)
     if key not in _alone:
         _alone[key] = alone_once(embedded, prompt, sampling)

@@ -31,7 +31,7 @@ def block_bytes(embedded: LoadedModel) -> int:
 
 class Small(Protocol):
     def __call__(self, *, blocks: int, running: int = 8) -> Engine:
-        """An engine with so many blocks of KV cache and so many slots."""
+        """An engine with this many blocks of KV cache and this many slots."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is drafted, and how much: against plain searches and sums."""
+"""The drafts and their lengths: against plain searches and sums."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def digits(client: Client) -> set[int]:
 
 
 def entries(client: Client, **options: object) -> list[Token]:
-    """Of a request for digits, of which at least the first three do not end it."""
+    """The entries of a request for digits, of which at least the first three do not end it."""
     return list(
         client.generate(
             "def ",

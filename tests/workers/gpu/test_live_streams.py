@@ -42,7 +42,7 @@ class Sent:
             self.streams.add(stream)
 
     def entries(self) -> dict[int, list[Token]]:
-        """What the clients have got, by stream."""
+        """The entries that clients have got, by stream."""
         found: dict[int, list[Token]] = {}
         for frames in self.frames:
             if frames[0] == b"TOKEN":
@@ -66,7 +66,7 @@ def entries_of(body: bytes) -> list[Token]:
 
 
 class Batch:
-    """What an engine gives, for sequences of which a test says in which steps they are.
+    """The outputs of an engine, for sequences of which a test says in which steps they are.
 
     Those of the requests ``with_text`` have text, which is empty in every third step.
     """

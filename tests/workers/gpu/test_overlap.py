@@ -44,7 +44,7 @@ def run(engine: Engine) -> list[TokenOutput]:
 
 
 class Found:
-    """What each sequence gave."""
+    """The tokens of each sequence."""
 
     def __init__(self, engine: RecordingEngine, outputs: list[TokenOutput]) -> None:
         self.outputs = Outputs.of(engine, outputs)

@@ -1,4 +1,4 @@
-"""What a worker reports of its KV cache, against the content of its blocks."""
+"""A worker's report of its KV cache, against the content of its blocks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def draws(
     min_p: float = 0.0,
     first: int = 0,
 ) -> Draws:
-    """Of ``count`` rows that differ in their seed."""
+    """Draws of ``count`` rows that differ in their seed."""
     zeros = np.zeros(count, dtype=np.int64)
     return Draws(
         streams(first + np.arange(count), zeros),
@@ -114,8 +114,8 @@ def test_tokens_of_little_probability_are_drawn_as_often_as_that() -> None:
 
 
 def test_the_smallest_random_numbers_are_as_many_as_they_should_be() -> None:
-    """What decides whether an unlikely token is drawn: a limit of what the numbers can express
-    would show here."""
+    """The number that decides whether an unlikely token is drawn: a limit of what the numbers can
+    express would show here."""
     times = torch.cat([-numbers_of(1000, 4000, first=1000 * i) for i in range(5)])
     count = times.numel()
     for below in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):

@@ -101,7 +101,7 @@ def test_a_worker_that_is_stopped_ends_its_ranks(temporary: Path) -> None:
 
 
 def left_in(temporary: Path) -> list[str]:
-    """What is in a temporary folder, but for what torch keeps there for all processes."""
+    """The files in a temporary folder, except those that torch keeps there for all processes."""
     return [f.name for f in temporary.iterdir() if not f.name.startswith("torchinductor")]
 
 

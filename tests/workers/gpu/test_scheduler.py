@@ -34,7 +34,7 @@ def scheduler(blocks: int = 100, running: int = 8, room: int = 16) -> Scheduler:
 
 
 def compute(batch: Batch) -> None:
-    """What a forward does to the sequences: each that is complete gets one more token."""
+    """The effect of a forward on the sequences: each that is complete gets one more token."""
     for chunk in batch.chunks:
         chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:

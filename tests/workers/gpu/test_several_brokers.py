@@ -118,8 +118,8 @@ def test_a_controller_starts_again_behind_the_broker_that_claims_its_session(loo
 
 
 def test_what_was_decided_before_a_controller_starts_again_is_void(loop: Loop) -> None:
-    """Its client has left its broker and come back to it: the controller worker may be the one of
-    before, and has answered STEPs that it got after the end of the first START."""
+    """Its client has left its broker and come back to it: the controller worker may be
+    the earlier one, and has answered STEPs that it got after the end of the first START."""
     loop.generate(1, controller="c")
     loop.turn()
     loop.decide(1, "sample")

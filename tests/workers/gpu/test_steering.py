@@ -36,7 +36,7 @@ def engine(embedded: LoadedModel, overlap: bool) -> Engine:
 
 
 class ClientView:
-    """What a client has received, from the outputs of a request."""
+    """The text that a client has received, from the outputs of a request."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {0: []}
@@ -75,7 +75,7 @@ _alone: dict[object, list[int]] = {}
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """What a fresh engine makes of a prompt; many tests ask for the same one, made once."""
+    """The output of a fresh engine for a prompt; many tests ask for the same one, made once."""
     key = embedded.name, tuple(prompt), msgspec.json.encode(sampling), torch.get_num_threads()
     if key not in _alone:
         engine = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))

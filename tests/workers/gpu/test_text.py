@@ -24,7 +24,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], bool]:
-    """What each byte of a text brings, and whether it was stopped."""
+    """The text that each byte brings, and whether it was stopped."""
     stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop)
     output = []
     for byte in text.encode():

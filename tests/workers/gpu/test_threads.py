@@ -10,7 +10,7 @@ from tokenbus.workers.gpu.threads import LAST_TRIAL, MOST_TOKENS, ThreadChooser
 def run(
     chooser: ThreadChooser, steps: int, seconds: Callable[[int], float], num_tokens: int = 1
 ) -> list[int]:
-    """The threads of so many forwards, each of which takes ``seconds(threads)``."""
+    """The threads of this many forwards, each of which takes ``seconds(threads)``."""
     used = []
     for _ in range(steps):
         threads = chooser.choose(num_tokens)

@@ -138,7 +138,7 @@ def _step(s: Scheduler) -> None:
 
 
 def _visits_of_steps(waiting_ones: int, end_one: bool, clients: int) -> int:
-    """Fields of sequences that 50 steps read, with so many waiting and all slots taken; in each
+    """Fields of sequences that 50 steps read, with this many waiting and all slots taken; in each
     step, ``end_one``: one ends, so that another is admitted."""
     s = Scheduler(BlockManager(400, 16), 8, 64)
     for i in range(8 + waiting_ones):

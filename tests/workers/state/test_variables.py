@@ -1,4 +1,4 @@
-"""What operations on variables do: commands, versions, repetition, isolation, quotas."""
+"""Operations on variables: commands, versions, repetition, isolation, quotas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doing(storage: VariableStorage) -> Do:
 
 
 def seen(answer: VariableAnswer) -> tuple[int, bytes | None, bool]:
-    """An answer without its name, which is no error."""
+    """An answer without its name, which is not an error."""
     assert answer.error is None
     return answer.version, answer.value, answer.written
 

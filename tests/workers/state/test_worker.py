@@ -129,7 +129,7 @@ class System:
 
     @property
     def status(self) -> WorkerStatus:
-        """What the broker knows of the state worker."""
+        """The broker's report on the state worker."""
         with self.bus.client() as client:
             states = [worker for worker in client.status().workers if worker.role == "state"]
         return max(states, key=lambda worker: worker.pid == self.state.pid, default=_NOBODY)

@@ -159,7 +159,7 @@ class Walk:
         return draft
 
     def _verified(self, draft: Sequence[int]) -> list[int]:
-        """What a step chooses that verifies a draft: of its tokens those that would have been
+        """The choice of a step that verifies a draft: the draft's tokens that would have been
         chosen without it, and one more."""
         masks = [self._mask]
         if draft:

@@ -41,9 +41,9 @@ class Reference(Protocol):
 
 
 class Matches:
-    """What ``re`` matches whole: every text over some letters is tried, up to so many characters
+    """What ``re`` matches whole: every text over some letters is tried, up to this many characters
     more than ``longest`` bytes can have as the pattern has positions. A shortest way to a match
-    passes no position twice, so a prefix that none of these texts has is none of a match."""
+    passes no position twice, so a prefix that none of these texts has is not one of a match."""
 
     def __init__(self, pattern: str, letters: str, longest: int) -> None:
         positions = spelled_out(tree_of(pattern, Budget(1000, 5)))
@@ -64,7 +64,7 @@ class Matches:
 
 
 class Lexeme(NamedTuple):
-    """What a terminal of a grammar is written as: a keyword, or a regular expression."""
+    """The notation of a terminal of a grammar: a keyword, or a regular expression."""
 
     pattern: str
     is_keyword: bool
@@ -87,7 +87,7 @@ class _Place:
 class Lexed:
     """AICI's lexer before an Earley parser: the longest match up to the byte that no lexeme goes on
     with; and a byte is refused where no lexeme that can still come of it is one that the parser can
-    take. Keywords are preferred. Of the others it is the longest as written, and a newline comes
+    take. Keywords are preferred. Among the others it is the longest as written, and a newline comes
     before the text where one could; with ``declared`` it is the first, and no newline comes.
 
     Lexemes are judged by ``re`` over all texts of the first two letters up to ``MORE`` beyond

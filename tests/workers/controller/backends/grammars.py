@@ -61,7 +61,7 @@ def members(mask: bytearray) -> frozenset[int]:
 
 
 class Expected(NamedTuple):
-    """What a mask has to be."""
+    """The expected mask."""
 
     flags: int
     tokens: frozenset[int]
@@ -98,7 +98,7 @@ class Oracle:
         return [byte for byte in _BYTES if self.case.reference.allows(text + byte)]
 
     def forced(self, text: bytes) -> bytes:
-        """What must follow, as far as the reference can tell."""
+        """The bytes that must follow, as far as the reference can tell."""
         end = text
         while len(end) < self.case.reference.longest and not self.case.reference.complete(end):
             following = self.next_bytes(end)
@@ -193,7 +193,7 @@ class Bytewise(Protocol):
 
     @property
     def place(self) -> Hashable:
-        """What decides how the text can go on."""
+        """The state that decides how the text can continue."""
 
 
 class Node:
@@ -206,7 +206,7 @@ class Node:
 
 
 def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]:
-    """The tokens whose bytes can follow, one by one. What tokens have in common is tried once, and
+    """The tokens whose bytes can follow, one by one. Common prefixes of tokens are tried once, and
     each byte once at each place."""
     nodes = {start.place: Node(start)}
 

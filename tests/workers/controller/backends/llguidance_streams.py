@@ -64,7 +64,7 @@ class Stream:
 
     @property
     def allowed(self) -> set[int]:
-        """What the last mask has."""
+        """The tokens of the last mask."""
         return set(self._bits().tolist())
 
     def _bits(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -94,7 +94,7 @@ def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Co
 
 
 def allowed_after(run: Steered, text: bytes) -> set[bytes] | None:
-    """What may come after a text that is given byte by byte, or must be."""
+    """The bytes that may come after a text that is given byte by byte, or must be."""
     for byte in text:
         may = run.mid()
         assert may is not None

@@ -1,4 +1,4 @@
-"""What a schema, a grammar or a structure forces is appended as the tokenizer writes it."""
+"""Text that a schema, a grammar or a structure forces is appended as the tokenizer writes it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: boo
 def test_lexemes_that_differ_in_length_and_begin_with_newlines_have_exact_masks(
     declared: bool,
 ) -> None:
-    """What a C grammar of AICI's needs: directives that begin with the newline before them, and
+    """The needs of a C grammar of AICI's: directives that begin with the newline before them, and
     type names that stand after the names that they are."""
     rules = {"S": [("S", "n", "e"), ("S", "t", "e"), ("n", "e"), ("t", "e")]}
     lexemes = {

@@ -38,7 +38,7 @@ MB = 1 << 20
 
 
 def tables(text: str) -> bytes:
-    """Of a grammar."""
+    """The tables of a grammar."""
     return compile_grammar(text).grammar.to_bytes()
 
 

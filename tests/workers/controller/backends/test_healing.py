@@ -57,7 +57,7 @@ class Healed:
         self._mask = memoryview(bytearray(4 * -(-on.size // 32)))
 
     def allowed(self) -> set[int]:
-        """What the next token may be; of forced ones the first, which are appended."""
+        """The possible next tokens; of forced ones the first, which are appended."""
         answer = self.controller.mid_process((0,), self._mask)
         while answer.action is Action.SPLICE:
             del self.tokens[len(self.tokens) - answer.backtrack :]
@@ -171,7 +171,7 @@ def test_a_fork_of_a_healed_sequence_goes_its_own_way(constraints: Constraints) 
 
 
 class Own:
-    """A controller that is no built-in constraint, and what makes it."""
+    """A controller that is not a built-in constraint, and its factory."""
 
     closed = False
 

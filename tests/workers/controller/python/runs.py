@@ -78,12 +78,12 @@ class Run:
         self._play(self._group.begin(program, vocabulary(), tokens_of(prompt)))
 
     def text(self, seq: int = 0) -> str:
-        """What the sequence became, after its prompt."""
+        """The text of the sequence, after its prompt."""
         return b"".join(map(vocabulary().token, self.tokens[seq])).decode("utf-8", "replace")
 
     @property
     def texts(self) -> list[str]:
-        """Of all sequences, in the order of their ids."""
+        """The results of all sequences, in the order of their ids."""
         return [self.text(seq) for seq in sorted(self.tokens)]
 
     def _play(self, results: list[StepResult]) -> None:

@@ -26,7 +26,7 @@ CORPUS = [
 def vocabulary(
     tokenizer: Tokenizer | str, size: int | None = None, eos: Sequence[int] = ()
 ) -> TokenizerVocabulary:
-    """Of a tokenizer, for a model with as many tokens unless said otherwise."""
+    """The vocabulary of a tokenizer, for a model with as many tokens unless said otherwise."""
     text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     found = Tokenizer.from_str(text).get_vocab_size() if size is None else size
     return TokenizerVocabulary.from_json(text, size=found, eos=eos, fingerprint="f" * 64)

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RUST_TARGETS = ("wasm32-wasip1", "wasm32-wasi")
 EOS = 256
 LIMITS = Limits(init_s=0.4, pre_s=0.05, mid_s=0.1, post_s=0.05)
-"""Wider than usual: what these tests are about is no matter of milliseconds."""
+"""Wider than usual: these tests do not depend on milliseconds."""
 
 WORDS = [b"yes", b"no", b"yet", b"not", b" the", b" answer", b" is", b"red", b"green", b"blue"]
 VOCABULARY = TokenizerVocabulary.from_tokens(
@@ -133,7 +133,7 @@ class Request:
         self.storage = VariableStorage()
         self.sequences: dict[int, ControlledSequence] = {}
         self.tokens: dict[int, list[int]] = {}
-        """Of each sequence, beyond the prompt."""
+        """The tokens of each sequence, beyond the prompt."""
         self.logs: dict[int, str] = {}
 
     # --- what happens to it ---------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Request:
         return list(allowed(self.sequences[seq].mask, self._vocabulary.size))
 
     def text(self, seq: int = 0) -> bytes:
-        """What a sequence has beyond its prompt."""
+        """The text of a sequence beyond its prompt."""
         return self._vocabulary.bytes_of(self.tokens[seq])
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def puppets(engine: wasmtime.Engine) -> Iterator[Puppets]:
 
 
 def one(results: list[StepResult]) -> StepResult:
-    """The only result, which is no error."""
+    """The only result, which is not an error."""
     [result] = results
     assert result.error is None
     return result

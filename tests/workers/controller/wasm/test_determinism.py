@@ -1,7 +1,7 @@
-"""A controller that is replayed from what it was told does what it did, byte for byte.
+"""A controller that is replayed from its recorded inputs repeats its decisions, byte for byte.
 
-What goes in: the prompt, the argument, the tokens that were sampled, in order, and the answers to
-operations on variables, by their names. What comes out: every result, mask, log and write. A replay
+The inputs: the prompt, the argument, the tokens that were sampled, in order, and the answers to
+operations on variables, by their names. The outputs: every result, mask, log and write. A replay
 runs in an engine of its own, after other guests have left their traces in the process.
 """
 
@@ -48,7 +48,7 @@ MAX_TOKENS = 30
 LIMITS = Limits()
 FLOATS, TEMPORARY = 40_960, 49_152
 CANONICAL = 0x7FF8_0000_0000_0000
-"""A double that is no number, in its one form."""
+"""A double that is not a number, in its one form."""
 
 
 def _floats() -> bytes:
@@ -173,13 +173,13 @@ class Told(NamedTuple):
 
 
 class Record:
-    """What a request was told, and what came of it."""
+    """The inputs of a request, and its results."""
 
     def __init__(self) -> None:
         self.told: list[Told] = []
         self.answers: dict[tuple[int, int], tuple[Variable, VariableAnswer]] = {}
         self.came: list[bytes] = []
-        """Of each round, in order: its results and masks."""
+        """The outputs of each round, in order: its results and masks."""
 
 
 class Request:
@@ -329,7 +329,7 @@ def test_floats_random_bytes_clock_and_new_memory_have_one_value(first: wasmtime
 
 
 class One:
-    """The controller of one sequence, whose calls are told one by one."""
+    """The controller of one sequence, whose calls are recorded one by one."""
 
     def __init__(self, name: str, engine: wasmtime.Engine) -> None:
         self._storage = VariableStorage()

@@ -45,7 +45,7 @@ class Machines:
         """The machines that have sent a module."""
         self.tamper: Tamper = lambda machine, wasm: wasm
         self.before_write: list[Callable[[], object]] = []
-        """What happens before the next replacements of a table."""
+        """Events before the next replacements of a table."""
         self._engine = engine
         self._calls: dict[int, ModuleCalls] = {}
 

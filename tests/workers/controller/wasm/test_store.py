@@ -524,7 +524,7 @@ def test_another_stack_limit_is_another_engine_of_the_same_modules(
 
 
 def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
-    """What a module's first export returns."""
+    """The result of a module's first export."""
     instance_store = wasmtime.Store(engine)
     instance_store.set_epoch_deadline(10)
     exports = wasmtime.Instance(instance_store, module, []).exports(instance_store)

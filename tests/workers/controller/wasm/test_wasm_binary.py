@@ -95,7 +95,7 @@ __attribute__((export_name("mix"))) uint32_t mix(uint32_t n) {
 
 @pytest.fixture(scope="module")
 def compiled_c(processes: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What clang makes of C, with every extension that it knows."""
+    """The modules that clang makes of C, with every extension that it knows."""
     pytest.importorskip("ziglang")
     folder = tmp_path_factory.mktemp("c")
     (folder / "mix.c").write_text(C_SOURCE)

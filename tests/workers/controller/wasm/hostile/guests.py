@@ -96,7 +96,7 @@ def call(name: str, *arguments: int) -> str:
 
 
 def times(count: int, body: str) -> str:
-    """Does ``body`` so many times; ``$i`` counts down from ``count``."""
+    """Does ``body`` this many times; ``$i`` counts down from ``count``."""
     return (
         f"(local.set $i (i32.const {count})) (loop $again {body} "
         "(br_if $again (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))"

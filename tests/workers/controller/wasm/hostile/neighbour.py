@@ -48,7 +48,7 @@ class Neighbour:
         assert self._failure is None, self._failure
 
     def wait_for_tokens(self, count: int = 2) -> None:
-        """Until so many more tokens have come; all but the first were computed from now on."""
+        """Until this many more tokens have come; all but the first were computed from now on."""
         seen = self.received
         until(
             lambda: self.received >= seen + count or self._failure is not None,

@@ -1,4 +1,4 @@
-"""Modules that are no controllers: each is refused with its reason."""
+"""Modules that are not controllers: each is refused with its reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REFUSED = {
     "137 are there": guest()[:-20],
     "the module is no controller: ": b"\0asm\1\0\0\0",
 }
-"""What the error says, and the module."""
+"""The text of the error, and the module."""
 
 
 def test_what_is_no_controller_is_refused(system: System) -> None:
