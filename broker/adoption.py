@@ -97,7 +97,7 @@ class Adoption:
         known = self._dispatcher.requests
         if worker.role == "state":
             # The variables of a request that is adopted later stay.
-            if not self.open(now):
+            if not self._may_adopt(now):
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
             return [], []
@@ -108,6 +108,10 @@ class Adoption:
                 # Before the JOURNAL is here, it may be with another worker, or with this one anew.
                 worker.withdraw(request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
+
+    def _may_adopt(self, now: float) -> bool:
+        """Whether a request that is unknown here may still be adopted."""
+        return self.open(now) or bool(self._claims.sessions)
 
     def on_journal(
         self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
@@ -390,9 +394,11 @@ class Adoption:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ends what is left when the time is over: held ATTACHes, requests without a client, and
-        the variables of requests that are nowhere."""
+        """Ends what is left when the time is over: held ATTACHes and requests without a client, and
+        then the variables of requests that are nowhere."""
         self._begin_claims(now)
+        if self._variables and self._over and not self._may_adopt(now):
+            self._drop_variables()
         if self._over:
             self._end_unclaimed(now)
         if self._over or not self._recovery.over(now):
@@ -402,15 +408,19 @@ class Adoption:
             self._claims.finish(session, forget=True)
         self._attaches.refuse_held(self._sessions.by_id, self._claims.sessions)
         self._end_unclaimed(now)
+        if self._adopted:
+            log.info("%d streams of an earlier run were adopted", self._adopted)
+        self._cancelled.clear()
+        self._num_cancelled = 0
+
+    def _drop_variables(self) -> None:
+        """No request is adopted at the moment: state workers drop the variables of all that are
+        nowhere."""
         for number, live in self._variables.items():
             worker = self._dispatcher.workers.get(number)
             gone = [request for request in live if request not in self._dispatcher.requests]
             if worker is not None and gone:
                 self._drop(worker, *gone)
-        if self._adopted:
-            log.info("%d streams of an earlier run were adopted", self._adopted)
-        self._cancelled.clear()
-        self._num_cancelled = 0
         self._variables.clear()
 
     def _end_unclaimed(self, now: float) -> None:

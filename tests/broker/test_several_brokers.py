@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 from tokenbus.broker import adoption, attaches, claims
-from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
 from tokenbus.protocol.messages import Token
@@ -17,7 +17,9 @@ from tokenbus.protocol.worker_messages import (
     End,
     Heartbeat,
     Journal,
+    LiveRequest,
     Refused,
+    Registered,
     Released,
 )
 
@@ -129,6 +131,29 @@ def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(benc
     claimed(bench, "a", "b")
     attach(bench, 1)
     assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM", "ATTACH"]
+
+
+def test_variables_stay_while_a_session_that_comes_may_bring_their_requests(
+    bench: Bench,
+) -> None:
+    """The state worker registers again while the workers are asked, as the broker stood still."""
+    hello(bench)
+    live = [LiveRequest(request=n, session=0, stream_id=0) for n in (REQUEST, REQUEST + 1)]
+    answer = bench.worker("s", role="state", patterns=[], default="", live=live)
+    assert answer.unknown == []
+    bench.sent.clear()
+
+    def dropped() -> list[list[int]]:
+        mine = [m.frames for m in bench.sent if m.peer == peer_of("s")]
+        answers = [frames for frames in mine if frames[0] == b"REGISTERED"]
+        return [decode_as(Registered, frames[2], "msgpack").unknown for frames in answers]
+
+    journal(bench, "a", 3)
+    bench.pass_time(1.0)
+    assert dropped() == []
+    claimed(bench, "a", "b")
+    bench.pass_time(1.0)
+    assert dropped() == [[REQUEST + 1]]
 
 
 def test_what_no_worker_has_is_refused_when_the_last_has_answered(bench: Bench) -> None:
