@@ -12,7 +12,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "build" / "environments"
 LMQL = "lmql==0.7.3"
 LMQL_CLIENT_NEEDS = ("aiohttp<4", "numpy", "termcolor")
-"""What LMQL's client imports. The package itself also wants those of OpenAI and tiktoken."""
+"""The imports of LMQL's client. The package itself also wants those of OpenAI and tiktoken."""
 
 
 def environment(

@@ -41,7 +41,7 @@ OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-"""Of CMake; those of the arithmetic are llama.cpp's own, for the machine that builds it."""
+"""Options of CMake; those of the arithmetic are llama.cpp's own, for the machine that builds it."""
 
 
 def tools() -> Path:

@@ -88,8 +88,9 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds from a constraint's argument to its first mask; and those of each regular
-    expression. What a worker reads and compiles once is not in them. Each is the best of several,
-    all of them new: they take so long that other work on the machine is in most of them."""
+    expression. They exclude files that a worker reads and compiles once. Each is the best of
+    several, all of them new: they take so long that other work on the machine is in most of
+    them."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))

@@ -1,4 +1,4 @@
-"""What all parts of ``masks.py`` share: Tekken's vocabulary, a Wasm engine, and texts."""
+"""Shared by all parts of ``masks.py``: Tekken's vocabulary, a Wasm engine, and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks print: a table for people, or one JSON object."""
+"""The output of the benchmarks: a table for people, or one JSON object."""
 
 from __future__ import annotations
 

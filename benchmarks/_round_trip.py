@@ -22,7 +22,7 @@ BODY = bytes(64)
 
 
 def round_trip_us(folder: Path, times: int = 2_000) -> float:
-    """The median of so many round trips, in microseconds."""
+    """The median of this many round trips, in microseconds."""
     front, back = f"ipc://{folder}/relay-front", f"ipc://{folder}/relay-back"
     commands = (["relay", front, back], ["echo", back])
     processes = [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]

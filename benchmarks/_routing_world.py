@@ -76,7 +76,7 @@ class SimulatedWorker:
         self.reported_at = 0.0
 
     def schedule(self) -> tuple[list[tuple[_Sequence, int]], float]:
-        """What the next step computes of each sequence, and the seconds that it takes."""
+        """The tokens of each sequence in the next step, and the seconds that it takes."""
         room, chunks = BATCHED_TOKENS, []
         for sequence in self.running:
             wanted = len(sequence.tokens) - sequence.computed

@@ -1,4 +1,4 @@
-"""The broker's core, without sockets, with so many workers and live streams.
+"""The broker's core, without sockets, with this many workers and live streams.
 
 There are as many clients in each, and each worker has the streams of ten of them. A step's message
 has a token of one stream of each: the same shape in a small system and in a large one, so that what
@@ -242,5 +242,5 @@ def _passes(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """Of a list of figures."""
+    """The median of a list of figures."""
     return statistics.quantiles(values, n=1000)[round(part * 1000) - 1]

@@ -17,7 +17,7 @@ CONSTRAINT: GenerateOptions = {"controller": "regex", "controller_arg": r"([a-z]
 
 
 def throughputs(steps: int, streams: int) -> dict[int, float]:
-    """Tokens per second by number of GPU workers, with so many streams at each of them, half of
+    """Tokens per second by number of GPU workers, with this many streams at each of them, half of
     which have a constraint."""
     with tempfile.TemporaryDirectory(prefix="tb-bench-") as name:
         model = llama_folder(Path(name) / "model", eos=False)
@@ -32,7 +32,7 @@ def throughputs(steps: int, streams: int) -> dict[int, float]:
 
 
 def _tokens_per_s(client: Client, streams: int, new: int) -> float:
-    """Tokens of so many streams together, per second, while all of them run."""
+    """Tokens of this many streams together, per second, while all of them run."""
     options: GenerateOptions = {"max_tokens": new, "ignore_eos": True, "timeout_s": 600}
     steered: GenerateOptions = {**options, **CONSTRAINT}
     begun = [

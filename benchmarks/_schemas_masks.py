@@ -32,7 +32,7 @@ _cpu_clock = time.thread_time
 
 
 class Judged(NamedTuple):
-    """What became of the texts of one schema in one engine."""
+    """The outcomes of the texts of one schema in one engine."""
 
     compiled: bool
     refused_valid: int = 0
@@ -46,7 +46,7 @@ class Judged(NamedTuple):
 
 @dataclass
 class MaskFigures:
-    """What was found out, of ours and of llguidance."""
+    """The results, of ours and of llguidance."""
 
     ours: list[Judged] = field(default_factory=list)
     theirs: list[Judged] = field(default_factory=list)

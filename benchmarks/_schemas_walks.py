@@ -26,12 +26,12 @@ MOST_TOKENS = 400
 HUGE = 10**400
 """In place of a number that is too large for a float."""
 DIGITS = 1000
-"""With so many, numbers are divided exactly."""
+"""With this many, numbers are divided exactly."""
 
 
 @dataclass
 class WalkFigures:
-    """What became of walks."""
+    """The outcomes of walks."""
 
     walks: int = 0
     whole: int = 0
@@ -87,11 +87,11 @@ class Walks:
         for _ in range(10_000):
             time.thread_time()
         self._clock_s = (time.thread_time() - began) / 10_000
-        """What reading the clock takes, which is in each interval."""
+        """The time of reading the clock, which is in each interval."""
         self.figures = WalkFigures()
 
     def add(self, case: Case, count: int) -> None:
-        """So many walks under one schema: the first at the least ``max_tokens`` that it has."""
+        """A number of walks under one schema: the first at the least ``max_tokens`` that it has."""
         arg = json.dumps(case.schema)
         try:
             least = self._least(arg)
@@ -116,7 +116,7 @@ class Walks:
                 self.figures.whole += 1
 
     def _least(self, arg: str) -> int | None:
-        """What the shortest value takes. A request below that is to be refused with it."""
+        """The tokens of the shortest value. A request below that is to be refused with it."""
         host = self._world.host(arg)
         shortest = self._program.start(host).shortest
         if shortest is None:
@@ -191,7 +191,8 @@ class Walks:
 
 
 def _exact(text: str | bytes) -> Any:
-    """A text of JSON with numbers as they are written: in floats, 0.07 is no multiple of 0.01."""
+    """A text of JSON with numbers as they are written: in floats, 0.07 is not a multiple of
+    0.01."""
     return json.loads(text, parse_float=_number)
 
 

@@ -45,7 +45,7 @@ class Clock:
         self._began = time.perf_counter()
 
     def add(self, count: int) -> None:
-        """So many tokens have arrived now."""
+        """Notes the number of tokens that have arrived now."""
         self.count += count
         if self.count >= (self._high if self._marks else self._low) and len(self._marks) < 2:
             self._marks.append((self.count, time.perf_counter()))

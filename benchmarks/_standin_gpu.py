@@ -2,8 +2,8 @@
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE``: everything else is the worker as it is. The
 device does its work in order, as a CUDA stream does: a forward takes SECONDS from when the one
-before it is over, and the tokens of a step are drawn within it. What the host does meanwhile costs
-the device nothing; a device without work waits. Steps overlap unless ``TOKENBUS_OVERLAP`` is
+before it is over, and the tokens of a step are drawn within it. The host's work meanwhile
+costs the device nothing; a device without work waits. Steps overlap unless ``TOKENBUS_OVERLAP`` is
 ``off``.
 
 At its end it writes to FILE how long each step waited for decisions after its logits were ready, as

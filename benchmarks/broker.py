@@ -169,7 +169,7 @@ def _bodies(socket: Socket) -> list[bytes]:
 
 
 def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
-    """The last of so many frames."""
+    """The last of this many frames."""
     for _ in range(frames - 1):
         _RECV(socket, zmq.NOBLOCK)
     return [_RECV(socket, zmq.NOBLOCK)]

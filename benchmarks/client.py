@@ -1,4 +1,5 @@
-"""What tokens in columns save: the CPU time of our AsyncClient and of a GPU worker, over entries.
+"""The savings of tokens in columns: the CPU time of our AsyncClient and of a GPU worker, over
+entries.
 
 ``client_us_*``: microseconds of CPU time of a process with one ``AsyncClient`` for each token of 64
 streams, which arrive as fast as it takes them. ``client_us_per_token`` reads each stream to its end
@@ -134,7 +135,7 @@ class Worker:
         return unpack(self._socket.recv_multipart())
 
     def messages(self, steps: int) -> list[list[bytes]]:
-        """The next 64 requests, answered: a message for each of so many steps."""
+        """The next 64 requests, answered: a message for each of this many steps."""
         requests: list[tuple[int, int]] = []
         while len(requests) < STREAMS:
             frames = self._receive()

@@ -70,7 +70,7 @@ def compiled(name: str, folder: Path) -> bytes:
 
 
 def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
-    """Microseconds of one call: the best of several runs, each the mean of so many."""
+    """Microseconds of one call: the best of several runs, each the mean of this many."""
     for _ in range(times // 10 + 1):
         work()
     best = float("inf")
@@ -101,7 +101,7 @@ class Sandbox:
         return kind(self._engine, module)
 
     def host(self, seq: int = 0, variables: Any = None) -> Host:
-        """What a guest is given."""
+        """The input of a guest."""
         log = Log(LIMITS.log_bytes)
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
@@ -288,7 +288,7 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens of so many streams together, per second, from the first token to the last."""
+    """Tokens of this many streams together, per second, from the first token to the last."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
         options["controller"] = controller

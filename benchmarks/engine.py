@@ -26,7 +26,7 @@ Prompts = list[list[int]]
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
-    """So many token ids."""
+    """This number of token ids."""
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 

@@ -1,4 +1,5 @@
-"""What the gateway's doors cost over the Python client on the bus, with the same broker and worker.
+"""The cost of the gateway's interfaces over the Python client on the bus, with the same broker and
+worker.
 
 64 streams of a Llama of 21 million parameters, by the bus client, as server-sent events and over
 one WebSocket, in turns; the time to first token of one request, in turns; and the memory of 2,000
@@ -231,7 +232,7 @@ async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
 
 
 async def idle_mb(running: System) -> float:
-    """What 2,000 idle connections add to the gateway's memory, in megabytes."""
+    """The memory of 2,000 idle connections in the gateway, in megabytes."""
     before = running.gateway_memory
     url = f"ws://127.0.0.1:{running.port}/"
     sockets = [await connect(url, ping_interval=None, compression=None) for _ in range(IDLE // 2)]

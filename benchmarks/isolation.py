@@ -1,4 +1,4 @@
-"""What hostile controllers cost a neighbour, and what importing the client costs.
+"""The cost of hostile controllers for a neighbour, and of importing the client.
 
 A stream with a well-behaved controller runs beside others in the same controller worker. Its
 slowest step while a hostile controller runs is divided by its slowest step while another

@@ -147,7 +147,7 @@ class System:
         return process
 
     def wait_for_workers(self, client: Client, count: int) -> None:
-        """Waits until so many workers serve their model."""
+        """Waits until this many workers serve their model."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(TokenbusError):
@@ -319,7 +319,7 @@ WINDOW = 128
 
 
 def short_streams(front: str, count: int) -> None:
-    """Runs so many streams of one token, from one client."""
+    """Runs this many streams of one token, from one client."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0

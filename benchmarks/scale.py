@@ -1,4 +1,4 @@
-"""What growth costs the broker, and what one GPU worker more gives.
+"""The cost of growth for the broker, and the gain of one more GPU worker.
 
 The core of the broker, without its sockets and with the journal, with up to 10,000 workers and a
 million live streams of a thousand clients (``_scale_core.py``). Times are CPU time, and each figure
@@ -30,7 +30,7 @@ Figures = dict[str, float]
 
 
 def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int) -> Figures:
-    """All figures of a system with so many workers, and so many streams at each."""
+    """All figures of a system with this many workers, and this many streams at each."""
     world = World(num_workers, per_worker)
     token = world.token_us(messages)
     submit, end = world.churn_us(min(messages, num_workers * per_worker // 2))

@@ -42,7 +42,7 @@ REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 
 
 class Load(NamedTuple):
-    """A run: so many streams of so many tokens each, from a system read by a client."""
+    """A run: this many streams of this many tokens each, from a system read by a client."""
 
     system: str
     client: str
@@ -157,7 +157,7 @@ class Systems:
         return self._stack.enter_context(Loader(script, *address, **SETTINGS))
 
     def run(self, name: str, number: int, part: float) -> dict[str, float]:
-        """What a load gives in the round of this number; ``part`` of its tokens."""
+        """The result of a load in the round of this number; ``part`` of its tokens."""
         load = LOADS[name]
         return self._clients[load.system, load.client].run(
             # New ones in each round, the same for all: nothing is in a cache.
@@ -176,7 +176,7 @@ class Systems:
 
 
 def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
-    """So many prompts of this length in tokens."""
+    """This number of prompts of this length in tokens."""
     return [[chosen.randrange(300, VOCAB) for _ in range(length)] for _ in range(count)]
 
 

@@ -1,4 +1,5 @@
-"""What tokens in columns save the TypeScript client: its CPU time in Node, over entries in JSON.
+"""The savings of tokens in columns in the TypeScript client: its CPU time in Node, over entries in
+JSON.
 
 ``…_us_per_token``: microseconds of CPU time of a Node process with one client for each token of 64
 streams of token ids, which arrive as fast as it takes them: ``ws`` over a WebSocket of a gateway,
