@@ -1,1 +1,1 @@
-"""What every worker shares: its connection to the bus, registration, heartbeats, draining."""
+"""Shared by every worker: its connection to the bus, registration, heartbeats, draining."""

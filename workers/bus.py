@@ -156,7 +156,7 @@ class Bus:
     def registered(self, answer: Registered, link: int = 0) -> None:
         """The worker has handled this ``REGISTERED``: it has dropped what does not go on.
 
-        What it posts over the link from now on is sent, unless another lease has begun since.
+        Its messages over the link from now on are sent, unless another lease has begun since.
         """
         self._links[link].registered(answer)
 
@@ -198,8 +198,8 @@ class Bus:
     # --- on a bus thread ------------------------------------------------------------------------
 
     def registration(self, link: int) -> Register:
-        """What to register with at a broker: its own live requests, and those that are not known to
-        be another's."""
+        """The requests of a registration at a broker: its own live requests, and those that are
+        not known to be another's."""
         with self._turn:
             registration = self._registration()
             if len(self._links) > 1:

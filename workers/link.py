@@ -44,11 +44,11 @@ class FromBus(NamedTuple):
 
 
 class Worker(Protocol):
-    """What a link needs of its worker. Called on the link's thread; ``registration`` on the
-    worker's own too."""
+    """The functions of its worker that a link needs. Called on the link's thread; ``registration``
+    on the worker's own too."""
 
     def registration(self, link: int) -> Register:
-        """What to register with at a broker."""
+        """The registration at a broker."""
 
     def beat(self, link: int, now: float) -> Heartbeat:
         """The heartbeat for a broker."""
@@ -195,7 +195,7 @@ class _WorkerPeer:
                     self._refusal = ""
                 self._answers.extend(answers)
                 if frames[0] == b"REREGISTER":
-                    # What came before it is of the lease that has ended.
+                    # Earlier messages belong to the lease that has ended.
                     self._hand_on(taken)
                     taken = []
                     self._worker.lease_ended(self._number)

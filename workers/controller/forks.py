@@ -1,4 +1,4 @@
-"""What new sequences of forks are called: names that follow from the forks that led to them.
+"""The names of new sequences of forks: names that follow from the forks that led to them.
 
 Forks of several sequences at the same time are made in any order. A sequence's number is a part of
 what it draws, its controller knows it, and clients count entries by it; so that a request gives the

@@ -1,4 +1,4 @@
-"""What the worker provides to the controller of one sequence: tokens, variables, log, limits."""
+"""The worker's services for the controller of one sequence: tokens, variables, log, limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
     """Whether each byte is a token, so that any text can be written in as many tokens as bytes."""
     fingerprint: str
     special: Mapping[str, int]
-    """The special tokens by their names, which are no text."""
+    """The special tokens by their names, which are not text."""
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""

@@ -1,4 +1,4 @@
-"""What a controller is, whatever it is written in: four calls for each sequence, and a clone.
+"""The interface of a controller in any language: four calls for each sequence, and a clone.
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
 sequence is post_process with the tokens that were appended, pre_process, and mid_process;
@@ -20,7 +20,7 @@ from .host import Host
 
 
 class Action(IntEnum):
-    """What a controller decides in a call; the numbers are those of the native ABI."""
+    """The decision of a controller in a call; the numbers are those of the native ABI."""
 
     STOP = 0
     CONTINUE = 1
@@ -117,7 +117,7 @@ class TakesDrafts(Controller, Protocol):
 
 
 class Batch(Protocol):
-    """What runs the usual rounds of several sequences in one call."""
+    """Runs the usual rounds of several sequences in one call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """For each turn, the number of a sequence in the batch and the token that was sampled for
@@ -138,14 +138,14 @@ class Batched(Controller, Protocol):
 
 
 class Program(Protocol):
-    """What makes controllers: a module for one vocabulary, a built-in, a Python class."""
+    """A factory of controllers: a module for one vocabulary, a built-in, a Python class."""
 
     def start(self, host: Host) -> Controller:
         """A controller for a new request; raises ControllerError where it cannot be had."""
 
 
 class ConstraintProgram(Program, Protocol):
-    """What makes the controllers of a built-in constraint."""
+    """The factory of the controllers of a built-in constraint."""
 
     def start(self, host: Host) -> Constraint:
         """As that of every program."""

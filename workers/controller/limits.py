@@ -1,4 +1,4 @@
-"""What a controller may use: time of a CPU for each call, memory, logs, forks, variables."""
+"""The limits of a controller: time of a CPU for each call, memory, logs, forks, variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Limits:
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
-    """Of each table."""
+    """For each table."""
     tables: int = 4
     """Compilers make one."""
     log_bytes: int = 64 * 1024
@@ -39,9 +39,10 @@ class Limits:
     appended_tokens: int = 65_536
     """Tokens that a sequence may append by itself before it samples."""
     variable_bytes: int = 1024 * 1024
-    """Of one variable's value; the state worker bounds what there is of all of them together."""
+    """For one variable's value; the state worker bounds what there is of all of them together."""
     written_bytes: int = 16 * 1024 * 1024
-    """Of all that a request writes to variables in its life: each write goes to its client too."""
+    """For everything that a request writes to variables in its life: each write goes to its client
+    too."""
 
     def most_text(self, call_s: float) -> int:
         """Bytes of a text that may be tokenized at once in a call of ``call_s`` seconds of CPU.

@@ -1,4 +1,4 @@
-"""What controllers cost: CPU time and rounds, by the controller that requests name."""
+"""The cost of controllers: CPU time and rounds, by the controller that requests name."""
 
 from __future__ import annotations
 

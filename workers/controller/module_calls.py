@@ -1,8 +1,9 @@
-"""What the store of modules needs of other workers: tables from the state worker, the bytes of a
+"""The calls of the store of modules to other workers: tables from the state worker, the bytes of a
 module from a controller worker that has them.
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; answers are delivered on
-the bus thread. What is not answered is sent again: broker and workers may be restarted meanwhile.
+the bus thread. Calls without an answer are sent again: broker and workers may be restarted
+meanwhile.
 """
 
 from __future__ import annotations

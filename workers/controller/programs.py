@@ -71,7 +71,7 @@ class Programs:
         return program
 
     def series(self) -> list[Series]:
-        """What compiling grammars has cost; safe on another thread."""
+        """The cost of compiling grammars; safe on another thread."""
         return self._constraints.series() if self._constraints is not None else []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the threads of the pool run: rounds, each by itself, or usual ones of a grammar in a batch.
+"""The jobs of the pool's threads: rounds, each by itself, or usual ones of a grammar in a batch.
 
 A round by itself costs some ten microseconds of Python and two calls of the guest. In a batch there
 is one call for all sequences of a grammar, and what is left to do for each is its result. A round

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """What a sequence does now."""
+    """The state of a sequence."""
 
     RUNNING = "running"
     """Its round runs or is queued."""
@@ -91,7 +91,7 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Makes so many copies of a sequence; raises ControllerError beyond the limit of forks."""
+"""Makes this many copies of a sequence; raises ControllerError beyond the limit of forks."""
 
 
 class Rounds:

@@ -357,7 +357,7 @@ class SequenceGroup:
         return numbers
 
     def _limits_among(self, sequences: int) -> Limits:
-        """The limits of each fork, where there are so many sequences."""
+        """The limits of each fork, where there are this many sequences."""
         alone = self._limits.memory_bytes
         return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
 

@@ -104,7 +104,7 @@ _Stepped = tuple[StepSequence, SequenceGroup]
 
 
 class _Attempt(msgspec.Struct):
-    """What is read of a START that is wrong."""
+    """The fields of a START that is wrong."""
 
     attempt: int = 0
 

@@ -313,8 +313,8 @@ class Arrivals:
             self._steering.start(stream.request, engine, start, given, stream.link)
 
     def start_again(self, stream: Stream, left: str, why: str) -> None:
-        """Starts the controller of a live stream again, if it has one, which was lost. What was
-        computed and not sent is dropped, and comes again."""
+        """Starts the controller of a live stream again, if it has one, which was lost. Tokens that
+        were computed and not sent are dropped, and come again."""
         message = stream.message
         if message is None or message.controller is None:
             return

@@ -48,9 +48,9 @@ class Group:
     fresh: bool = False
     """All of them begin at position 0: plain causal attention among the new tokens."""
     level: bool = False
-    """Of decodes: all of them are at the same position, so that nothing has to be hidden."""
+    """For decodes: all of them are at the same position, so that nothing has to be hidden."""
     mirror: Mirror | None = None
-    """Of decodes: the contiguous copy of their keys and values."""
+    """For decodes: the contiguous copy of their keys and values."""
     continues: bool = False
     """The mirror contains all but the new tokens; else it is filled from blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Group:
     """By number of key heads, made once per step: ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores: 0 where a token attends, -inf elsewhere."""
+        """The term that is added to the scores: 0 where a token attends, -inf elsewhere."""
         found = self.masks.get(window)
         if found is None:
             keys = torch.arange(self.length, device=self.positions.device)

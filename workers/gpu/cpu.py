@@ -1,4 +1,4 @@
-"""What torch's threads on a CPU need in the environment, before torch is imported."""
+"""The environment of torch's threads on a CPU, set, before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ idle machine."""
 
 def prepare_environment(threads: int) -> None:
     """Sets up OpenMP and torch's memory for this process: ``threads`` threads, 0 for as many as
-    there are cores. What the environment says already stands.
+    there are cores. Variables of the environment take precedence.
 
     Weights in huge pages are read in half the time where the reads are few and long: one row by
     32,000 x 256 in float32 takes 1.3 ms against 1.9 ms.

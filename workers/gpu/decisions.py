@@ -1,4 +1,4 @@
-"""What a RESULT decides: its entries decoded one by one, and the masks that they refer to."""
+"""The decisions of a RESULT: its entries decoded one by one, and the masks that they refer to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _decode_name = msgspec.msgpack.Decoder(_Name).decode
 def decode_decisions(body: bytes) -> Decisions:
     """The entries of a RESULT's body. One that is malformed leaves the others as they are.
 
-    Raises RequestError where the body is no list of entries at all.
+    Raises RequestError if the body is not a list of entries at all.
     """
     try:
         result = _decode_result(body)

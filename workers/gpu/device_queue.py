@@ -28,7 +28,7 @@ class Work(Generic[T]):
         self._run: Callable[[], T] | None = run
         self._value: T | None = None
         self.error: Exception | None = None
-        """What it raised."""
+        """The error that it raised."""
         self._over = threading.Lock()
         self._over.acquire()
         self.event: torch.cuda.Event | None = None
@@ -45,13 +45,13 @@ class Work(Generic[T]):
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - began
-        # What it refers to is freed with it, not with its result.
+        # Its tensors are freed with the work, not with its result.
         self._run = None
         self._over.release()
 
     @property
     def value(self) -> T:
-        """What it gave, for work behind it in the same queue; raises its error."""
+        """Its result, for later work in the same queue; raises its error."""
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
@@ -69,7 +69,7 @@ class Work(Generic[T]):
             self.event.synchronize()
 
     def result(self) -> T:
-        """What it gave, once the device has done it; raises its error."""
+        """Its result, once the device has done it; raises its error."""
         self.wait()
         return self.value
 

@@ -117,7 +117,7 @@ class Engine:
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
         self.pages = PageLog(loaded.name, layout.block_size)
-        """What its KV cache holds, for the broker."""
+        """The pages of its KV cache, for the broker."""
         self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
@@ -232,10 +232,10 @@ class Engine:
     ) -> PromptUsage:
         """Begins a score: the log-probability of each token of ``scored``, given all before it.
 
-        ``text``: outputs carry text; ``top_logprobs``: and so many of the most likely tokens.
-        ``num_scored``: so many of the first tokens have been scored elsewhere, and have no output.
-        Raises RequestError where the request cannot be run. Returns the usage of its prompt, as
-        ``add`` does.
+        ``text``: outputs carry text; ``top_logprobs``: and this many of the most likely tokens.
+        ``num_scored``: this many of the first tokens have been scored elsewhere, and have no
+        output. Raises RequestError where the request cannot be run. Returns the usage of its
+        prompt, as ``add`` does.
         """
         sequence = self._intake.scoring(
             request,
@@ -256,7 +256,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Suspended and deferred sequences are no work,
+        """Whether ``step`` would do anything. Suspended and deferred sequences are not work,
         nor are waiting ones that are not admitted until one of these goes on."""
         return self._scheduler.has_work or bool(self._live.outputs)
 

@@ -46,7 +46,7 @@ class Attend(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class AttentionOptions:
-    """What a model passes to the attention of one layer."""
+    """The arguments that a model passes to the attention of one layer."""
 
     scaling: float | None = None
     sliding_window: int | None = None

@@ -1,4 +1,5 @@
-"""What was sent to the live streams: for clients that attach again, and for saved buffers."""
+"""The entries that were sent to live streams: for clients that attach again, and for saved
+buffers."""
 
 from __future__ import annotations
 

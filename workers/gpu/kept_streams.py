@@ -13,7 +13,7 @@ KEEP_S = 60.0
 """For how long, in seconds: a broker that is down for 30 s is back by then."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
-"""Of all of them together; a longer stream is not kept."""
+"""For all of them together; a longer stream is not kept."""
 
 
 class _Kept(NamedTuple):

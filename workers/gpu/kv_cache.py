@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """What a layer stores for one token: ``[kv_heads, head_dim]`` keys and values."""
+    """The numbers that a layer stores for one token: ``[kv_heads, head_dim]`` keys and values."""
 
     kv_heads: int
     key_dim: int

@@ -1,4 +1,4 @@
-"""What a GPU worker counts: of its requests, by model, whatever client they come from.
+"""The counters of a GPU worker: of its requests, by model, whatever client they come from.
 
 Nothing here is done for each token: intervals between tokens are counted once for all streams that
 a step served after the step before, and the rest once for each request.
@@ -106,7 +106,7 @@ class ModelMetrics:
 
 
 class WorkerMetrics:
-    """Of all models of a worker."""
+    """The counters of all models of a worker."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}

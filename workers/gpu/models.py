@@ -90,7 +90,7 @@ class Models:
         return dict(self._engines)
 
     def infos(self) -> list[ModelInfo]:
-        """What clients may know of the loaded models; safe on another thread."""
+        """The public facts about the loaded models; safe on another thread."""
         return [model_info(engine) for engine in list(self._engines.values())]
 
     def get(self, name: str) -> Engine | None:
@@ -226,7 +226,7 @@ def device_works(device: torch.device) -> bool:
 
 
 def model_info(engine: Engine) -> ModelInfo:
-    """What clients may know of a model."""
+    """The public facts about a model."""
     loaded = engine.loaded
     return ModelInfo(
         name=loaded.name,

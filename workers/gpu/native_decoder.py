@@ -43,7 +43,7 @@ class Unsupported(Exception):
 
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
-    """Whether a forward of so many tokens is for the native code, if there is any."""
+    """Whether a forward of this many tokens is for the native code, if there is any."""
     return num_tokens <= MOST_TOKENS and num_sequences <= MOST_SEQUENCES
 
 

@@ -51,7 +51,7 @@ class PendingStep:
 
     @property
     def parts(self) -> list[Part]:
-        """What the forward computes, in the order of its rows."""
+        """The positions that the forward computes, in the order of its rows."""
         if self.decodes is None:
             return self.chunked
         rows = enumerate(zip(self.decodes[0], self.decodes[1].tolist(), strict=True))

@@ -36,7 +36,7 @@ PART = 64
 CACHED = 2**18
 """So many numbers at a time are computed on a CPU: a mebibyte, which stays in its cache."""
 SORTED = 2**13
-"""Up to so many tokens it is faster, on a CPU, to sort their weights than to search for one."""
+"""Up to this many tokens it is faster, on a CPU, to sort their weights than to search for one."""
 _PLACES = 2**40
 """The first number of a token's place in its part; those of parts begin at 0."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -80,7 +80,7 @@ class Draws:
 
 
 def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """What the random numbers of each sequence depend on, int64 ``[sequences]``."""
+    """The keys of the random numbers of each sequence, int64 ``[sequences]``."""
     return _mixed(seeds.astype(np.int64) + seqs.astype(np.int64) * _GOLDEN)
 
 

@@ -156,7 +156,7 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
-        """Where a forward of so many tokens finds copies of keys and values; None where it reads
+        """Where a forward of this many tokens finds copies of keys and values; None where it reads
         them from their blocks, so that no copy is up to date behind it."""
         if self._native is None or not is_native(num_tokens, num_sequences):
             return self._mirrors

@@ -65,7 +65,7 @@ class LiveSequences:
         self._scheduler.add(sequence)
 
     def restore(self, sequences: Tokens[Sequence], made: int) -> None:
-        """Takes in the live sequences of a request that began elsewhere; so many of it there have
+        """Takes in the live sequences of a request that began elsewhere; this many of it there have
         been. Sequences of an earlier attempt are dropped."""
         request = sequences[0].request
         self._drop_request(request)

@@ -174,7 +174,7 @@ class Steering:
         """Between forward and sampling: takes in decisions while the forward runs, waits a moment
         more for missing ones, and defers the sequences that still have none.
 
-        ``receive`` takes the messages of the bus, waiting up to so many seconds for the first.
+        ``receive`` takes the messages of the bus, waiting up to this many seconds for the first.
         """
         receive(0.0)
         undecided = self._undecided(step)

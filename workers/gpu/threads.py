@@ -53,7 +53,7 @@ class ThreadChooser:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_tokens: int) -> int:
-        """Threads for the next forward, of so many tokens."""
+        """Threads for the next forward, of this many tokens."""
         if self.most == 1 or num_tokens > MOST_TOKENS:
             return self.most
         size = self._size(num_tokens)

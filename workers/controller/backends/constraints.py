@@ -131,7 +131,7 @@ class Constraints:
         return self._programs.get(name)
 
     def series(self) -> list[Series]:
-        """What compiling has cost."""
+        """The cost of compiling."""
         return self._meter.series()
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class HealingProgram:
         return HealingController(self, first, host, text) if text else first
 
     def begin(self, host: Host, max_tokens: int) -> Constraint:
-        """The constraint of what follows, with so many tokens."""
+        """The constraint of what follows, with this many tokens."""
         return self._begin(replace(host, max_tokens=max_tokens))
 
     def _begin(self, host: Host) -> Constraint:

@@ -39,7 +39,7 @@ RIGHT = {
     "mid_process": "sample(mask, bias), splice(backtrack, tokens), append(tokens), stop()",
     "post_process": "go_on(), stop()",
 }
-"""What each call may return, for error messages."""
+"""The values that each call may return, for error messages."""
 
 _NAMES = {
     "init_prompt": frozenset[str](),

@@ -78,7 +78,7 @@ _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 
 
 class Examined(NamedTuple):
-    """What a module was found to be."""
+    """The facts about a module."""
 
     abi: Abi
     why_no_fork: str | None
@@ -86,7 +86,7 @@ class Examined(NamedTuple):
 
 
 def examine(wasm: bytes, limits: Limits) -> Examined:
-    """What kind of controller a module is.
+    """The kind of controller that a module is.
 
     Raises RequestError where it is none that this worker can run: it says what the module would
     have to export, which import is unknown, or which limit it goes beyond.

@@ -88,7 +88,7 @@ def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
 
 
 class AiciState:
-    """What the host functions of one guest work with."""
+    """The state of the host functions of one guest."""
 
     __slots__ = (
         "blobs",
@@ -338,4 +338,4 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     **WASI,
     (WASI_MODULE, "fd_write"): HostFunction("iiii", "i", _fd_write),
 }
-"""What modules ``env`` and WASI have for AICI guests."""
+"""The content of modules ``env`` and WASI for AICI guests."""

@@ -76,29 +76,29 @@ _MID_IS = (
 
 
 def init_prompt_argument(prompt: Sequence[int]) -> bytes:
-    """What init_prompt is given."""
+    """The argument of init_prompt."""
     return b'{"prompt":%b}' % _numbers(list(prompt))
 
 
 def mid_process_argument(fork_group: Sequence[int]) -> bytes:
-    """What mid_process is given."""
+    """The argument of mid_process."""
     return b'{"fork_group":%b}' % _numbers(list(fork_group))
 
 
 def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
-    """What post_process is given: ``backtrack`` tokens were dropped, then these were appended."""
+    """The argument of post_process: ``backtrack`` tokens were dropped, then these were appended."""
     if len(tokens) == 1:
         return b'{"tokens":[%d],"backtrack":%d}' % (tokens[0], backtrack)
     return b'{"tokens":%b,"backtrack":%d}' % (_numbers(list(tokens)), backtrack)
 
 
 def check_init_prompt(result: bytes) -> None:
-    """Raises ControllerError where this is no result of init_prompt."""
+    """Raises ControllerError if this is not a result of init_prompt."""
     _decode_result(_init, result, "init_prompt returned", "{}")
 
 
 def pre_process_answer(result: bytes) -> Answer:
-    """What a result of pre_process means.
+    """The meaning of a result of pre_process.
 
     Where it says several things at once, the first of these holds: stop, suspend, append, fork.
     """
@@ -162,7 +162,7 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
 
 
 def post_process_answer(result: bytes) -> Answer:
-    """What a result of post_process means."""
+    """The meaning of a result of post_process."""
     said = _decode_result(_post, result, "post_process returned", '{"stop":false}')
     return STOP if said.stop else CONTINUE
 

@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
 
 
 Head = tuple[Literal["native", "aici"], str | None]
-"""What stands before the compiled code on disk."""
+"""The header before the compiled code on disk."""
 
 
 class CompiledModules:
@@ -175,7 +175,7 @@ class CompiledModules:
             return self._compiling.acquire(timeout=wait_s)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:
-        """What lies on disk; None where there is nothing, or nothing that can be trusted."""
+        """The file on disk; None if it is missing or cannot be trusted."""
         try:
             stored = self._file(module).read_bytes()
         except FileNotFoundError:

@@ -90,7 +90,7 @@ def make_linker(
 
 
 def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
-    """What Wasmtime calls: arguments to Python and back, exceptions into traps."""
+    """The functions that Wasmtime calls: arguments to Python and back, exceptions into traps."""
     call, params = function.call, function.params
     wide = "I" in params or "I" in function.results
     count = len(params)

@@ -32,7 +32,7 @@ CPU_S = 30
 WALL_S = 100.0
 """The same by the clock, in seconds, so that a machine that is too busy is noticed."""
 MEMORY_BYTES = 2 * 1024**3
-"""What the process may allocate."""
+"""The memory that the process may allocate."""
 COMPILED_BYTES = 256 * 1024**2
 """Size of the compiled form at most; usual code is about as large as its module."""
 

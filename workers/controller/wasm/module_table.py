@@ -1,4 +1,4 @@
-"""What a tenant has in the store: its modules, and what its tags name.
+"""A tenant's part of the store: its modules and tags.
 
 The state worker keeps the tables, so that all machines agree on them; a machine has copies.
 """
@@ -138,7 +138,7 @@ def decode_table(content: bytes) -> Table:
 
 
 def _why_unknown(table: Table, name: str, path: str) -> str:
-    """What is wrong with a name, and which ones there are, those like it first."""
+    """The error about a name, and which ones there are, those like it first."""
     runs = path == "$.controller"
     parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
     if runs and _PYTHON.fullmatch(name):

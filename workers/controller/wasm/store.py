@@ -63,7 +63,7 @@ Stored = list[StoredModule]
 
 
 class Others(Protocol):
-    """What the store needs of other workers."""
+    """The functions of other workers that the store needs."""
 
     def table(
         self, tenant: str, known: int, content: bytes | None = None, patience_s: float = PATIENCE_S
@@ -251,7 +251,7 @@ class ModuleStore:
             raise _failed(self._folder, "read", error) from None
 
     def _read(self, tenant: str, patience_s: float = PATIENCE_S) -> Table:
-        """What a tenant has, on all machines; the copy here is brought up to date."""
+        """The modules of a tenant, on all machines; the copy here is brought up to date."""
         copy = self._copy(tenant)
         table = self._current(copy, patience_s)
         if table is not copy:

@@ -21,7 +21,7 @@ from .wasm_reader import (
 )
 
 GLOBAL_EXPORT = "tokenbus:global:"
-"""What the names begin with under which ``with_exported_globals`` exports globals."""
+"""The prefix of the names under which ``with_exported_globals`` exports globals."""
 FUNC, TABLE, MEMORY, GLOBAL, TAG = range(5)
 """Kinds of imports and exports."""
 KINDS = ("function", "table", "memory", "global", "tag")
@@ -40,11 +40,11 @@ class Import(NamedTuple):
     name: str
     kind: int
     type: int = 0
-    """Of a function: the number of its type."""
+    """The number of a function's type."""
 
 
 class Export(NamedTuple):
-    """What stands under a name: the kind, and the number among all of that kind."""
+    """The entry of a name: the kind, and the number among all of that kind."""
 
     kind: int
     number: int
@@ -61,14 +61,14 @@ class Section(NamedTuple):
 
 @dataclass(slots=True)
 class Binary:
-    """What is known of a module. Imported things come first in every list, as in the format."""
+    """The facts about a module. Imported things come first in every list, as in the format."""
 
     data: bytes
     sections: list[Section] = field(default_factory=list)
     types: list[FunctionType] = field(default_factory=list)
     imports: list[Import] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
-    """Of each function the number of its type."""
+    """The number of each function's type."""
     tables: list[Size] = field(default_factory=list)
     memories: list[Size] = field(default_factory=list)
     globals: list[GlobalType] = field(default_factory=list)
@@ -132,7 +132,7 @@ def read(wasm: bytes) -> Binary:
 
 
 def mutable_global_exports(binary: Binary) -> list[str | None]:
-    """Of each mutable global, in order, a name under which it is exported; None: under none."""
+    """For each mutable global, in order, a name under which it is exported; None: under none."""
     names = {index: name for name, index in reversed(binary.exported(GLOBAL).items())}
     return [names.get(i) for i, kind in enumerate(binary.globals) if kind.mutable]
 

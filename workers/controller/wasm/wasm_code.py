@@ -1,10 +1,10 @@
-"""What the functions of a Wasm module do, as far as it matters for a copy of a running instance.
+"""The effects of a Wasm module's functions, as far as it matters for a copy of a running instance.
 
 A copy gets memory and globals. Tables, and which passive segments were dropped, cannot be read from
-outside, so a module whose code changes them cannot be copied. Instructions are told apart by one
-regular expression, which goes over 16 MB in 0.3 s; only functions with a suspicious byte are looked
-at. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide
-memory arguments and relaxed SIMD from the proposals that have been merged since.
+outside, so a module whose code changes them cannot be copied. One regular expression
+distinguishes instructions, and goes over 16 MB in 0.3 s; only functions with a suspicious byte are
+looked at. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls,
+wide memory arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations

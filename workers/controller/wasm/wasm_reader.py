@@ -1,6 +1,6 @@
 """Values of the Wasm binary format, read one after another, with bounds: numbers, names, types.
 
-Source: WebAssembly core specification 2.0, chapter 5. What is wrong is told with its offset.
+Source: WebAssembly core specification 2.0, chapter 5. Errors have their offset.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
 
 
 class WasmError(RequestError):
-    """These bytes are no module, or none that can be read."""
+    """These bytes are not a module, or cannot be read."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_FIELD, message, path="$.data")
@@ -102,7 +102,7 @@ class Reader:
         return value
 
     def skip(self, size: int, what: str) -> None:
-        """Goes past so many bytes."""
+        """Goes past this many bytes."""
         if size > self.end - self.at:
             raise WasmError(
                 f"{what} at byte {self.at} has {size} bytes; {self.end - self.at} are there"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 LEAST = 0.2
 """The draft model writes nothing for a sequence whose tokens it foresees less often than this."""
 RETRY_STEPS = 32
-"""After so many steps without a draft it writes one nevertheless, as the text may have changed."""
+"""After this many steps without a draft it writes one nevertheless, as the text may have
+changed."""
 RETRY_TOKENS = 3
 
 
@@ -118,7 +119,7 @@ class Speculation:
         self._propose([s for s in running if s.decodes and not _steered(s)], len(running))
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
-        """Sets ``draft`` of sequences with controllers for the next step, of so many ``rows``,
+        """Sets ``draft`` of sequences with controllers for the next step, of this many ``rows``,
         which has not been scheduled: the controllers are to give the masks along it."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
@@ -154,7 +155,7 @@ class Speculation:
     def _worthwhile(
         self, sequences: Iterable[Sequence], rows: int
     ) -> list[tuple[Sequence, Drafting, Match, int]]:
-        """The sequences for which a draft in a step of so many ``rows`` saves more than it costs,
+        """The sequences for which a draft in a step of this many ``rows`` saves more than it costs,
         with the match that it is made from and its length."""
         if self._costs is None or not 0 < rows <= self._costs.most_sequences:
             return []
@@ -187,7 +188,7 @@ class Speculation:
     def _foreseen(
         self, model: DraftModel, sequences: Iterable[Sequence], rows: int
     ) -> tuple[list[Sequence], int]:
-        """The sequences for which the draft model is to write in a step of so many ``rows``, and
+        """The sequences for which the draft model is to write in a step of this many ``rows``, and
         how many tokens; 0: none."""
         if self._costs is None or not 0 < rows <= self._costs.most_sequences:
             return [], 0

@@ -48,7 +48,7 @@ class Costs(NamedTuple):
     """Sequences of a step with drafts at most: with more, nothing is looked up."""
 
     def of(self, rows: int) -> float:
-        """A forward of so many rows."""
+        """A forward of this many rows."""
         few = min(rows, self.few_rows)
         return 1 + (few - 1) * self.few_cost + (rows - few) * self.row_cost
 

@@ -13,7 +13,7 @@ from .bounds import RefusedGrammar
 
 
 class CompileMeter:
-    """Of one controller worker, by constraint. Thread-safe."""
+    """The counters of one controller worker, by constraint. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

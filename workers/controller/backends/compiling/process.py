@@ -1,7 +1,7 @@
 """A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
 
-It reads tasks from stdin and writes what came of them to stdout. What a task may use is bounded by
-the kernel, which ends the process: CPU time by a timer, memory by a limit, the stack by the thread.
+It reads tasks from stdin and writes what came of them to stdout. The kernel bounds a
+task and ends its process: CPU time by a timer, memory by a limit, the stack by the thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARE = 0.75
 
 
 def _done(task: Task) -> Done:
-    """Does a task. What it needs is imported now: a process may never get a task of that kind."""
+    """Does a task. Its modules are imported now: a process may never get a task of that kind."""
     match task.kind:
         case "llguidance":
             from ..llguidance.trial import check

@@ -1,4 +1,4 @@
-"""What is sent to a process that compiles, and what it answers."""
+"""The messages to and from a process that compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Task(msgspec.Struct):
-    """What a process is to do."""
+    """The task of a process."""
 
     kind: Kind
     cpu_s: float
@@ -24,7 +24,7 @@ class Task(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What came of it: tables, or why the grammar is refused."""
+    """Its outcome: tables, or why the grammar is refused."""
 
     tables: bytes = b""
     refused: str = ""

@@ -19,8 +19,8 @@ SPARE = 8
 """The text is closed when at most so many tokens are left beyond those that closing it takes; at
 most a sixteenth of ``max_tokens``."""
 LOOK_EVERY = 32
-"""How to close a text is computed at least every so many tokens; more often where the room that is
-left, or that is missing, is less than eight times as much."""
+"""How to close a text is computed at least every this many tokens; more often where the room that
+is left, or that is missing, is less than eight times as much."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -175,7 +175,7 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _look_after(self, tokens: int) -> None:
-        """Before an eighth of so many tokens, nothing will have changed."""
+        """Before an eighth of this many tokens, nothing will have changed."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:

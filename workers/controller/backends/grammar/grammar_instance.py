@@ -53,7 +53,7 @@ COMPLETE: Final = 4
 
 
 class _Caller:
-    """What the guest's host function works with."""
+    """The state of the guest's host function."""
 
     guest: Guest
 

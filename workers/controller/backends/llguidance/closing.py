@@ -19,13 +19,13 @@ from .token_sets import MOST_STARTS, SOME_STARTS, TokenSets, Words
 SPARE = 8
 """Where at most so many tokens are left beyond those that closing the text takes, and at most a
 sixteenth of ``max_tokens``, what may end is to end: a string at the end of a word. Under a grammar
-that is no schema, the text is closed there."""
+that is not a schema, the text is closed there."""
 LOOK_EVERY = 32
-"""How to close a text is computed at least every so many tokens where at most ``NEAR`` are left
+"""How to close a text is computed at least every this many tokens where at most ``NEAR`` are left
 beyond those that closing it takes, else after a quarter of these: and so where few are left."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""A completion that surely fits is taken to have tokens of so many bytes."""
+"""A completion that surely fits is taken to have tokens of this many bytes."""
 AMPLE = 256
 """With more tokens left than that beyond the shortest text, how much a schema's text may grow is
 computed behind the first token that is sampled, not before it."""
@@ -61,7 +61,7 @@ class Closing:
         where none was searched for, or the search found none."""
         self._item: int | None = 0 if grammar.is_schema else None
         """Tokens by which one item makes grow what the text requires; 0 until that is known; None
-        for a grammar that is no schema."""
+        for a grammar that is not a schema."""
         self._credit = 0
         """Tokens that the text may grow by, with what it requires, before it is looked at."""
         self._near: NearEnd | None = None
@@ -180,7 +180,7 @@ class Closing:
             self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
-        """What closes the text, where tokens that are forced would leave no room for it."""
+        """The tokens that close the text, if forced tokens would leave no room for it."""
         found, tokens = self._tokenized
         room = self._most - length
         if not self._restricts or room - len(tokens) > len(forced):
@@ -192,7 +192,7 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """What closes the text, if there would be no room for it later; else None."""
+        """The tokens that close the text, if there would be no room for it later; else None."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):

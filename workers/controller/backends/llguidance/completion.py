@@ -30,10 +30,10 @@ AT_ONCE = 1024
 MOST_STEPS = 4_000
 """Most states that one search visits."""
 MOST_NEAR = 200
-"""Most states that are visited on the way to one place; then the way that is best so far is gone
-on with."""
+"""Most states that are visited on the way to one place; then the way that is best so
+far continues."""
 FEW_NEAR = 16
-"""After so many of them in a string, matches of the schema's patterns are tried."""
+"""After this many of them in a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
 """Where no more may follow, each of them is tried."""
 FEW_BRANCHES = 4
@@ -230,7 +230,7 @@ class _Way(NamedTuple):
     repeats: int
     """How often that byte may be followed by the same bytes as one that was tried before it."""
     byte: int
-    """What is still to be taken, or one of the above."""
+    """The tokens that are still to be taken, or one of the above."""
     path: bytes
     matcher: LLMatcher
     """Before ``byte``."""
@@ -239,7 +239,7 @@ class _Way(NamedTuple):
     """The mask before that of the matcher."""
 
     def cost(self, near: bool) -> int:
-        """The lower, the sooner it is gone on with. At first the length counts, so that the
+        """The lower, the sooner it continues. At first the length counts, so that the
         shortest way is found; ``near``: then above all how often another byte was tried, so that
         some way is."""
         return self.length + (12 * self.others if near else 4 * self.repeats)
@@ -255,7 +255,7 @@ class _Search:
         self.steps = 0
         self._until = math.inf
         self._tails: list[bytes] = []
-        """What may follow the quote that begins a string."""
+        """The bytes that may follow the quote that begins a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
         """A completion; ``known`` is one of an earlier text, whose end may be the end of this."""

@@ -153,7 +153,7 @@ class Grammar:
 
     @property
     def growth(self) -> Growth | None:
-        """By how much what a text requires may grow; None for grammars that are no schema."""
+        """By how much what a text requires may grow; None for grammars that are not schemas."""
         if self._growth is None and self._schema is not None:
             self._growth = growth(self._schema)
         return self._growth

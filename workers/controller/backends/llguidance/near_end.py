@@ -51,7 +51,7 @@ class NearEnd:
         self._kept: list[int] = []
         """What the last mask of a string was restricted to, beside ``_set``."""
         self.rests: dict[int, bytes] = {}
-        """What completes the text behind some tokens of the last mask."""
+        """The completion of the text after some tokens of the last mask."""
 
     def restrict(
         self,

@@ -3,7 +3,7 @@
 Its time and its stack are bounded for: a text of moderate length and depth; few copies of what a
 schema intersects (``allOf``, and what stands beside ``anyOf``, ``oneOf`` or ``$ref``); few pairs of
 properties and alternatives, which are compared; short patterns that repeat little and are not
-intersected; arrays of few items. What is not surely quick is compiled in a process first.
+intersected; arrays of few items. Schemas that are not surely quick are compiled in a process first.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _SAMPLE = (
 
 
 class TokenSets:
-    """What is known of the tokens of a vocabulary as parts of JSON."""
+    """The facts about the tokens of a vocabulary as parts of JSON."""
 
     def __init__(
         self, tokens: Sequence[bytes], words: int, tokenize: Callable[[bytes], Sequence[int]]
@@ -51,7 +51,7 @@ class TokenSets:
                 if _SPACE.search(token) is None:
                     ending.append(number)
         self.starts = bytes(starts)
-        """Of each token: how many items of arrays or objects it may begin."""
+        """For each token: how many items of arrays or objects it may begin."""
         self.few = _words(few, words)
         """Tokens that begin at most ``FEW_STARTS``."""
         self.some = _words(some, words)

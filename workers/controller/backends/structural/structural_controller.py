@@ -175,7 +175,7 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part that has so many tokens may have no more than those that close it."""
+        """Whether a part that has this many tokens may have no more than those that close it."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens
