@@ -10,6 +10,7 @@ import msgspec
 from ...protocol.settings import Settings
 from .. import Client, Stream
 from .exits import FAILED, OK
+from .module_files import check_writable
 from .notices import Notices
 from .options import add_parameters, add_request, client_for, given_text, parameters
 from .texts import Texts, exit_code, print_completed
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if args.stop:
         options["stop"] = args.stop
     if args.record:
+        check_writable(args.record)
         options["record"] = args.record
     prompt = given_text(args.prompt)
     with client_for(settings) as client, Notices() as notices:

@@ -26,6 +26,13 @@ PROMPT = ">>>> "
 _PARAMETER = re.compile(r"(?:^|\s)([a-z_]+)=(\"(?:[^\"\\]|\\.)*\"|\[[^\]]*\]|\{[^}]*\}|\S+)\s*$")
 
 
+HELP = f"""\
+PROMPT NAME=VALUE …   generates from a prompt: Hello there temperature=1.2 max_tokens=5
+help                  prints this text; quit or Ctrl-D ends the client, Ctrl-C a generation
+parameters: {", ".join(sorted(PARAMETERS))}"""
+"""The answer to ``help``. Commands are for a terminal only; a pipe has prompts."""
+
+
 def add_command(commands: Any) -> None:
     """Adds ``client``."""
     parser = commands.add_parser(
@@ -33,7 +40,7 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
         help="type prompts; parameters go at the line's end",
         description="LMTP's interactive client: 'Hello there temperature=1.2 max_tokens=5'. "
-        "Ctrl-C ends a generation, Ctrl-D the client.",
+        "Ctrl-C ends a generation, quit or Ctrl-D the client; help lists the parameters.",
     )
     parser.add_argument("request_model", nargs="?", default="", metavar="MODEL")
     add_connection(parser)
@@ -77,17 +84,23 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         client.status()
         if args.request_model:
             client.model_info(args.request_model)
-        if sys.stdin.isatty():
-            console.print("parameters go at the line's end; Ctrl-D ends", style="dim")
+        terminal = sys.stdin.isatty()
+        if terminal:
+            console.print("parameters go at the line's end; help, quit", style="dim")
         while True:
             try:
-                line = input(PROMPT if sys.stdin.isatty() else "")
+                line = input(PROMPT if terminal else "")
             except EOFError:
                 return last
             except KeyboardInterrupt:
                 print()
                 continue
-            if line.strip():
+            command = line.strip() if terminal else ""
+            if command in ("quit", "exit"):
+                return last
+            if command == "help":
+                print(HELP)
+            elif line.strip():
                 last = _answer(client, line, args, console)
 
 

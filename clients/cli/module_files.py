@@ -27,6 +27,17 @@ class FileFault(Exception):
     """A file cannot be read or compiled, or is not a module."""
 
 
+def check_writable(path: str) -> None:
+    """Raises FileFault if no file can be written at ``path``, before the work for it is done."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileFault(f"cannot write {path}: the folder {folder} does not exist")
+    if Path(path).is_dir():
+        raise FileFault(f"cannot write {path}: it is a folder; name a file")
+    if not os.access(folder, os.W_OK):
+        raise FileFault(f"cannot write {path}: you may not write to the folder {folder}")
+
+
 def is_file(name: str) -> bool:
     """Whether a name is that of a file, not a tag, an id or a built-in, by its form alone."""
     return "/" in name or Path(name).suffix in SUFFIXES

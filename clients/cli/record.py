@@ -10,7 +10,7 @@ from ...protocol.settings import Settings
 from ..recording import Recorder
 from .controller_run import argument
 from .generate import begin
-from .module_files import is_file, read_module
+from .module_files import check_writable, is_file, read_module
 from .notices import Notices
 from .options import add_parameters, add_request, client_for, given_text, parameters
 from .texts import Texts, exit_code
@@ -39,6 +39,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Streams and records; the exit code. Raises FileFault if a file is not usable."""
     options = parameters(args)
+    check_writable(args.file)
     wasm = None
     if args.controller is not None:
         options["controller"] = args.controller

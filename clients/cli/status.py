@@ -38,9 +38,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         f"{status.streams} streams   {status.queued} queued",
         soft_wrap=True,
     )
-    table = Table(box=None, header_style="dim", pad_edge=False)
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "role", "state", "models", "requests", "tokens/s", "heartbeat"):
-        table.add_column(name)
+        # The name of a worker is what other commands take.
+        table.add_column(name, no_wrap=name == "worker")
     for worker in status.workers:
         table.add_row(
             worker.name,

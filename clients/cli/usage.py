@@ -14,6 +14,10 @@ from .exits import WRONG_USAGE, one_line
 class Parser(argparse.ArgumentParser):
     """A parser of the command line, and of each of its commands."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, _whole_number)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses; an argument that this command does not have is an error here, where its flags
         are known."""
@@ -41,6 +45,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {unknown[0]!r}")
         name = flag.split("=")[0]
         self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}") from None
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

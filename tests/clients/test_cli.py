@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -76,6 +77,8 @@ def test_score_prints_a_table_or_json(bus: Bus) -> None:
 
 def test_status_shows_the_workers(bus: Bus) -> None:
     shown = tokenbus(bus, "status").stdout
+    with bus.client() as client:
+        assert all(worker.name in shown for worker in client.status().workers)
     assert "embedded" in shown
     assert "ready" in shown
     assert "SDPA over gathered blocks, no CUDA graphs" in shown
@@ -129,6 +132,28 @@ def test_the_interactive_client_can_trace_entries_as_lmtp_s_does(bus: Bus) -> No
     )
     entry = json.loads(done.stdout.splitlines()[0].removeprefix(">>>> "))
     assert {"token", "stream_id", "logprob", "finish_reason", "top_logprobs"} <= set(entry)
+
+
+def test_help_and_quit_are_commands_on_a_terminal_and_prompts_in_a_pipe(bus: Bus) -> None:
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [TOKENBUS, "client"],
+        env=clean_environment(front=bus.front) | {"TERM": "dumb"},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.write(ours, b"help\nquit\n")
+        output, errors = process.communicate(timeout=300)
+    os.close(ours)
+    os.close(theirs)
+    assert (process.returncode, errors) == (0, "")
+    assert "repetition_penalty" in output
+    assert output.count(">>>> ") == 2
+    piped = tokenbus(bus, "client", stdin="quit max_tokens=3\nhelp max_tokens=3\nquit\n").stdout
+    assert "repetition_penalty" not in piped
+    assert piped.count("quit") >= 2
 
 
 def test_a_name_that_looks_like_a_number_stays_a_name() -> None:
@@ -205,6 +230,10 @@ def test_parameters_are_split_from_a_line(
         (["generate", "x", "--set", "temperature=warm"], 4,
          "temperature: expected a number, not 'warm'"),
         (["generate", "x", "--set", "temprature=1"], 4, "did you mean 'temperature'?"),
+        (["generate", "x", "--record", "/nowhere/x.json"], 2, "folder /nowhere does not exist"),
+        (["record", "/nowhere/x.json", "x"], 2, "folder /nowhere does not exist"),
+        (["record", "/tmp", "x"], 2, "cannot write /tmp: it is a folder"),
+        (["replay", "x", "--until", "y"], 2, "--until: expected a whole number, not 'y'"),
         (["status", "all"], 2, "unexpected argument 'all'"),
         (["replay", "x", "--show", "mask"], 2, "did you mean 'masks'?"),
         (["controller", "uplod", "x"], 2, "did you mean 'upload'?"),
