@@ -154,9 +154,11 @@ def test_captures_end_when_their_time_is_over_and_small_batches_use_larger_graph
 ) -> None:
     times = iter([0.0, 0.0, 1.0, graphs.MAX_CAPTURE_S + 1])
     capture = graphs.DecodeGraphs.capture
-    monkeypatch.setattr(
-        graphs.DecodeGraphs, "capture", lambda *args: capture(*args, lambda: next(times))
-    )
+
+    def timed(self: graphs.DecodeGraphs, forward: Any, on_progress: Any) -> None:
+        capture(self, forward, on_progress, lambda: next(times))
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "capture", timed)
     engine = make(loaded)
     assert engine.path.graphs == 2
     assert "2 of 4" in engine.path.fallbacks[0]

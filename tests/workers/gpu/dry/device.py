@@ -116,13 +116,14 @@ class Device(TorchDispatchMode):
             "graph_pool_handle": object,
         }.items():
             patches.setattr(torch.cuda, name, stand_in)
-        for name, method in {
+        methods: dict[str, Callable[..., Any]] = {
             "__getitem__": self._getitem,
             "__setitem__": self._setitem,
             "copy_": lambda t, other, non_blocking=False: _ATEN.copy_(t, other, non_blocking),
             "contiguous": lambda t: t if t.is_contiguous() else _ATEN.clone(t),
             "item": lambda t: 0.0,
-        }.items():
+        }
+        for name, method in methods.items():
             patches.setattr(torch.Tensor, name, _method(method))
         patches.setattr(torch, "tensor", self._tensor)
         for name in _WAITS:

@@ -24,7 +24,7 @@ STEPS = 4
 BATCH = 64
 LAYER_BUDGET = 18
 """Launches of a decoder layer within the graph."""
-BUDGETS = {
+BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
     "greedy": ({"temperature": 0.0}, 16),
     "temperature": ({"temperature": 0.8}, 52),
     "top_p": ({"temperature": 0.8, "top_p": 0.9}, 78),
@@ -162,11 +162,11 @@ def test_drafts_and_their_verification_wait_for_nothing(
         engine.add(number, [1 + i % PERIOD for i in range(50)], sampling)
     for _ in range(4):
         engine.step()
-    before = engine.metrics()["spec_decode_num_accepted_tokens"]
+    before = engine._speculation.accepted_tokens
     with device.counting():
         for _ in range(STEPS):
             engine.step()
-    assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
+    assert engine._speculation.accepted_tokens > before
     assert not device.faults
 
 
