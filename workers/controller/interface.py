@@ -111,7 +111,7 @@ class TakesDrafts(Controller, Protocol):
         would if these were sampled; how many it wrote. It stops where mid_process would not just
         sample, and before a token that cannot follow. Its own state stays as it is.
 
-        Called after a mid_process that wrote a mask. Of the draft any beginning may be sampled, and
+        Called after a mid_process that wrote a mask. Any beginning of the draft may be sampled, and
         one token more: then one post_process gets all of them, in place of a round for each.
         """
 
@@ -130,8 +130,8 @@ class Batched(Controller, Protocol):
     """A controller whose usual round, one token and then a mask, runs in a batch with others."""
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """What can run the round after this token, and the number of its sequence there; None where
-        the round may be another one. Called between rounds."""
+        """The object that can run the round after this token, and the number of its sequence
+        there; None where the round may be another one. Called between rounds."""
 
     def batched(self, token: int) -> None:
         """The round after this token has been run in a batch."""

@@ -44,14 +44,14 @@ class Pool:
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
-        """Of all the counts below; submitting and taking jobs need none."""
+        """The lock of all the counts below; submitting and taking jobs need none."""
         self._threads = 0
         self._active = 0
         """Threads that have a slot."""
         self._waiting = 0
         """Threads that gave their slot back; idle threads are those neither active nor waiting."""
         self._returning: deque[threading.Lock] = deque()
-        """Of those, the ones whose wait is over and that need a slot to go on, in order."""
+        """The ones among them whose wait is over and that need a slot to continue, in order."""
         for _ in range(slots):
             self._start_thread()
 

@@ -51,7 +51,7 @@ class Waiting:
     message: Request
     attachments: list[bytes] = field(default_factory=list)
     sent: list[Token] | None = None
-    """Of a request that has moved here: what its client was sent before."""
+    """The entries that the client of a moved request was sent before."""
     attempt: int = 0
     """The attempt of a request that was here before, as in ``Start``. Decisions for the earlier
     attempt may still arrive."""
@@ -90,7 +90,7 @@ class Arrivals:
         self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
-        """Of controllers that are started again."""
+        """The starts of controllers that are started again."""
         self._logged = ("", 0)
         """The stage of loading, and the tenth of it, that was logged last."""
 

@@ -245,8 +245,8 @@ class FusedDecoder:
         return budget - left
 
     def rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
-        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. Of ``hidden`` only
-        dtype and device count."""
+        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. From ``hidden``
+        only dtype and device count."""
         cos, sin = self._rotary(hidden, positions.unsqueeze(0), kind)
         half = sin.shape[-1] // 2
         signed = torch.cat((sin[0, :, :half].neg(), sin[0, :, half:]), -1)

@@ -61,7 +61,7 @@ class LiveStreams:
         self._kept = KeptStreams()
         self._history = History(lambda request: self._streams.get(request) or self.kept(request))
         self._recipients: dict[str, Recipients] = {}
-        """Of the batch of each model, while its streams stay as they are."""
+        """The recipients of the batch of each model, while its streams stay as they are."""
         self.num_outputs = 0
         """Outputs that were sent, all streams together."""
         self.inconsistent = False

@@ -1,4 +1,4 @@
-"""What sampling needs of whole rows of logits on a CPU, in one call of native code
+"""The reductions of whole rows of logits for sampling on a CPU, in one call of native code
 (``native/rows.c``)."""
 
 from __future__ import annotations

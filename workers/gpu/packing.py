@@ -42,7 +42,7 @@ class PackedGroup(Struct, array_like=True):
     fresh: bool
     """All of them begin at position 0 and have the same length."""
     mirror: int = 0
-    """Of decodes: the number of the mirror with their keys and values; 0: they have none."""
+    """For decodes: the number of the mirror with their keys and values; 0: they have none."""
     continues: bool = False
     """The mirror contains all but the new tokens already."""
     room: int = 0
@@ -161,7 +161,7 @@ class Mirrors:
         self._numbers = count(1)
 
     def forget(self) -> None:
-        """What was to be added to the mirrors was not computed: none of them is valid."""
+        """The additions to the mirrors were not computed: none of them is valid."""
         self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:

@@ -34,7 +34,7 @@ from .device_queue import on_device
 PART = 64
 """Tokens of a part of a row in which the likeliest tokens are looked for."""
 CACHED = 2**18
-"""So many numbers at a time are computed on a CPU: a mebibyte, which stays in its cache."""
+"""The number of random numbers at a time on a CPU: a mebibyte, which stays in its cache."""
 SORTED = 2**13
 """Up to this many tokens it is faster, on a CPU, to sort their weights than to search for one."""
 _PLACES = 2**40
@@ -85,7 +85,7 @@ def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
 
 
 def keys(of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What the random numbers at each position of ``streams`` depend on, int64 ``[rows]``."""
+    """The keys of the random numbers at each position of ``streams``, int64 ``[rows]``."""
     return _mixed(of + positions * _GOLDEN)
 
 
@@ -107,8 +107,8 @@ def step_of(numbers: Integers) -> Integers:
 
 
 def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> torch.Tensor:
-    """A token for each row of ``logits`` ``[rows, vocab]``, float32; int64 ``[rows]``. What a row
-    gives does not depend on the others. ``positions``: of each row's token in its sequence."""
+    """A token for each row of ``logits`` ``[rows, vocab]``, float32; int64 ``[rows]``. The result
+    of a row does not depend on the others. ``positions``: of each row's token in its sequence."""
     count, size = logits.shape
     of = keys(draws.streams, positions)
     step = count if logits.is_cuda else max(1, CACHED // size)
@@ -176,7 +176,7 @@ def _up_to(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Of all tokens of these rows, at their temperatures; a tensor of its own."""
+    """For all tokens of these rows, at their temperatures; a tensor of its own."""
     if draws.any_temperature:
         # The largest logit is 0, so that a low temperature does not multiply rounding.
         by = on_device(draws.temperature, logits.device).unsqueeze(-1)
@@ -187,14 +187,14 @@ def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _as_floats(
     compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """What a comparison gives, as 0 and 1 in float32: on a CPU these are multiplied with weights in
-    a tenth of the time that booleans take."""
+    """The result of a comparison, as 0 and 1 in float32: on a CPU these are multiplied with
+    weights in a tenth of the time that booleans take."""
     return compare(one, other, out=torch.empty_like(one))
 
 
 def _keep_top_p(weights: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
     """Weights with those set to 0 before which, in descending order, ``top_p`` of their sum is
-    reached. Of equal ones the lower tokens come first."""
+    reached. Among equal ones the lower tokens come first."""
     share = on_device(top_p, weights.device).unsqueeze(-1)
     limit = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
     # Where all are kept, rounding must not leave one out.

@@ -55,8 +55,8 @@ class Recipients:
     """The streams of a batch's rows. Row i of a step is of ``sequences[i]``; those whose stream is
     None have no recipient.
 
-    What is counted for each token of a stream is counted here for all of them, and passed on to the
-    streams by ``settle``, which whoever reads these numbers calls first.
+    Everything that is counted for each token of a stream is counted here for all of them, and
+    passed on to the streams by ``settle``, which whoever reads these numbers calls first.
     """
 
     def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:

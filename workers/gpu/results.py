@@ -1,4 +1,4 @@
-"""What a step has given: its tokens are appended to their sequences, and become outputs."""
+"""The results of a step: its tokens are appended to their sequences, and become outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sequences import LiveSequences
 from .text import Text
 
 Pushed = Text | Exception
-"""What a token added to its sequence's text, or why it cannot be decoded."""
+"""The text that a token added to its sequence, or why it cannot be decoded."""
 
 
 class Results:

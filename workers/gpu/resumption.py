@@ -32,7 +32,8 @@ class Given:
         return bool(self.entries or self.log_chars or self.writes)
 
     def take(self, logs: str, storage: list[Any]) -> tuple[str, list[Any]]:
-        """What its client does not have yet of the next piece of its log and of the next writes."""
+        """The part that its client does not have yet of the next piece of its log and of the next
+        writes."""
         chars, writes = min(len(logs), self.log_chars), min(len(storage), self.writes)
         self.log_chars -= chars
         self.writes -= writes

@@ -280,8 +280,8 @@ class Runner:
         return self._compute(ids, positions, rows, self._context(packed)).float()
 
     def _native_decoder(self, decoder: FusedDecoder) -> NativeDecoder:
-        """What computes forwards of few tokens. Raises Unsupported; also where its logits are not
-        those of torch."""
+        """The native code for forwards of few tokens. Raises Unsupported; also where its logits
+        are not those of torch."""
         native = NativeDecoder(decoder, self._cache, self._layout.block_size)
         packed = self._probe(0, PROBE_TOKENS)
         found = native.forward(packed.ids, packed, 1)

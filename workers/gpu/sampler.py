@@ -30,7 +30,7 @@ NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
 
 @dataclass(slots=True)
 class Sampled:
-    """What was chosen from each row, as lists of the rows' length."""
+    """The tokens chosen from each row, as lists of the rows' length."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -53,7 +53,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Drawn:
-    """What was chosen from each row, on its way from the device: see ``fetch``."""
+    """The tokens chosen from each row, on its way from the device: see ``fetch``."""
 
     rows: Rows
     vocab: int

@@ -1,4 +1,4 @@
-"""What the next step computes: continuous batching with chunked prefill. Pure: no clock, no torch.
+"""The plan of the next step: continuous batching with chunked prefill. Pure: no clock, no torch.
 
 A step has room for ``max_num_batched_tokens``. Decodes, which need one token each, go first, so
 that a long prompt never delays them; prompts fill what is left, in chunks; then waiting sequences
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
     @property
     def scored_tokens(self) -> Tokens[int]:
-        """Of a score: the tokens that follow those whose logits are needed."""
+        """For a score: the tokens that follow those whose logits are needed."""
         return self.sequence.tokens[self.first_row + 1 : self.end + 1]
 
 

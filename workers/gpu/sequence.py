@@ -25,7 +25,7 @@ MAX_SEQ = 2**32 - 1
 
 
 class Inspected(NamedTuple):
-    """What a request with ``inspect`` is told about a token."""
+    """The facts that a request with ``inspect`` receives about a token."""
 
     allowed: int | None = None
     """How many tokens its mask and its bias allowed; None without either."""
@@ -38,7 +38,7 @@ class Inspected(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """What a step produced for one sequence: a token, its end, or both."""
+    """The result of a step for one sequence: a token, its end, or both."""
 
     request: int
     seq: int
@@ -59,9 +59,9 @@ class TokenOutput(NamedTuple):
     code: str | None = None
     """The error code of ``error``."""
     logs: str = ""
-    """What its controller has printed."""
+    """The output of its controller."""
     storage: Tokens[Any] = ()
-    """What its controller has written to variables."""
+    """The writes of its controller to variables."""
     constraint: ConstraintEnd | None = None
     """In its last output, under a built-in constraint: how its text ended."""
     shortened: bool = False
@@ -74,7 +74,7 @@ class TokenOutput(NamedTuple):
 
 @dataclass(slots=True)
 class PromptUsage:
-    """What a request's prompt has cost; all of its sequences share it."""
+    """The cost of a request's prompt; all of its sequences share it."""
 
     tokens: int = 0
     cached: int | None = None
@@ -110,14 +110,14 @@ class Sequence:
     """The prompt and what follows it."""
     num_prompt: int
     sampling: Sampling
-    """Of a generation; a score does not use it."""
+    """For a generation; a score does not use it."""
     max_length: int
     """Tokens at which it ends, the prompt included."""
     seed: int = 0
     scored: bool = False
     """It is a SCORE: all its tokens are known, and their log-probabilities are computed."""
     scored_from: int = 0
-    """Of a score: the first token whose log-probability is computed; those before it are the
+    """For a score: the first token whose log-probability is computed; those before it are the
     prompt, and what another worker has scored."""
     priority: int = 0
     client: int = 0
@@ -146,11 +146,11 @@ class Sequence:
     along: Tokens[np.ndarray] = ()
     """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None
-    """What it is sampled from when it has been deferred."""
+    """The logits that it is sampled from when it has been deferred."""
     drawn: int = -1
     """While its next token is on the device and not here yet: its row among those drawn with it."""
     drafting: Drafting | None = None
-    """What its drafts are made from; None: it never has any."""
+    """The text that its drafts are made from; None: it never has any."""
     draft: Tokens[int] = ()
     """Tokens that are likely to follow: the next step verifies them."""
 

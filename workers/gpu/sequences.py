@@ -49,7 +49,7 @@ class LiveSequences:
         self.step: PendingStep | None = None
         """The step whose forward was launched, and which has not been sampled."""
         self.outputs: list[TokenOutput] = []
-        """What the next step returns first."""
+        """The outputs that the next step returns first."""
         self.forks = 0
         self.splices = 0
         self.appended_tokens = 0
@@ -343,13 +343,13 @@ class LiveSequences:
         self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
 
     def take_outputs(self) -> list[TokenOutput]:
-        """What is to be returned now."""
+        """The outputs to return now."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
     def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
         """Ends all sequences of a request; their last outputs, after those not yet returned."""
-        # What was not yet returned comes first: it may announce a fork whose end follows.
+        # Older outputs come first: they may announce a fork whose end follows.
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
         for sequence in list(self.requests.get(request, {}).values()):

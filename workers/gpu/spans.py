@@ -33,5 +33,5 @@ def record_span(stream: Stream, reason: str, error: str | None) -> None:
         events.append(Happened("first token", stream.first_at, {}))
         attributes["gen_ai.latency.time_to_first_token"] = stream.first_at - stream.arrived
     name = f"{stream.operation} {stream.model}"
-    # What it waited at the broker is in the broker's span.
+    # Its wait at the broker is in the broker's span.
     exporter.record(name, stream.trace, stream.request, stream.received, attributes, events, error)

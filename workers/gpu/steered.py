@@ -1,4 +1,4 @@
-"""What the GPU worker keeps of a request with a controller."""
+"""The GPU worker's state of a request with a controller."""
 
 from __future__ import annotations
 

@@ -479,7 +479,8 @@ class Steering:
     # --- messages -------------------------------------------------------------------------------
 
     def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
-        """What rows mean for their controllers: a token was sampled, and a decision is awaited."""
+        """The meaning of rows for their controllers: a token was sampled, and a decision is
+        awaited."""
         due = self._clock() + self._timeout_s
         for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
             request, seq = sequence.request, sequence.seq
@@ -492,7 +493,7 @@ class Steering:
                 updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
-        """What an output means for its controller; None where it need not be notified.
+        """The meaning of an output for its controller; None where it need not be notified.
 
         Where a sequence ends otherwise than by its controller, this still runs a last round: the
         end is kept until that is over.

@@ -61,8 +61,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: the forward of the next step is launched before the tokens of this one are taken.
-    ``speculation``: sequences have drafts. What follows a draft is known when it has been verified,
-    so a step with drafts, or before one, is not overlapped.
+    ``speculation``: sequences have drafts. The token after a draft is known when it has been
+    verified, so a step with drafts, or before one, is not overlapped.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Stepper:
 
         ``before``: the sampling that is before it in the queue, with tokens that are not here yet.
         """
-        # What is drafted depends on the last token.
+        # The draft depends on the last token.
         self._speculation.propose(self._scheduler.running if before is None else ())
         tokens = before.device_tokens if before is not None else None
         decodes, self._decodes = self._decodes, None

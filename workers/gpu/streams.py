@@ -82,7 +82,7 @@ class Stream:
     healed: int | None = None
     """The token that was taken back from the end of the prompt."""
     message: Generate | None = None
-    """Of a generation that an engine has: its request."""
+    """The engine's request of a generation."""
     usage: PromptUsage | None = None
     """Of its prompt; None while no engine has it."""
     started: bool = False
@@ -90,9 +90,9 @@ class Stream:
     num_tokens: int = 0
     """Tokens that were sent."""
     entries: list[tuple[int, list[Token]]] = field(default_factory=list)
-    """What was sent as entries, and in which message (``history.py``)."""
+    """The messages that were sent as entries, and in which message (``history.py``)."""
     rows: list[SentRows] = field(default_factory=list)
-    """What was sent in columns (``history.py``)."""
+    """The messages that were sent in columns (``history.py``)."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of its span, if it has a trace."""
@@ -126,7 +126,7 @@ class Stream:
 
     @property
     def flags(self) -> int:
-        """What its client takes, as flags of a header."""
+        """The capabilities of its client, as flags of a header."""
         msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
         return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
 
@@ -168,7 +168,7 @@ def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
 
 
 def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
-    """What a client gets that picks a stream up again: the answer, then what it missed."""
+    """The messages to a client that resumes a stream: the answer, then the missed entries."""
     answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
     head = encode_header(stream.request, stream.session)
     messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]

@@ -47,7 +47,7 @@ class TextStream:
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), skip: int = 0) -> None:
-        """``skip``: characters at the beginning that are no part of it."""
+        """``skip``: characters at the beginning that do not belong to it."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._skip = skip
@@ -183,7 +183,7 @@ class WindowDetokenizer:
         return now[len(before) :]
 
     def finish(self) -> str:
-        """What is left, complete or not."""
+        """The rest, complete or not."""
         before, now = self._texts()
         self._from, self._sent = self._sent, len(self._tokens)
         return now[len(before) :]

@@ -28,7 +28,7 @@ SLOWER = 1.5
 
 @dataclass(slots=True)
 class _Size:
-    """What is known for steps of one size."""
+    """The measurements for steps of one size."""
 
     threads: int
     times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))

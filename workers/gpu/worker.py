@@ -52,14 +52,14 @@ from .streams import Stream, gone_frames
 log = logging.getLogger(__name__)
 
 PAGES_EVERY_S = 0.1
-"""What the KV caches hold is reported this often, where it has changed."""
+"""The pages of the KV caches are reported this often, if they have changed."""
 REQUESTS: dict[bytes, type[Request]] = {
     b"GENERATE": Generate,
     b"SCORE": Score,
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,
 }
-"""What clients ask of a GPU worker: type to body."""
+"""The requests of clients to a GPU worker: type to body."""
 IDLE_S = 0.25
 """How long a worker without work waits for a message before it checks its own state again."""
 
@@ -251,7 +251,7 @@ class GpuWorker:
         self._bus.post_all([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
 
     def _computed(self, engine: Engine) -> StepOutputs:
-        """What one step of an engine gives its clients.
+        """The results of one step of an engine for its clients.
 
         Where steps overlap, this step's forward has been running since ``finish`` of the step
         before, while that one's tokens were sent; and the next one runs when this returns.
@@ -327,7 +327,7 @@ class GpuWorker:
             case b"CLAIM":
                 self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
             case bus.LEASE_ENDED:
-                # What it runs goes on, for the next broker there or for another one.
+                # Its streams continue, for the next broker there or for another one.
                 pass
             case _:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)

@@ -2,7 +2,7 @@
 
 A prompt that ends in the middle of a word ends in tokens that a tokenizer would not have written,
 had it seen the whole word. So the last one is taken back, and the first token that is sampled is
-one of those that begin with its text. What such a token has beyond that is the beginning of what a
+one of those that begin with its text. The rest of such a token is the beginning of what a
 constraint allows. Source: guidance's token healing; it takes back one token here.
 """
 
@@ -20,8 +20,8 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MOST_TRIED = 256
-"""Tokens whose rest is no single token: each takes masks of its own, and beyond these they are left
-out."""
+"""Tokens whose rest is not a single token: each takes masks of its own, and beyond these they are
+left out."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -71,7 +71,7 @@ class HealingController:
         self._prefix = prefix
         self._prompt: Sequence[int] = ()
         self._rest: list[int] | None = None
-        """What the constraint has of the first token, as tokens; None before."""
+        """The constraint's part of the first token, as tokens; None before."""
         self._after = 0
         """Tokens behind the first one."""
         self._given: Answer | None = None
@@ -144,7 +144,7 @@ class HealingController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _rest_of(self, token: int) -> list[int]:
-        """What a first token has beyond the prompt's text, as tokens."""
+        """The rest of a first token beyond the prompt's text, as tokens."""
         vocabulary = self._host.vocabulary
         text = vocabulary.token(token)
         if not text.startswith(self._prefix):

@@ -12,8 +12,8 @@ _SHOWN_BYTES = 20
 
 
 class LongestMatch:
-    """Tokenizes by longest match. Of tokens with the same bytes it uses the highest id, as the trie
-    does."""
+    """Tokenizes by longest match. Among tokens with the same bytes it uses the highest id, as the
+    trie does."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """``tokens[i]`` are the bytes of token i, empty for one that must not be used for text."""

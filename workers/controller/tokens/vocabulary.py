@@ -154,7 +154,7 @@ class TokenizerVocabulary:
 def _exact(spec: Spec) -> dict[str, Any]:
     """The same tokenizer without steps that change the text, such as a prefix or lower-casing.
 
-    Of the normalizer, only the steps remain that map text to the alphabet of the vocabulary. A text
+    Only the steps of the normalizer remain that map text to the alphabet of the vocabulary. A text
     that the other steps would not change gets the same tokens as before.
     """
     kept = [

@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
     module: wasmtime.Module
     """With all its mutable globals exported."""
     why_no_fork: str | None = None
-    """What of it a fork would not have; None: it may fork."""
+    """The part of it that a fork would not have; None: it may fork."""
 
 
 Head = tuple[Literal["native", "aici"], str | None]

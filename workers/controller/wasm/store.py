@@ -353,7 +353,7 @@ class ModuleStore:
     def _locked(self) -> Iterator[None]:
         """One writer at a time, of all threads and processes.
 
-        What the system refuses, as a full disk does, is an UnavailableError: nothing was changed.
+        A refusal of the system, as by a full disk, is an UnavailableError: nothing was changed.
         """
         try:
             self._make_folders()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 CATCH_UP = 1024
 """Tokens of sequences' texts that one step computes at most: a long prompt takes several."""
 OVERHEAD = 0.05
-"""What a forward of the draft model costs beside its weights, over a forward of the large one."""
+"""The cost of a forward of the draft model beside its weights, over a forward of the large one."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
@@ -79,7 +79,7 @@ class DraftModel:
         self._same_vocabulary = large.vocab_size == draft.vocab_size
         self._max_length = min(draft.context_length, self._blocks.capacity)
         self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
-        """What a forward is taken to cost, over a forward of the large model."""
+        """The assumed cost of a forward, over a forward of the large model."""
         self._texts: dict[Sequence, Sequence] = {}
         """Of each sequence what is computed of it here: the same tokens with other blocks. The
         least recently drafted first."""

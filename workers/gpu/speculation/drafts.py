@@ -24,7 +24,7 @@ RETRY_TOKENS = 3
 
 
 class Guess(NamedTuple):
-    """What the token at a position will be, by a match."""
+    """The expected token at a position, by a match."""
 
     position: int
     token: int
@@ -33,7 +33,7 @@ class Guess(NamedTuple):
 
 @dataclass(slots=True)
 class Drafting:
-    """What a sequence keeps for its drafts."""
+    """The state of a sequence for its drafts."""
 
     lookup: PromptLookup
     steered: bool = False

@@ -83,7 +83,7 @@ class SessionTexts:
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, EarlierTexts] = OrderedDict()
         self._num_tokens = 0
-        """Of all of them, and one for each session."""
+        """For all of them, and one for each session."""
 
     def of(self, session: int) -> EarlierTexts:
         """Those of a session, from now on the most recent."""

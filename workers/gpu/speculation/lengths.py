@@ -20,9 +20,9 @@ from typing import NamedTuple
 MOST = 31
 """Tokens of a draft at most: with the one before it they are a forward of 32."""
 FADE = 0.9
-"""What an observation weighs after each later one of its kind."""
+"""The weight of an observation after each later one of its kind."""
 PRIOR = 2.0
-"""So many observations the first guess weighs."""
+"""The weight of the first guess, in observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
 """The probability that a token of a draft is accepted, for a match of up to 2, 4, 8, 16 and more
 tokens, and for one that a draft model writes, before any was observed."""
@@ -33,10 +33,10 @@ MOST_WRITTEN = 8
 
 
 class Costs(NamedTuple):
-    """What rows cost on a device, over a forward of one row."""
+    """The cost of rows on a device, over a forward of one row."""
 
     few_rows: int
-    """So many rows memory decides about."""
+    """Up to this number of rows, a step's time is bound by memory bandwidth."""
     few_cost: float
     """A row more of these."""
     row_cost: float
@@ -64,7 +64,7 @@ def kind_of(match_length: int) -> int:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What became of the drafts of one sequence, by their kind, and what to expect of the next."""
+    """The outcomes of the drafts of one sequence, by their kind, and what to expect of the next."""
 
     accepted: list[float] = field(default_factory=lambda: [PRIOR * p for p in FIRST_GUESSES])
     verified: list[float] = field(default_factory=lambda: [PRIOR] * len(FIRST_GUESSES))

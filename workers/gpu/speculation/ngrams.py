@@ -22,7 +22,7 @@ from .lengths import MOST, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""So many tokens behind the last match, and this many tokens long, the text is expected back."""
+"""This many tokens after the last match, and this many tokens long, the text is expected back."""
 
 
 class PromptLookup:

@@ -34,7 +34,7 @@ class Verification:
 
     sequences: list[Sequence]
     work: Work[Drawn]
-    """Of each sequence one row more than its draft has tokens."""
+    """For each sequence, one row more than its draft has tokens."""
 
 
 class Verifier:

@@ -1,4 +1,4 @@
-"""What compiling one grammar may cost, and the error of one that costs more."""
+"""The bounds of compiling one grammar, and the error of one that costs more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLAME_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of the compilation of one grammar."""
+    """For the compilation of one grammar."""
 
     cpu_s: float = 1.5
     """CPU time, in seconds; the setting ``grammar_compile_s``."""
@@ -27,7 +27,7 @@ class Bounds:
 
     @property
     def too_slow(self) -> str:
-        """What is wrong with a grammar that takes longer."""
+        """The error of a grammar that takes longer."""
         return (
             f"compiling it takes more than {self.cpu_s:g} s of CPU time, the limit that "
             "grammar_compile_s sets"
@@ -35,7 +35,7 @@ class Bounds:
 
     @property
     def too_large(self) -> str:
-        """What is wrong with a grammar that takes more memory."""
+        """The error of a grammar that takes more memory."""
         return (
             f"compiling it takes more than {self.memory_bytes >> 20} MiB of memory, the limit that "
             "grammar_compile_bytes sets"

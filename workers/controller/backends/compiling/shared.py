@@ -44,7 +44,7 @@ class Shared(Generic[T]):
         self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """What ``make`` returns, or what it returns to another caller with this key.
+        """The result of ``make``, or its result for another caller with this key.
 
         Raises what ``make`` raises, and UnavailableError if the other caller's takes too long.
         """

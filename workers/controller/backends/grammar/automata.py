@@ -53,7 +53,7 @@ MAKERS: dict[str, Maker] = {"regex": regex, "choice": choice, "combination": com
 
 
 def quickly(make: Maker, arg: bytes) -> bytes | None:
-    """What ``make`` returns; None if it takes longer than ``QUICK_S``."""
+    """The result of ``make``; None if it takes longer than ``QUICK_S``."""
     began = time.thread_time()
     try:
         return make(arg, QUICK_S)

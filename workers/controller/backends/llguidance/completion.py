@@ -404,7 +404,7 @@ class _Search:
                 followed.add(after)
                 heapq.heappush(ways, (way.cost(near), number, way))
                 if quoted == 1 and after[0] & _QUOTE and way.cost(near) == length + 1:
-                    break  # The others are no shorter.
+                    break  # The others are not shorter.
             if followed == {(mask, False)} and not ran:
                 ran = True
                 matcher = matcher.deep_copy()

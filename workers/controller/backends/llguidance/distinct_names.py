@@ -45,7 +45,7 @@ def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]
         name = repeated(text + found, len(text))
         if name is None:
             break
-        # What the text has of a name stays.
+        # The present part of a name stays.
         begin, end = max(name.begin - len(text), 0), name.end - len(text)
         begun = text[name.begin :] if begin == 0 else b""
         for other in _others(found[begin:end]):

@@ -49,7 +49,7 @@ class NearEnd:
         """The last completion, and the tokens that are beginnings of it."""
         self._set = sets.whole
         self._kept: list[int] = []
-        """What the last mask of a string was restricted to, beside ``_set``."""
+        """The set that restricted the last mask of a string, beside ``_set``."""
         self.rests: dict[int, bytes] = {}
         """The completion of the text after some tokens of the last mask."""
 

@@ -2,7 +2,7 @@
 alone hardly finds them.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
-so that masks do not lead to it. What is found here is only tried: the matcher decides.
+so that masks do not lead to it. The results are only tried: the matcher decides.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Pattern:
                     states.append(origin)
 
     def ends(self, beginning: bytes) -> Iterator[bytes]:
-        """What may end a string with this beginning: a match that goes on with it, and one that
-        begins behind it."""
+        """The texts that may end a string with this beginning: a match that goes on with it, and
+        one that begins behind it."""
         for text in (beginning, b"") if beginning else (b"",):
             state = self._automaton.walk(text)
             if state not in self._nearest:

@@ -117,7 +117,7 @@ def _nodes(root: Any) -> tuple[list[Schema], int]:
 
 
 class _Counts(NamedTuple):
-    """What there is in a value, with a copy of what it refers to for each reference."""
+    """The parts of a value, with a copy of what it refers to for each reference."""
 
     options: int
     patterns: int
@@ -192,7 +192,7 @@ class _Plain:
         return patterns <= 1
 
     def _count(self, value: Any) -> _Counts:
-        """What is anywhere in a value, and in what it refers to."""
+        """Everything in a value, and in what it refers to."""
         if type(value) is not dict and type(value) is not list:
             return _NOTHING
         known = self._counts.get(id(value))
@@ -221,7 +221,7 @@ class _Plain:
 
 
 def target(root: Any, reference: str) -> Any:
-    """What a reference into the same schema refers to; an empty list if that cannot be told."""
+    """The target of a reference into the same schema; an empty list if it is not known."""
     if not reference.startswith("#"):
         return []
     found = root

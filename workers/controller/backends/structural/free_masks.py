@@ -101,7 +101,7 @@ class FreeMasks:
         self._special = {names[name]: special(name) for name in automaton.special if name in names}
 
     def bytes_of(self, token: int) -> bytes:
-        """A token as the automaton takes it; empty for a special one that is no part of it."""
+        """A token as the automaton takes it; empty for a special one that does not belong to it."""
         return self._special.get(token) or self.table.vocabulary.token(token)
 
     def get(self, state: State) -> bytes:

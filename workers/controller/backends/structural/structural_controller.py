@@ -186,7 +186,8 @@ class StructuralController:
         return Answer(Action.SPLICE, tokens=tokens[:left])
 
     def _closing(self) -> bytes:
-        """What ends a part of text whose tokens are used up, unless it ends inside a character."""
+        """The bytes that end a part of text whose tokens are used up, unless it ends inside a
+        character."""
         state = self._state
         if not self._is_spent(state, self._spent):
             return b""
