@@ -23,7 +23,7 @@ import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
-from ...protocol.body_bounds import check_body
+from ...protocol.body_bounds import check_body, max_body_bytes
 from ...protocol.endpoints import separate
 from ...protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ...protocol.frames import Frames
@@ -210,7 +210,9 @@ class Tunnel:
 
     async def _refuse(self, error: TokenbusError, frames: Frames) -> None:
         """Answers a request that is not sent, as the broker would."""
-        body = error_body(error, OpenStreams.named(frames[1]), frames[0])
+        is_decoded = len(frames[1]) <= max_body_bytes(frames[0])
+        stream = OpenStreams.named(frames[1]) if is_decoded else None
+        body = error_body(error, stream, frames[0])
         refusal = [b"ERROR", encode_body(body, self._encoding)]
         if self._plain is not None:
             self._plain.sent(frames)
