@@ -203,8 +203,7 @@ def test_nan_in_a_bias_changes_its_own_row_only(temperature: float) -> None:
 def test_a_device_adds_biases_as_the_cpu_does() -> None:
     torch.manual_seed(0)
     logits = (torch.randn(3, VOCAB) * 24).round() / 8
-    every = [({4: 9.0, 99: -INF},), ([i % 7 / 8 for i in range(VOCAB)],), ({},)]
-    rows = [
-        Row(Sampling(temperature=1.0), i, 0, 0, bias=bias_of(v)) for i, (v,) in enumerate(every)
-    ]
+    dense = [i % 7 / 8 for i in range(VOCAB)]
+    every = [bias_of({4: 9.0, 99: -INF}), bias_of(dense), bias_of({})]
+    rows = [Row(Sampling(temperature=1.0), i, 0, 0, bias=bias) for i, bias in enumerate(every)]
     assert sample(logits.cuda(), [0, 1, 2], rows).tokens == sample(logits, [0, 1, 2], rows).tokens
