@@ -189,7 +189,6 @@ export class Composer extends EventTarget {
   /** Uploads the module that `read` returns as a file, under a tag. */
   async #store(tag, read) {
     this.#clearFaults();
-    byId("controller").value = tag;
     const said = byId("uploaded");
     said.textContent = `Uploading ${tag} …`;
     try {
@@ -199,6 +198,7 @@ export class Composer extends EventTarget {
         tag,
       });
       this.#clearFaults();
+      byId("controller").value = tag;
       const what = result.forks === false ? ", whose sequences cannot fork" : "";
       said.textContent = `${tag}: ${bytes(result.size)}, ${result.abi} ABI${what}`;
       await this.refreshModules();

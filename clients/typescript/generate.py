@@ -188,7 +188,8 @@ def _reader(struct: StructType) -> str:
             fields.append(f"    {key}: {value} ?? {json.dumps(_default(field))},\n")
         else:
             default = json.dumps(_default(field))
-            fields.append(f"    {key}: {value} == null ? {default} : {read},\n")
+            absent = reading.format("{}") if isinstance(field.type, StructType) else default
+            fields.append(f"    {key}: {value} == null ? {absent} : {read},\n")
     absent = " | ".join(map(json.dumps, defaults)) or "never"
     head = f"export function read{name}(sent: Sent<{name}, {absent}>): {name} {{"
     if len(head) > WIDTH:

@@ -87,6 +87,8 @@ def local(
     local = LocalPods("cpu", made, tmp_path_factory.mktemp("pods"))
     try:
         local.start_all()
+        for name in by_command(local):
+            until(partial(local.probe, name, "readinessProbe"), PATIENCE_S, f"{name} ready")
         yield local
     finally:
         for process in local.processes():
@@ -100,7 +102,6 @@ def by_command(local: LocalPods) -> list[str]:
 
 def test_pods_become_ready_and_serve(local: LocalPods, api_key: str) -> None:
     for name in by_command(local):
-        until(partial(local.probe, name, "readinessProbe"), PATIENCE_S, f"{name} ready")
         assert local.probe(name, "startupProbe")
         assert local.probe(name, "livenessProbe")
     serve(local, api_key)
@@ -137,7 +138,8 @@ def test_a_broker_that_is_replaced_is_no_end_of_the_system(local: LocalPods, api
     serve(local, api_key)
 
 
-def test_sigterm_ends_every_container_in_order(local: LocalPods) -> None:
+def test_sigterm_ends_every_container_in_order(local: LocalPods, api_key: str) -> None:
+    serve(local, api_key)
     for component in ("gateway", "gpu-worker", "controller-worker", "state-worker"):
         for process in local.pods[component].processes.values():
             process.send(signal.SIGTERM)

@@ -699,7 +699,7 @@ export function readModelInfo(
     dtype: sent.dtype ?? "",
     device: sent.device ?? "",
     sampling: sent.sampling ?? 1,
-    path: sent.path == null ? {} : readForwardPath(sent.path),
+    path: sent.path == null ? readForwardPath({}) : readForwardPath(sent.path),
   };
 }
 

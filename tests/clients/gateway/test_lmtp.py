@@ -28,7 +28,7 @@ from ...processes import Bus, Gateway, until
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs" / "lmtp.md"
+DOCS = ROOT / "docs" / "protocol.md"
 WAIT_S = 120.0
 LONG: dict[str, Any] = {"prompt": [263, 305], "max_tokens": 900, "ignore_eos": True}
 
