@@ -1,4 +1,4 @@
-"""What controllers cost: a call, a round, a fork, a start, a variable; a batch under masks, biases.
+"""The cost of controllers: a call, a round, a fork, a start, a variable; masks and biases.
 
 Guests are C of ``benchmarks/guests``, compiled here. The system that is measured is the whole one:
 broker, GPU worker, controller worker and state worker in processes of their own.

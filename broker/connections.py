@@ -81,8 +81,8 @@ class Connections:
 
     ``closed`` is called when ``take_closed`` has something to return.
 
-    Of too many connections, one that has sent no message is shut, the oldest one first. A key may
-    have as many as it leaves to others.
+    The oldest connection that has sent no message is shut if there are too many. A key may have at
+    most as many as it leaves to the others.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

@@ -95,7 +95,7 @@ class SequenceGroup:
         self._replay: GroupReplay | None = None
         """While it runs."""
         self._numbers = {0}
-        """Of all sequences so far."""
+        """The numbers of all sequences so far."""
         self._changes = 0
         self._wakes = 0
         self._written_bytes = 0

@@ -23,7 +23,7 @@ SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default"
 
 
 class Stream:
-    """A stream; there is no order to keep on a CPU."""
+    """A stream. A CPU computes at once, so it keeps no order."""
 
     def __init__(self, device: Any = None) -> None:
         self.waited_for: list[Stream] = []

@@ -106,7 +106,7 @@ def test_rows_with_biases_are_sampled_as_from_logits_with_the_biases_added(
     every = torch.log_softmax(logits, -1)
     bent = logits.numpy() + np.stack([added(values) for _, values, _ in drawn])
     for i, (row, values, allowed) in enumerate(drawn):
-        # The same row without a bias, alone, from other logits.
+        # This row alone, without a bias, from logits that have the bias in them.
         want = sample(torch.from_numpy(bent[i : i + 1].copy()), [0], [row])
         forbidden = {t for t in range(VOCAB) if added(values)[t] == -INF}
         may = (set(range(VOCAB)) if allowed is None else allowed) - forbidden

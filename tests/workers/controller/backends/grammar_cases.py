@@ -41,7 +41,7 @@ class Reference(Protocol):
 
 
 class Matches:
-    """What ``re`` matches whole: every text over some letters is tried, up to this many characters
+    """The texts that ``re`` matches whole: every text over some letters is tried, up to this many characters
     more than ``longest`` bytes can have as the pattern has positions. A shortest way to a match
     passes no position twice, so a prefix that none of these texts has is not one of a match."""
 

@@ -276,7 +276,7 @@ def _type(value: Any) -> type:
 
 
 def _shapes(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
-    """What the loader's probe sees in a forward."""
+    """The tensors that the loader's probe sees in a forward."""
     config = model.config
     dim = config.hidden_size // config.num_attention_heads
     layers = range(config.num_hidden_layers)

@@ -20,7 +20,7 @@ import numpy as np
 from tokenbus.workers.controller.python import Controller, Decision, sample
 
 DELTA = 3.0
-"""What is added to the logits of green tokens."""
+"""The number that is added to the logits of green tokens."""
 SHARE = 0.5
 """The part of the vocabulary that is green."""
 
