@@ -58,7 +58,10 @@ export class Composer extends EventTarget {
     for (const radio of this.#form.elements.kind) radio.checked = radio.value === kind;
     this.#kind = kind;
     this.#show();
-    if (module) this.#uploadExample(module);
+    if (!module) return;
+    // Until the module is stored, a request names no controller rather than the one before.
+    byId("controller").value = "";
+    this.#uploadExample(module);
   }
 
   /** Shows whether a generation runs. */
