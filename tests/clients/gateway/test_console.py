@@ -115,6 +115,15 @@ def console(
     assert console.problems == []
 
 
+def upload(console: Console, file: Path, module: bytes) -> None:
+    """Uploads a module as a file, and waits until its tag is the controller."""
+    file.write_bytes(module)
+    console.page.get_by_role("radio", name="controller", exact=True).check()
+    console.page.locator("#upload").set_input_files(file)
+    expect(console.page.locator("#uploaded")).to_contain_text("native ABI")
+    expect(console.page.locator("#controller")).to_have_value(file.stem)
+
+
 BOTH = pytest.mark.parametrize("console", [("light", 1280), ("dark", 360)], indirect=True)
 
 
@@ -151,11 +160,7 @@ def test_a_constrained_generation_shows_what_each_step_allowed_and_cut_off(
 @BOTH
 def test_a_step_shows_what_a_bias_added_to_its_tokens(console: Console, tmp_path: Path) -> None:
     page = console.page
-    module = tmp_path / "console-biased.wasm"
-    module.write_bytes(BIASED)
-    page.get_by_role("radio", name="controller", exact=True).check()
-    page.locator("#upload").set_input_files(module)
-    expect(page.locator("#controller")).to_have_value("console-biased")
+    upload(console, tmp_path / "console-biased.wasm", BIASED)
     page.locator("#prompt").fill("def add(a, b):")
     console.generate(max_tokens=3, temperature=0)
     console.finished()
@@ -168,12 +173,7 @@ def test_a_step_shows_what_a_bias_added_to_its_tokens(console: Console, tmp_path
 @BOTH
 def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) -> None:
     page = console.page
-    module = tmp_path / "console-forks.wasm"
-    module.write_bytes(FORKS)
-    page.get_by_role("radio", name="controller", exact=True).check()
-    page.locator("#upload").set_input_files(module)
-    expect(page.locator("#uploaded")).to_contain_text("native ABI")
-    expect(page.locator("#controller")).to_have_value("console-forks")
+    upload(console, tmp_path / "console-forks.wasm", FORKS)
     page.locator("#prompt").fill("def add(a, b):")
     console.generate(max_tokens=8, temperature=0)
     console.finished()
