@@ -42,12 +42,12 @@ class Sampled:
     errors: dict[int, str] = field(default_factory=dict)
     """Rows from which no token could be chosen."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """The most likely tokens that a mask or a controller's bias forbids, for rows with ``inspect``."""
+    """The most likely tokens that a mask or a controller's bias forbids; of rows with ``inspect``."""
     allowed: dict[int, int] = field(default_factory=dict)
     """The number of allowed tokens of the same rows."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The numbers that a controller's bias adds to the other most likely tokens and to the chosen one,
-    without zeros; for rows with ``inspect``."""
+    """The numbers that a controller's bias adds to the other most likely tokens and to the chosen
+    one, without zeros; of rows with ``inspect``."""
 
 
 @dataclass(slots=True)

@@ -41,9 +41,12 @@ class Reference(Protocol):
 
 
 class Matches:
-    """The texts that ``re`` matches whole: every text over some letters is tried, up to this many characters
-    more than ``longest`` bytes can have as the pattern has positions. A shortest way to a match
-    passes no position twice, so a prefix that none of these texts has is not one of a match."""
+    """The texts that ``re`` matches whole.
+
+    Every text over some letters is tried. Its characters are at most ``longest`` and the number of
+    positions of the pattern. A shortest way to a match passes no position twice, so a prefix that
+    none of these texts has is not one of a match.
+    """
 
     def __init__(self, pattern: str, letters: str, longest: int) -> None:
         positions = spelled_out(tree_of(pattern, Budget(1000, 5)))
