@@ -42,7 +42,7 @@ class Sampled:
     errors: dict[int, str] = field(default_factory=dict)
     """Rows from which no token could be chosen."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """The most likely tokens that a mask or a controller's bias forbids; of rows with ``inspect``."""
+    """The most likely tokens that a mask or a controller's bias forbids: of rows to ``inspect``."""
     allowed: dict[int, int] = field(default_factory=dict)
     """The number of allowed tokens of the same rows."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
