@@ -227,7 +227,8 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
 def test_a_controller_that_takes_no_drafts_gets_none(
     tmp_path: Path, embedded: LoadedModel, constraints: Constraints
 ) -> None:
-    parts = ["[[", {"repetition": {"regex": "[a-z ]+"}, "most": 3}, "]]"]
+    # A part that is not regular: a combination of regular parts is one automaton, with drafts.
+    parts = ["[['Ada', 36], ", {"json_schema": SCHEMA}]
     combination = {"controller": "combination", "controller_arg": json.dumps({"sequence": parts})}
     body = {"prompt": PROMPT, "max_tokens": 12} | combination
     run = Run(tmp_path, embedded, constraints, WAYS[1], body)
