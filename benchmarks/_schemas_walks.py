@@ -20,7 +20,7 @@ from tokenbus.workers.controller.backends.llguidance.matcher_controller import M
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 from tokenbus.workers.controller.interface import Action
 
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 """The largest ``max_tokens`` of a walk; the smallest is what the shortest value takes."""
 
 HUGE = 10**400
@@ -42,7 +42,7 @@ class WalkFigures:
     backtracks: int = 0
     """How often tokens were."""
     longer: int = 0
-    """Schemas whose shortest value has more than ``MOST_TOKENS``: they have no walks."""
+    """Schemas whose shortest value has more than ``MAX_TOKENS``: they have no walks."""
     seconds: float = 0.0
     """CPU time of computing how texts are closed."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -100,14 +100,14 @@ class Walks:
         if least is None:
             self.figures.exceptions[case.name] = "no shortest value was found"
             return
-        if least > MOST_TOKENS:
+        if least > MAX_TOKENS:
             self.figures.longer += 1
             return
         schema = _exact(arg)
         validator = jsonschema.validators.validator_for(schema)(schema)
         for number in range(count):
             rng = random.Random(number)
-            most = least if not number else rng.randint(least, MOST_TOKENS)
+            most = least if not number else rng.randint(least, MAX_TOKENS)
             self.figures.walks += 1
             why = self._walk(arg, most, rng, validator)
             if why:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 262_144
 """Streams of all sessions together that were cancelled before a worker reported them."""
-MOST_ENDED = 250
+MAX_ENDED = 250
 """Requests without a client that a tick ends."""
 
 
@@ -424,11 +424,11 @@ class Adoption:
     def _end_unclaimed(self, now: float) -> None:
         """Ends requests without a client, some in each tick."""
         ended: list[int] = []
-        while self._due and self._due[0][0] <= now and len(ended) < MOST_ENDED:
+        while self._due and self._due[0][0] <= now and len(ended) < MAX_ENDED:
             ended.append(self._due.popleft()[1])
         waiting = {number for _, number in self._due}
         others = (number for number in self._unclaimed if number not in waiting)
-        ended += islice(others, MOST_ENDED - len(ended))
+        ended += islice(others, MAX_ENDED - len(ended))
         for number in ended:
             request = self._unclaimed.pop(number, None)
             if request is not None and request.unclaimed:

@@ -37,19 +37,19 @@ from .tables import (
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 0.5
+MAX_WAITING = 0.5
 """The part of its ``timeout_s`` that a request may be expected to wait in its queue."""
 
 CANCEL_GRACE_S = 10.0
 """How long a worker has to end a request that was cancelled, in seconds."""
 
-MOST_ENDED = 250
+MAX_ENDED = 250
 """Requests that a tick ends at the most: what is left is for the next one, which comes at once."""
-MOST_STARTED = 100
+MAX_STARTED = 100
 """Requests that have lost their worker, and that one event starts elsewhere at the most."""
-MOST_LOOKED_AT = 2_000
+MAX_LOOKED_AT = 2_000
 """Of these, how many it looks at."""
-MOST_NOTICES = 400
+MAX_NOTICES = 400
 """Clients that get a notice of their place in one tick."""
 
 
@@ -231,8 +231,8 @@ class Dispatcher:
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
-        due = list(islice(self.deadlines.due(now), MOST_ENDED))
-        self.behind |= len(due) == MOST_ENDED
+        due = list(islice(self.deadlines.due(now), MAX_ENDED))
+        self.behind |= len(due) == MAX_ENDED
         for number in due:
             request = self.requests.get(number)
             if request is None or not request.open or request.deadline is None:
@@ -387,12 +387,12 @@ class Dispatcher:
                 awaited = self._recovery.awaits_workers(error, now)
                 in_vain = (role, model) in self._early and not awaited
                 if in_vain or now - since >= self._settings.move_wait_s:
-                    self._refuse(list(islice(queue, MOST_ENDED)), error)
+                    self._refuse(list(islice(queue, MAX_ENDED)), error)
                     self.behind |= bool(queue)
             else:
                 self._unserved.pop((role, model), None)
         given_up = 0
-        for request in self.moves.overdue(now, MOST_LOOKED_AT, self.closing is not None):
+        for request in self.moves.overdue(now, MAX_LOOKED_AT, self.closing is not None):
             if not any(True for _ in self._may_continue_at(request)):
                 self._refuse([request], self.closing or self.moves.unserved(request))
                 given_up += self.closing is None
@@ -442,7 +442,7 @@ class Dispatcher:
 
     def report_more_places(self) -> None:
         """Notifies some more."""
-        for request, place in islice(self._places, MOST_NOTICES):
+        for request, place in islice(self._places, MAX_NOTICES):
             waits = request.worker is None and self.requests.get(request.id) is request
             if waits and place != request.place:
                 self._notify_queued(request, place)
@@ -500,10 +500,10 @@ class Dispatcher:
         full: set[tuple[str, str, int]] = set()
         """The kinds of requests for which no worker has room."""
         started = 0
-        for request in self.moves.first(MOST_LOOKED_AT):
+        for request in self.moves.first(MAX_LOOKED_AT):
             if worker is not None and not self._has_room(worker):
                 return
-            if started == MOST_STARTED:
+            if started == MAX_STARTED:
                 self.behind = True
                 return
             kind = (request.role, request.model, id(request.began_with))
@@ -596,13 +596,13 @@ class Dispatcher:
             return
         ahead, left_s = queue.ahead(request), request.deadline - self.now
         wait_s = (ahead + 1) / rate
-        if wait_s > MOST_WAITING * left_s:
+        if wait_s > MAX_WAITING * left_s:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"about {ahead} requests go before this one, which takes about {wait_s:.1f} s and "
                 f"leaves too little of its timeout_s of {left_s:g} s; try again later, or give it "
                 "more time",
-                retry_after_s=round(max(wait_s - MOST_WAITING * left_s, BOUNDS_S[0]), 3),
+                retry_after_s=round(max(wait_s - MAX_WAITING * left_s, BOUNDS_S[0]), 3),
             )
 
     def _has_room(self, worker: Worker) -> bool:

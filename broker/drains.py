@@ -15,7 +15,7 @@ from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
-MOST_ASKED = 64
+MAX_ASKED = 64
 """Requests that wait for the end of one worker."""
 
 
@@ -50,11 +50,11 @@ class Drains:
         for key, (other, _) in list(asked.items()):
             if not other.alive:
                 del asked[key]
-        if len(asked) >= MOST_ASKED:
+        if len(asked) >= MAX_ASKED:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"{len(asked)} requests wait for the end of the worker {worker.name} already, and "
-                f"{MOST_ASKED} may; it is draining",
+                f"{MAX_ASKED} may; it is draining",
                 retry_after_s=RETRY_AFTER_S,
             )
         asked[session.id, message.stream_id] = session, requests

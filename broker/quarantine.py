@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..protocol.errors import RequestError
 from .tables import Request
 
-MOST_DEATHS = 2
+MAX_DEATHS = 2
 """A request that had no new token where so many workers in a row died is a suspect."""
 TRIAL_S = 10.0
 """A suspect whose worker lives for so long, in seconds, is none."""
@@ -16,7 +16,7 @@ TRIAL_S = 10.0
 class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
-    One that was alone in that at ``MOST_DEATHS`` of them is guilty. Of several suspects only some
+    One that was alone in that at ``MAX_DEATHS`` of them is guilty. Of several suspects only some
     are tried at a time, after each further death half as many, until the guilty one is alone.
     """
 
@@ -42,10 +42,10 @@ class Quarantine:
             request.lone_deaths = request.lone_deaths + 1 if len(idle) == 1 else 0
         if idle:
             self._counted[worker] = idle, now
-        guilty = [request for request in idle if request.lone_deaths >= MOST_DEATHS]
+        guilty = [request for request in idle if request.lone_deaths >= MAX_DEATHS]
         if len(tried) == 1 and self._most == 1:
             guilty = tried
-        suspects = sum(request.deaths >= MOST_DEATHS for request in idle)
+        suspects = sum(request.deaths >= MAX_DEATHS for request in idle)
         if suspects:
             self._most = max(1, suspects // 2)
         return guilty
@@ -60,11 +60,11 @@ class Quarantine:
 
     def may_start(self, request: Request) -> bool:
         """Whether a request that has lost its worker may go to another now."""
-        return request.deaths < MOST_DEATHS or len(self._tried) < self._most
+        return request.deaths < MAX_DEATHS or len(self._tried) < self._most
 
     def on_start(self, request: Request, now: float) -> None:
         """A request goes to a worker."""
-        if request.deaths >= MOST_DEATHS:
+        if request.deaths >= MAX_DEATHS:
             self._tried[request.id] = (request, now)
 
     def forget(self, request: Request) -> None:

@@ -23,7 +23,7 @@ from .tables import Request, Session, SessionTable, Worker
 
 TOKEN_BYTES = 4
 """Of a token in columns."""
-MOST_PROCESSES = 4_096
+MAX_PROCESSES = 4_096
 """Controller workers whose last report is kept: those that reported last."""
 
 
@@ -169,7 +169,7 @@ class Quotas:
         process = worker.name, worker.pid
         before = self._reported.pop(process, {})
         self._reported[process] = cpu_ms
-        if len(self._reported) > MOST_PROCESSES:
+        if len(self._reported) > MAX_PROCESSES:
             del self._reported[next(iter(self._reported))]
         for key, total in cpu_ms.items():
             allowed = self._keyring.client(key)

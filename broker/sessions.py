@@ -31,7 +31,7 @@ from .tables import Request, Session, SessionTable
 
 SESSIONS_AT_ONCE = 500
 """Sessions that a tick looks at."""
-MOST_ENDED = 250
+MAX_ENDED = 250
 """Streams that end with their sessions between two ticks."""
 
 
@@ -56,7 +56,7 @@ class Sessions:
         self._visited = Sweep(table.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
         """Streams and kept ends of sessions that have ended, which are to end too."""
-        self._room = MOST_ENDED
+        self._room = MAX_ENDED
         """Streams that may still end with their sessions before the next tick."""
 
     def open(
@@ -209,7 +209,7 @@ class Sessions:
     def tick(self, now: float) -> None:
         """Ends sessions that were not resumed in time, and those whose client is silent."""
         settings = self._settings
-        self._room = MOST_ENDED
+        self._room = MAX_ENDED
         self._end_streams()
         for session in self._visited.part():
             if self._table.by_id.get(session.id) is not session:

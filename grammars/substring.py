@@ -23,7 +23,7 @@ from .regex.dfa import Dfa
 
 LONGEST_TEXT = 65_536
 """Bytes of UTF-8 of a text."""
-MOST_STATES = 65_535
+MAX_STATES = 65_535
 """States, the dead one included: the guest engine has 16 bits for a state."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
 _DEAD, _START = 0, 1
@@ -39,7 +39,7 @@ def compile_substring(text: str) -> Dfa:
 
     About 1.4 states for a byte of prose and at most 2; a few more than the minimal automaton has if
     the end of the text also occurs elsewhere in it. Raises SubstringError if the text has more than
-    ``LONGEST_TEXT`` bytes of UTF-8, needs more than ``MOST_STATES`` states, or has a lone
+    ``LONGEST_TEXT`` bytes of UTF-8, needs more than ``MAX_STATES`` states, or has a lone
     surrogate.
     """
     try:
@@ -63,8 +63,8 @@ def compile_substring(text: str) -> Dfa:
         transitions, accepting = _states(data, bytes(classes), width)
     except _TooMany as error:
         raise SubstringError(
-            f"the text of {len(data):,} bytes makes more than {MOST_STATES:,} states; its first "
-            f"{error.fits:,} bytes do not, nor do {MOST_STATES // 2:,} bytes of any text "
+            f"the text of {len(data):,} bytes makes more than {MAX_STATES:,} states; its first "
+            f"{error.fits:,} bytes do not, nor do {MAX_STATES // 2:,} bytes of any text "
             f"(text {shown(text)})"
         ) from None
     return Dfa(bytes(classes), width, transitions, _START, accepting)
@@ -93,7 +93,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
         zip(data.translate(classes), inside, (inside + b"\0")[1:], strict=True)
     ):
         new = len(link)
-        if new >= MOST_STATES:
+        if new >= MAX_STATES:
             raise _TooMany(at)
         nexts.extend(blank)
         length.append(at + 1)
@@ -115,7 +115,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
             continue
         # The shorter strings of the target end here too: they become a state of their own.
         split = new + 1
-        if split >= MOST_STATES:
+        if split >= MAX_STATES:
             raise _TooMany(at)
         link.append(split)
         nexts.extend(nexts[target * width : target * width + width])

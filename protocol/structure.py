@@ -20,9 +20,9 @@ from msgspec import Struct
 
 SPECIAL = b"\xff"
 """Around the name of a special token."""
-MOST_TAGS = 512
-MOST_PHASES = 16
-MOST_TEXT = 4096
+MAX_TAGS = 512
+MAX_PHASES = 16
+MAX_TEXT = 4096
 """Most bytes of ``begin`` and of ``end``."""
 
 Kind = Literal["text", "reasoning", "call"]
@@ -88,10 +88,10 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
 
     def check(self) -> None:
         """Raises StructureError where something does not fit."""
-        if not self.phases or len(self.phases) > MOST_PHASES or len(self.tags) > MOST_TAGS:
+        if not self.phases or len(self.phases) > MAX_PHASES or len(self.tags) > MAX_TAGS:
             raise StructureError(
                 f"there are {len(self.phases)} phases and {len(self.tags)} tags; 1 to "
-                f"{MOST_PHASES} phases and at most {MOST_TAGS} tags are allowed"
+                f"{MAX_PHASES} phases and at most {MAX_TAGS} tags are allowed"
             )
         for number, phase in enumerate(self.phases):
             for named in (*phase.tags, *phase.first):
@@ -109,10 +109,10 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
     def _check_tag(self, number: int, tag: Tag) -> None:
         if not 0 <= tag.then < len(self.phases):
             raise StructureError(f"tags[{number}].then is {tag.then}; there is no such phase")
-        if not tag.begin or max(len(tag.begin), len(tag.end)) > MOST_TEXT:
+        if not tag.begin or max(len(tag.begin), len(tag.end)) > MAX_TEXT:
             raise StructureError(
                 f"tags[{number}].begin and end have {len(tag.begin)} and {len(tag.end)} "
-                f"characters; begin must have some, and each at most {MOST_TEXT}"
+                f"characters; begin must have some, and each at most {MAX_TEXT}"
             )
         if not 0 <= tag.trigger <= len(tag.begin):
             raise StructureError(f"tags[{number}].trigger is {tag.trigger}, beyond its begin")

@@ -19,7 +19,7 @@ from .brokers import Brokers
 from .exits import OK
 from .options import add_connection
 
-MOST_STREAMS = 20
+MAX_STREAMS = 20
 """Streams in a picture; how many more there are is said."""
 
 
@@ -86,8 +86,8 @@ class Pictures:
         parts: list[Any] = [head, Text(), self._workers(status, before, now)]
         if status.live:
             parts += [Text(), _streams(status)]
-        if len(status.live) > MOST_STREAMS:
-            parts.append(Text(f"and {len(status.live) - MOST_STREAMS} more", style="dim"))
+        if len(status.live) > MAX_STREAMS:
+            parts.append(Text(f"and {len(status.live) - MAX_STREAMS} more", style="dim"))
         return Group(*parts)
 
     def _workers(self, status: Status, before: tuple[Status, float] | None, now: float) -> Any:
@@ -132,7 +132,7 @@ def _streams(status: Status) -> Table:
     table = _table("request", "type", "client", "model", "worker", "controller", "state")
     table.add_column("priority", justify="right")
     table.add_column("age", justify="right", no_wrap=True)
-    for stream in status.live[:MOST_STREAMS]:
+    for stream in status.live[:MAX_STREAMS]:
         # The lower half of a request's number counts; the upper one is the start of the broker.
         table.add_row(
             str(stream.request & 0xFFFF_FFFF),

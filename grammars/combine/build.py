@@ -10,9 +10,9 @@ from ..regex.dfa import Dfa, table
 from ..regex.minimize import minimise, trimmed
 from ..regex.subsets import Automaton
 from ..regex.utf8 import ByteAutomaton
-from .rows import MOST_TRANSITIONS, Row, segments_of, too_many_transitions
+from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
-MOST_MINIMISED = 200_000
+MAX_MINIMISED = 200_000
 """Transitions, by label, up to which an automaton is minimised: about half a second."""
 
 State = TypeVar("State", bound=Hashable)
@@ -39,7 +39,7 @@ class Source(Protocol[State]):
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
     """The table of the combination; None if it matches no text.
 
-    It is minimal up to ``MOST_MINIMISED`` transitions. States are numbered in the order in
+    It is minimal up to ``MAX_MINIMISED`` transitions. States are numbered in the order in
     which they are reached by ascending bytes, as those of a pattern, so that a language has one
     table up to there. The states are added to ``reached`` as they are found, so that the caller can
     find the part that grew. Raises Exhausted beyond the limits.
@@ -60,7 +60,7 @@ def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | 
             row[label] = number
         budget.tick()
         count += len(row)
-        if count > MOST_TRANSITIONS:
+        if count > MAX_TRANSITIONS:
             raise too_many_transitions()
         rows.append(row)
         accepts.append(int(source.accepts(state)))
@@ -68,7 +68,7 @@ def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | 
         return None
     segments = segments_of(source.labels)
     automaton = Automaton(segments, rows, accepts)
-    small = minimise(automaton, budget) if count <= MOST_MINIMISED else trimmed(automaton)
+    small = minimise(automaton, budget) if count <= MAX_MINIMISED else trimmed(automaton)
     spans: list[list[tuple[int, int]]] = [[] for _ in range(256)]
     for low, high, label in segments:
         spans[label].append((low, high))

@@ -11,7 +11,7 @@ from .build import CombinationError, built
 from .places import END, Places, State, stride_of
 from .stops import Stopped
 
-MOST_STATES = 65_535
+MAX_STATES = 65_535
 """States, the dead one included: the guest engine has 16 bits for a state."""
 LONGEST_STOP = 1_024
 """Bytes of UTF-8 of a stop."""
@@ -20,7 +20,7 @@ _LOOKED_AT = 200_000
 
 
 def sequence(
-    parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+    parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
     """The automaton of a text of each part, one after another.
 
@@ -41,7 +41,7 @@ def sequence(
 
 
 def alternation(
-    parts: Sequence[Dfa], *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+    parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
     """The automaton of a text of any one of the parts. Limits and errors as of ``sequence``."""
     _some("alternation", parts)
@@ -59,7 +59,7 @@ def repetition(
     least: int,
     most: int | None,
     *,
-    max_states: int = MOST_STATES,
+    max_states: int = MAX_STATES,
     max_seconds: float = 5.0,
 ) -> Dfa:
     """The automaton of ``least`` to ``most`` texts of a part, one after another.
@@ -97,7 +97,7 @@ def repetition(
 
 
 def stop_at(
-    part: Dfa | None, stop: str, *, max_states: int = MOST_STATES, max_seconds: float = 5.0
+    part: Dfa | None, stop: str, *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
     """The automaton of the texts of a part that end with their first ``stop``.
 

@@ -9,7 +9,7 @@ from ..regex.bounds import Budget, Exhausted
 from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
-MOST_TRANSITIONS = 1_000_000
+MAX_TRANSITIONS = 1_000_000
 """Limit on the transitions, by label, of the parts together, and of their combination: 150 MB."""
 
 Row = dict[int, int]
@@ -54,11 +54,11 @@ def rows_of(part: Dfa, labels: bytes, budget: Budget) -> list[Row]:
         count += len(labels_of[number])
         for label in labels_of[number]:
             row[label] = target
-        if count > MOST_TRANSITIONS:
+        if count > MAX_TRANSITIONS:
             raise too_many_transitions()
     return rows
 
 
 def too_many_transitions() -> Exhausted:
     """The limit on transitions was exceeded."""
-    return Exhausted(f"has more than {MOST_TRANSITIONS:,} transitions")
+    return Exhausted(f"has more than {MAX_TRANSITIONS:,} transitions")

@@ -5,15 +5,15 @@
 
 #include "masks.h"
 
-enum { MOST_CLOSING = 4096, MOST_PLACES = 1 << 18, FAR = 0xffffffff };
+enum { MAX_CLOSING = 4096, MAX_PLACES = 1 << 18, FAR = 0xffffffff };
 
-static uint8_t closing[MOST_CLOSING];
+static uint8_t closing[MAX_CLOSING];
 static uint32_t closing_bytes;
 
 // The search through the lexer: the state before each, and the class that led there.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
-// The search over the stack, by (index in the stack, nonterminal), up to MOST_PLACES.
+// The search over the stack, by (index in the stack, nonterminal), up to MAX_PLACES.
 typedef struct closing_place {
     uint32_t cost, from, rest;
 } closing_place;
@@ -24,11 +24,11 @@ static void open_closing(void) {
     way_queue = stay(2 * g.lexer_states);
     way_class = stay(g.lexer_states);
     way_seen = stay(g.lexer_states);
-    if (g.has_parser) closing_places = stay(sizeof *closing_places * MOST_PLACES);
+    if (g.has_parser) closing_places = stay(sizeof *closing_places * MAX_PLACES);
 }
 
 static bool close_with(sequence *s, uint32_t class) {
-    if (closing_bytes == MOST_CLOSING || !add_class(s, class)) return false;
+    if (closing_bytes == MAX_CLOSING || !add_class(s, class)) return false;
     closing[closing_bytes++] = g.class_byte[class];
     return true;
 }
@@ -104,7 +104,7 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
 // room.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
-    if (depth * g.nonterminals > MOST_PLACES) return 0;
+    if (depth * g.nonterminals > MAX_PLACES) return 0;
     for (uint32_t i = 0; i < depth * g.nonterminals; i++) closing_places[i].cost = FAR;
     reach(depth, FAR, 0, depth - 1, stack[depth - 1]);
     for (uint32_t at = depth; at-- > 0;) {
@@ -134,7 +134,7 @@ static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *re
 }
 
 static bool close_grammar(sequence *s) {
-    static uint32_t rests[MOST_CLOSING];
+    static uint32_t rests[MAX_CLOSING];
     static uint32_t set[128];
     static sequence parsed;
     if (s->lexer != g.lexer_start) {
@@ -148,7 +148,7 @@ static bool close_grammar(sequence *s) {
     if (s->lexer != g.lexer_start && g.accepted[s->lexer] != SKIP &&
         !push_own(&parsed, g.accepted[s->lexer]))
         return false;
-    uint32_t count = find_closing(parsed.stack, parsed.depth, rests, MOST_CLOSING);
+    uint32_t count = find_closing(parsed.stack, parsed.depth, rests, MAX_CLOSING);
     if (!count) return false;
     while (count--)
         for (uint32_t i = g.rest_at[rests[count]]; i < g.rest_at[rests[count] + 1]; i++)

@@ -14,10 +14,10 @@ static struct {
     uint32_t mask, found, out;
 } block;
 
-enum { INBOX_BYTES = 1 << 18, MOST_FORCED = 4096 };
+enum { INBOX_BYTES = 1 << 18, MAX_FORCED = 4096 };
 
 static uint8_t inbox[INBOX_BYTES] __attribute__((aligned(16)));
-static uint8_t forced[MOST_FORCED];
+static uint8_t forced[MAX_FORCED];
 static uint32_t forced_bytes;
 
 EXPORT("grammar_block") uint32_t export_block(void) {
@@ -154,7 +154,7 @@ EXPORT("grammar_complete") uint32_t export_complete(void) {
 EXPORT("grammar_forced") uint32_t export_forced(void) {
     assign(&scratch_sequence, at_place(block.arg));
     sequence *s = &scratch_sequence;
-    for (forced_bytes = 0; forced_bytes < MOST_FORCED; forced_bytes++) {
+    for (forced_bytes = 0; forced_bytes < MAX_FORCED; forced_bytes++) {
         const outlook seen = look(s, g.has_parser ? stand_on(s) : 0);
         if (seen.complete || seen.only < 0) break;
         forced[forced_bytes] = g.class_byte[seen.only];

@@ -13,7 +13,7 @@ enum {
     MASK_FORCED = 2,    // only one byte may follow, and the text is not complete
     MASK_COMPLETE = 4,  // the text may end here
     EDGES = 1 << 17,
-    MOST_EDGES = EDGES / 4 * 3,
+    MAX_EDGES = EDGES / 4 * 3,
     BUCKETS = 4096,
     DEEPEST_KEPT = 512,
 };
@@ -218,7 +218,7 @@ static bool hang(const sequence *s, uint32_t read_from, result *found) {
     for (uint32_t at = s->depth; at-- > read_from;) {
         edge *next = edge_from(from, s->stack[at]);
         if (!next->from) {
-            if (edge_count == MOST_EDGES) return false;
+            if (edge_count == MAX_EDGES) return false;
             edge_count++;
             *next = (edge){from, s->stack[at], at == read_from ? 0 : ++place_count, found};
         }

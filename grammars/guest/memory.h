@@ -9,7 +9,7 @@
 #define EXPORT(name) __attribute__((export_name(name)))
 
 // LEAST_CHUNKS: so many are always left to the arena.
-enum { PAGE = 65536, CHUNK = 1 << 20, MOST_CHUNKS = 512, LEAST_CHUNKS = 8 };
+enum { PAGE = 65536, CHUNK = 1 << 20, MAX_CHUNKS = 512, LEAST_CHUNKS = 8 };
 
 __attribute__((import_module("tokenbus"), import_name("fail"), noreturn)) void host_fail(
     const char *text, uint32_t n);
@@ -60,12 +60,12 @@ static void *stay(uint32_t bytes) {
 
 // --- the arena -----------------------------------------------------------------------------------
 
-static uint8_t *chunks[MOST_CHUNKS];
+static uint8_t *chunks[MAX_CHUNKS];
 static uint32_t chunk_count, chunk_now, chunk_used;
 
 // Adds a block of memory that is no longer used to the arena.
 static void arena_give(uint8_t *block, uint32_t bytes) {
-    for (; bytes >= CHUNK && chunk_count < MOST_CHUNKS; block += CHUNK, bytes -= CHUNK)
+    for (; bytes >= CHUNK && chunk_count < MAX_CHUNKS; block += CHUNK, bytes -= CHUNK)
         chunks[chunk_count++] = block;
 }
 
@@ -78,7 +78,7 @@ static void *arena_take(uint32_t bytes) {
         chunk_used = 0;
     }
     if (chunk_now == chunk_count) {
-        uint8_t *block = chunk_count < MOST_CHUNKS ? take_pages(CHUNK) : 0;
+        uint8_t *block = chunk_count < MAX_CHUNKS ? take_pages(CHUNK) : 0;
         if (!block) return 0;
         arena_give(block, CHUNK);
     }

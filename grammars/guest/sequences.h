@@ -4,7 +4,7 @@
 
 #include "tables.h"
 
-enum { DEEPEST = 8192, MOST_SEQUENCES = 4096, TOO_MANY = -1, NO_ROOM = -2 };
+enum { DEEPEST = 8192, MAX_SEQUENCES = 4096, TOO_MANY = -1, NO_ROOM = -2 };
 
 typedef struct sequence {
     bool used;
@@ -13,7 +13,7 @@ typedef struct sequence {
     uint16_t stack[DEEPEST];  // parser states, the start state first
 } sequence;
 
-static sequence *sequences[MOST_SEQUENCES];
+static sequence *sequences[MAX_SEQUENCES];
 static uint32_t sequence_count;  // slots that have memory
 static sequence scratch_sequence;
 
@@ -35,7 +35,7 @@ static void assign(sequence *to, const sequence *from) {
 static int32_t free_place(void) {
     for (uint32_t i = 0; i < sequence_count; i++)
         if (!sequences[i]->used) return (int32_t)i;
-    if (sequence_count == MOST_SEQUENCES) return TOO_MANY;
+    if (sequence_count == MAX_SEQUENCES) return TOO_MANY;
     sequences[sequence_count] = stay_if_room(sizeof(sequence));
     return sequences[sequence_count] ? (int32_t)sequence_count++ : NO_ROOM;
 }

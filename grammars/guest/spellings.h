@@ -10,7 +10,7 @@
 #include "parser.h"
 #include "vocabulary.h"
 
-enum { MOST_SPELLINGS = 65535, MOST_GROUPS = 65536, GROUP_SLOTS = 4 * MOST_GROUPS };
+enum { MAX_SPELLINGS = 65535, MAX_GROUPS = 65536, GROUP_SLOTS = 4 * MAX_GROUPS };
 
 typedef struct group {
     uint32_t kind;
@@ -35,11 +35,11 @@ typedef struct group_slot {
 } group_slot;
 
 static struct {
-    spelling *tree;    // [MOST_SPELLINGS]
+    spelling *tree;    // [MAX_SPELLINGS]
     uint32_t spelled;  // how many
     struct {
         uint32_t spelling, kind, tokens, to;
-    } *groups;  // [MOST_GROUPS]
+    } *groups;  // [MAX_GROUPS]
     uint32_t group_count;
     struct {
         uint32_t node, group;
@@ -51,8 +51,8 @@ static struct {
 
 static void open_spellings(void) {
     if (!g.has_parser) return;
-    f.tree = stay(sizeof *f.tree * MOST_SPELLINGS);
-    f.groups = stay(sizeof *f.groups * MOST_GROUPS);
+    f.tree = stay(sizeof *f.tree * MAX_SPELLINGS);
+    f.groups = stay(sizeof *f.groups * MAX_GROUPS);
     f.found = stay(sizeof *f.found * v.nodes);
     f.slots = stay(sizeof *f.slots * GROUP_SLOTS);
 }
@@ -60,7 +60,7 @@ static void open_spellings(void) {
 static uint32_t spelled_on(uint32_t before, uint32_t terminal) {
     for (uint32_t s = f.tree[before].child; s; s = f.tree[s].sibling)
         if (f.tree[s].terminal == terminal) return s;
-    if (f.spelled == MOST_SPELLINGS)
+    if (f.spelled == MAX_SPELLINGS)
         FAIL("the tokens of this vocabulary spell more than 65,535 sequences of lexemes at once");
     const uint32_t s = f.spelled++;
     f.tree[s] = (spelling){terminal, 0, f.tree[before].child, 0, 0};
@@ -72,7 +72,7 @@ static uint32_t group_of(uint32_t spelled, uint32_t kind) {
     uint32_t at = (spelled * 2654435761u ^ kind * 0x9e3779b1u) >> 8 & (GROUP_SLOTS - 1);
     for (; f.slots[at].search == f.search; at = (at + 1) & (GROUP_SLOTS - 1))
         if (f.slots[at].spelling == spelled && f.slots[at].kind == kind) return f.slots[at].group;
-    if (f.group_count == MOST_GROUPS)
+    if (f.group_count == MAX_GROUPS)
         FAIL("the tokens of this vocabulary fall into more than 65,536 groups at once");
     const uint32_t number = f.group_count++;
     f.slots[at] = (group_slot){f.search, spelled, kind, number};

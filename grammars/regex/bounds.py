@@ -6,7 +6,7 @@ import time
 
 LONGEST_PATTERN = 200_000
 """Characters of a pattern, or of all lexemes of a lexer together."""
-MOST_ENTRIES = 2_000_000
+MAX_ENTRIES = 2_000_000
 """Positions in all states of a subset construction together, some 100 MB."""
 _TICKS = 256
 
@@ -71,8 +71,8 @@ class Budget:
 
     def entries(self, count: int) -> None:
         """Raises Exhausted when the states together contain too many positions."""
-        if count > MOST_ENTRIES:
-            raise Exhausted(f"needs more than {MOST_ENTRIES:,} positions in all states together")
+        if count > MAX_ENTRIES:
+            raise Exhausted(f"needs more than {MAX_ENTRIES:,} positions in all states together")
 
 
 def shown(text: str, longest: int = 80) -> str:

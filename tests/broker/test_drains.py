@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenbus.broker.drains import MOST_ASKED
+from tokenbus.broker.drains import MAX_ASKED
 from tokenbus.protocol.header import Flag, Header
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.worker_messages import Drain, Unregister
@@ -163,7 +163,7 @@ def test_so_many_wait_for_the_end_of_a_worker_and_none_whose_session_has_ended(
     bench: Bench,
 ) -> None:
     bench.worker("a")
-    for stream in range(MOST_ASKED):
+    for stream in range(MAX_ASKED):
         assert bench.client("impatient", "DRAIN", {"stream_id": stream, "worker": "a"}) == []
     [(_, error)] = bench.client("c", "DRAIN", {"stream_id": 1, "worker": "a"})
     assert error["code"] == "queue_full"

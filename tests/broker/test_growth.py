@@ -7,7 +7,7 @@ import random
 
 import pytest
 from tokenbus.broker.pools import Pool, Pools
-from tokenbus.broker.sessions import MOST_ENDED
+from tokenbus.broker.sessions import MAX_ENDED
 from tokenbus.broker.sweep import Sweep
 from tokenbus.broker.tables import Worker, WorkerState
 from tokenbus.protocol.messages import ModelInfo, Token
@@ -140,18 +140,18 @@ def test_a_session_of_many_streams_ends_in_several_ticks_one_right_after_the_oth
     bench = Bench()
     bench.worker("a", capacity=9999)
     bench.client("c", "HELLO", {})
-    for stream in range(2 * MOST_ENDED + 1):
+    for stream in range(2 * MAX_ENDED + 1):
         bench.client("c", "GENERATE", generate(stream))
     bench.client("c", "BYE", {})
     check(bench.broker)
-    left = [2 * MOST_ENDED + 1 - MOST_ENDED, 1, 0]
+    left = [2 * MAX_ENDED + 1 - MAX_ENDED, 1, 0]
     for number in left:
         live = [r for r in bench.broker.dispatcher.requests.values() if r.open]
         assert len(live) == number
         bench.now += 0.01
         bench.broker.tick(bench.now)
         check(bench.broker)
-        assert (bench.broker.wait_s(bench.now) < 0.25) == (number > MOST_ENDED)
+        assert (bench.broker.wait_s(bench.now) < 0.25) == (number > MAX_ENDED)
 
 
 def test_what_the_broker_keeps_of_a_request_needs_no_collector() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tokenbus.clients.cli.brokers import merged
-from tokenbus.clients.cli.top import MOST_STREAMS, Pictures, duration
+from tokenbus.clients.cli.top import MAX_STREAMS, Pictures, duration
 from tokenbus.protocol.messages import Status, StreamStatus, WorkerStatus
 
 from ..processes import Bus, clean_environment, until
@@ -166,7 +166,7 @@ def test_what_several_brokers_say_is_one_picture() -> None:
 def test_many_streams_are_cut_and_counted() -> None:
     live = [StreamStatus(request=i, type="GENERATE", state="running", age_s=1.0) for i in range(25)]
     shown = drawn(Pictures(), 1.0, status(live=live))
-    assert shown.count("GENERATE") == MOST_STREAMS
+    assert shown.count("GENERATE") == MAX_STREAMS
     assert "and 5 more" in shown
 
 

@@ -32,7 +32,7 @@ REPORT_EACH = 50_000
 BUILD = Path(__file__).parents[2] / "build" / "fuzz"
 HANG_S = 20
 """An input that takes longer, on a busy machine too, is a failure."""
-MOST_MB = 2048
+MAX_MB = 2048
 """A process that is larger is a failure."""
 
 
@@ -103,7 +103,7 @@ def main() -> None:
         f"-seed={given.seed}",
         f"-max_len={target.most_bytes}",
         f"-timeout={HANG_S}",
-        f"-rss_limit_mb={MOST_MB}",
+        f"-rss_limit_mb={MAX_MB}",
         f"-artifact_prefix={folder}/",
         *([f"-dict={words}"] if target.words else []),
         # Coverage of Python does not show which field a decoder written in C has reached.
@@ -148,8 +148,8 @@ def _try_mutations(
             (BUILD / given.target / "failed").write_bytes(data)
             raise
     signal.alarm(0)
-    if resident_mb() > MOST_MB:
-        sys.exit(f"the process has {resident_mb():.0f} MB; {MOST_MB} are allowed")
+    if resident_mb() > MAX_MB:
+        sys.exit(f"the process has {resident_mb():.0f} MB; {MAX_MB} are allowed")
 
 
 def _escaped(word: bytes) -> str:

@@ -33,7 +33,7 @@ WORKERS = [b"\0w0", b"\0w1", b"\0w2"]
 FROM_CLIENT = list(CLIENT_MESSAGES)
 FROM_WORKER = list(TO_BROKER)
 NUMBERS: list[Any] = [0, 1, 2, 3, -1, 2**63, 0.5, None, "1", float("nan"), 1e300]
-MOST_EVENTS = 60
+MAX_EVENTS = 60
 
 
 class Play:
@@ -47,7 +47,7 @@ class Play:
 
     def run(self) -> None:
         """Events until the input ends, then the end of all connections."""
-        for _ in range(MOST_EVENTS):
+        for _ in range(MAX_EVENTS):
             if not self.draws.left:
                 break
             self.draws.pick(EVENTS)(self)

@@ -21,8 +21,8 @@ from .target import Target
 FROM_BROKER = list(SERVER_MESSAGES)
 NUMBERS: list[Any] = [0, 1, 2.0, 0.5, -1, 1e300, float("nan"), float("inf"), None, 2**63, "1"]
 CODES = ["worker_lost", "queue_full", "internal", "unknown_stream", "too_large", "none", ""]
-MOST_EVENTS = 60
-MOST_SENT = 200
+MAX_EVENTS = 60
+MAX_SENT = 200
 """Messages that one event may lead to."""
 
 
@@ -54,7 +54,7 @@ class Play:
 
     def run(self) -> None:
         """Events until the input ends; then every call ends, whatever the broker has sent."""
-        for _ in range(MOST_EVENTS):
+        for _ in range(MAX_EVENTS):
             if not self.draws.left:
                 break
             self.draws.pick(EVENTS)(self)
@@ -175,7 +175,7 @@ class Play:
 
     def _settle(self) -> None:
         session = self.session
-        assert len(session.outgoing) < MOST_SENT
+        assert len(session.outgoing) < MAX_SENT
         session.outgoing.clear()
         ready, session.ready = session.ready, []
         for part in ready:

@@ -47,7 +47,7 @@ RESULTS = 256
 """Where the guest's functions find what they return."""
 BLOCK = 512
 """Where the block of the native ABI lies, and behind it texts in JSON."""
-MOST_CALLS = 24
+MAX_CALLS = 24
 JSON = (
     b"{}",
     b'{"type":"Continue"}',
@@ -125,7 +125,7 @@ def _script(abi: Abi, draws: Draws) -> bytes:
     """The memory from ``SCRIPT`` on: calls, and JSON that pointers may find."""
     records = bytearray()
     functions = list(IMPORTS[abi].values())
-    for _ in range(MOST_CALLS):
+    for _ in range(MAX_CALLS):
         if not draws.left:
             break
         op = draws.number() % (len(functions) + 1)

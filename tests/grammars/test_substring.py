@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenbus.grammars.regex import Dfa, compile_choice
 from tokenbus.grammars.substring import (
     LONGEST_TEXT,
-    MOST_STATES,
+    MAX_STATES,
     SubstringError,
     compile_substring,
 )
@@ -83,16 +83,16 @@ def test_a_substring_begins_and_ends_between_characters() -> None:
 def test_the_longest_texts_fit_where_their_states_do() -> None:
     words = random.Random(5)
     # The text with the most states: each byte but the first ones makes two.
-    worst = compile_substring("a" + "b" * (MOST_STATES // 2 - 2) + "c")
-    assert worst.num_states == 2 * (MOST_STATES // 2) - 1
-    assert compile_substring("a" * (MOST_STATES - 2)).num_states == MOST_STATES
-    anything = "".join(words.choices("ab", k=MOST_STATES // 2))
+    worst = compile_substring("a" + "b" * (MAX_STATES // 2 - 2) + "c")
+    assert worst.num_states == 2 * (MAX_STATES // 2) - 1
+    assert compile_substring("a" * (MAX_STATES - 2)).num_states == MAX_STATES
+    anything = "".join(words.choices("ab", k=MAX_STATES // 2))
     assert compile_substring(anything).accepts(anything[999:31_000].encode())
 
 
 def test_more_states_than_a_guest_can_number_are_refused_by_size() -> None:
     with pytest.raises(SubstringError) as refused:
-        compile_substring("a" * (MOST_STATES - 1))
+        compile_substring("a" * (MAX_STATES - 1))
     assert str(refused.value).startswith(
         "the text of 65,534 bytes makes more than 65,535 states; its first 65,533 bytes do not, "
         "nor do 32,767 bytes of any text (text 'aaa"

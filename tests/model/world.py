@@ -18,7 +18,7 @@ from .network import Network
 from .workers import Carrier, GpuWorker, Worker
 
 TICK_S = 0.25
-MOST_TICKS = 4000
+MAX_TICKS = 4000
 """How long everything may take to end once nothing fails any more, in ticks."""
 
 
@@ -102,7 +102,7 @@ class World:
             client.stopped = client.pipe.cut = False
         if not any(isinstance(w, GpuWorker) and not w.draining for w in self.workers):
             self.start_gpu()
-        for _ in range(MOST_TICKS):
+        for _ in range(MAX_TICKS):
             self.tick()
             if self._over() and self.network.now > self.network.recovered_at + 1:
                 break

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ...protocol.metrics import OTHER, Series, Tally
 
-MOST_CONTROLLERS = 64
+MAX_CONTROLLERS = 64
 """Controllers that are counted each on its own; others are counted together."""
 EVERY = 16
 """How many rounds there are for each whose CPU time is measured, which takes a microsecond."""
@@ -81,7 +81,7 @@ class Meters:
         meter = self._meters.get((controller, tenant))
         if meter is None:
             with self._lock:
-                if len(self._names) < MOST_CONTROLLERS:
+                if len(self._names) < MAX_CONTROLLERS:
                     self._names.add(controller)
                 name = controller if controller in self._names else OTHER
             meter = self._meters.setdefault((name, tenant), Meter())

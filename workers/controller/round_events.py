@@ -10,7 +10,7 @@ from ...protocol import tracing
 from ...protocol.tracing import Happened
 from ...protocol.worker_messages import Start, StepResult
 
-MOST_EVENTS = 128
+MAX_EVENTS = 128
 """Rounds of a request that become events, the first ones; OpenTelemetry's own default."""
 
 
@@ -38,7 +38,7 @@ class RoundEvents:
         first = results[0]
         if first.error is not None:
             self._error = first.error
-        if len(self._events) < MOST_EVENTS:
+        if len(self._events) < MAX_EVENTS:
             attributes: dict[str, Any] = {
                 "tokenbus.seq": first.seq,
                 "tokenbus.action": first.then,

@@ -34,7 +34,7 @@ Round = Callable[[], list[StepResult]]
 MAX_WAKES = 200
 """How often sequences may wake each other, times their number, before one of them samples: a
 barrier at which all of them wait wakes each as often as there are others."""
-MOST_ALONG = 16
+MAX_ALONG = 16
 """Masks along a draft at most."""
 SHARED_MEMORY = 16
 """The memory that all sequences of a request share, as a multiple of what one alone may have."""
@@ -174,8 +174,8 @@ class SequenceGroup:
             self._rows = rows
             if sequence.row is None and rows is not None:
                 self._give_row(sequence, rows)
-            if len(sequence.along) < min(len(draft), MOST_ALONG):
-                self._give_along(sequence, min(len(draft), MOST_ALONG))
+            if len(sequence.along) < min(len(draft), MAX_ALONG):
+                self._give_along(sequence, min(len(draft), MAX_ALONG))
             sequence.stage = Stage.RUNNING
             self._wakes = 0
         finally:

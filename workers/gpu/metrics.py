@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_MODELS = 64
+MAX_MODELS = 64
 """Models that are counted each on its own; others are counted together."""
 
 
@@ -116,7 +116,7 @@ class WorkerMetrics:
         """Those of one model."""
         found = self._models.get(model)
         if found is None:
-            name = model if len(self._models) < MOST_MODELS else OTHER
+            name = model if len(self._models) < MAX_MODELS else OTHER
             found = self._models.setdefault(name, ModelMetrics())
         return found
 

@@ -24,9 +24,9 @@ from .native_library import address, library
 from .packing import Packed
 from .projections import Projection
 
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 """Forwards of more tokens are bound by arithmetic alone, which oneDNN does as well."""
-MOST_SEQUENCES = 16
+MAX_SEQUENCES = 16
 """With more, torch's attention over copies that lie together is faster where texts are long."""
 NO_EMBEDDING = -2
 """What ``decoder_forward`` gives where an id has no embedding."""
@@ -44,7 +44,7 @@ class Unsupported(Exception):
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
     """Whether a forward of this many tokens is for the native code, if there is any."""
-    return num_tokens <= MOST_TOKENS and num_sequences <= MOST_SEQUENCES
+    return num_tokens <= MAX_TOKENS and num_sequences <= MAX_SEQUENCES
 
 
 # --- the structures of decode.c -------------------------------------------------------------------
@@ -221,7 +221,7 @@ class _Rotations:
 
 
 class NativeDecoder:
-    """A decoder's forwards of at most ``MOST_TOKENS`` tokens. Raises Unsupported."""
+    """A decoder's forwards of at most ``MAX_TOKENS`` tokens. Raises Unsupported."""
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache, block_size: int) -> None:
         check_supported(decoder)

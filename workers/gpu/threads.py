@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Steps of more tokens use all threads: their parallel regions are long."""
 WINDOW = 8
 """Steps whose median counts."""
@@ -54,7 +54,7 @@ class ThreadChooser:
 
     def choose(self, num_tokens: int) -> int:
         """Threads for the next forward, of this many tokens."""
-        if self.most == 1 or num_tokens > MOST_TOKENS:
+        if self.most == 1 or num_tokens > MAX_TOKENS:
             return self.most
         size = self._size(num_tokens)
         if not size.trial and size.until_trial <= 0 and len(size.times) == WINDOW:
@@ -64,7 +64,7 @@ class ThreadChooser:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """How long that forward took."""
-        if self.most == 1 or num_tokens > MOST_TOKENS:
+        if self.most == 1 or num_tokens > MAX_TOKENS:
             return
         size = self._size(num_tokens)
         if size.trial:

@@ -14,7 +14,7 @@ from tokenbus.clients.gateway.metrics import FAMILIES, Snapshot, of_status
 from tokenbus.clients.gateway.traffic import Counts, route_path
 from tokenbus.protocol.header import decode_header, encode_header, waited_flags
 from tokenbus.protocol.metrics import OTHER, Histogram, Series, Tally
-from tokenbus.workers.controller.meters import MOST_CONTROLLERS, Meter, Meters
+from tokenbus.workers.controller.meters import MAX_CONTROLLERS, Meter, Meters
 
 DOCS = Path(__file__).parents[3] / "docs" / "observability.md"
 
@@ -66,10 +66,10 @@ def test_a_label_has_so_many_values_and_the_rest_is_other() -> None:
 
 def test_controllers_beyond_the_most_are_counted_together() -> None:
     meters = Meters()
-    for i in range(MOST_CONTROLLERS + 5):
+    for i in range(MAX_CONTROLLERS + 5):
         meters.of(f"module-{i}").end(None, 0.001)
     rounds = {s.labels["module"]: s.value for s in meters.series() if s.name == "controller_rounds"}
-    assert len(rounds) == MOST_CONTROLLERS + 1
+    assert len(rounds) == MAX_CONTROLLERS + 1
     assert rounds[OTHER] == 5
 
 

@@ -14,8 +14,8 @@ from tokenbus.workers.gpu.speculation.lengths import (
     CPU,
     CUDA,
     FIRST_GUESSES,
+    MAX_WRITTEN,
     MOST,
-    MOST_WRITTEN,
     WRITTEN,
     Acceptance,
     Costs,
@@ -285,7 +285,7 @@ def test_sessions_that_are_longest_ago_are_dropped() -> None:
     for session in range(100):
         sessions.add(session, list(range(10_000)))
         sessions.of(0)
-    assert len(sessions) == earlier.MOST_TOKENS // 10_001
+    assert len(sessions) == earlier.MAX_TOKENS // 10_001
     assert sessions.of(0).num_tokens == sessions.of(99).num_tokens == 10_000
     assert sessions.of(50).num_tokens == 0
 
@@ -300,7 +300,7 @@ def test_a_draft_model_writes_what_saves_the_most(found: list[float], forward_co
         return tokens / (cost + count * forward_cost * CPU.of(rows))
 
     count = written_length(found, rows, CPU, forward_cost)
-    best = max(map(tokens_over_cost, range(MOST_WRITTEN + 1)))
+    best = max(map(tokens_over_cost, range(MAX_WRITTEN + 1)))
     assert abs(tokens_over_cost(count) - best) < 1e-9
 
 
@@ -308,7 +308,7 @@ def test_a_draft_model_writes_more_the_surer_it_is_and_nothing_where_that_costs(
     lone = [written_length([p], 1, CPU, 0.1) for p in (0.1, 0.5, 0.7, 0.99)]
     assert lone[0] == 0
     assert lone == sorted(lone)
-    assert lone[-1] == MOST_WRITTEN
+    assert lone[-1] == MAX_WRITTEN
     assert written_length([0.6], 1, CPU, 1.0) == 0
     assert written_length([0.6] * 64, 64, CPU, 0.1) == 0
     assert written_length([], 1, CPU, 0.1) == 0

@@ -12,7 +12,7 @@ from tokenbus.workers.gpu import native_library
 from tokenbus.workers.gpu.block_manager import BlockManager
 from tokenbus.workers.gpu.huge_pages import HUGE, collapse
 from tokenbus.workers.gpu.loader import wrap_model
-from tokenbus.workers.gpu.native_decoder import MOST_SEQUENCES, MOST_TOKENS
+from tokenbus.workers.gpu.native_decoder import MAX_SEQUENCES, MAX_TOKENS
 from tokenbus.workers.gpu.native_library import library
 from tokenbus.workers.gpu.runner import Runner
 from tokenbus.workers.gpu.scheduler import Batch, Chunk
@@ -248,18 +248,18 @@ def test_a_library_that_cannot_be_loaded_is_left_out(
 def test_longer_steps_are_left_to_torch() -> None:
     both = Both("llama")
     runner = both.runners[0]
-    assert runner.mirrors_for(MOST_TOKENS, MOST_SEQUENCES) is None
-    assert runner.mirrors_for(MOST_TOKENS + 1, 1) is not None
-    assert runner.mirrors_for(MOST_SEQUENCES + 1, MOST_SEQUENCES + 1) is not None
+    assert runner.mirrors_for(MAX_TOKENS, MAX_SEQUENCES) is None
+    assert runner.mirrors_for(MAX_TOKENS + 1, 1) is not None
+    assert runner.mirrors_for(MAX_SEQUENCES + 1, MAX_SEQUENCES + 1) is not None
 
 
 def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
     both = Both("llama")
-    few, more = both.sequence(5), [both.sequence(4) for _ in range(MOST_SEQUENCES)]
+    few, more = both.sequence(5), [both.sequence(4) for _ in range(MAX_SEQUENCES)]
     assert both.difference(*((one, len(one.tokens)) for one in (few, *more))) < 1e-3
     for _ in range(2):
         # By torch, then by the native code, with a draft as long as they get.
         assert both.decode(few, *more) < 1e-3
         assert both.decode(few, *more) < 1e-3
         few.tokens.append(9)
-        assert both.difference((few, 1, list(range(40, 40 + MOST_TOKENS - 1)))) < 1e-3
+        assert both.difference((few, 1, list(range(40, 40 + MAX_TOKENS - 1)))) < 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenbus.workers.gpu.threads import LAST_TRIAL, MOST_TOKENS, ThreadChooser
+from tokenbus.workers.gpu.threads import LAST_TRIAL, MAX_TOKENS, ThreadChooser
 
 
 def run(
@@ -55,7 +55,7 @@ def test_all_threads_are_used_again_when_the_machine_is_idle_again() -> None:
 
 
 def test_steps_of_many_tokens_use_all_threads() -> None:
-    used = run(ThreadChooser(2), 200, shared, num_tokens=MOST_TOKENS + 1)
+    used = run(ThreadChooser(2), 200, shared, num_tokens=MAX_TOKENS + 1)
     assert set(used) == {2}
 
 

@@ -19,7 +19,7 @@ from ..interface import CONTINUE, Action, Answer, Constraint, Program, TakesDraf
 from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
-MOST_TRIED = 256
+MAX_TRIED = 256
 """Tokens whose rest is not a single token: each takes masks of its own, and beyond these they are
 left out."""
 
@@ -184,7 +184,7 @@ class HealingController:
                     yield token
             elif not rest or answer == CONTINUE:
                 yield token
-            elif tried < MOST_TRIED and answer.action is not Action.STOP:
+            elif tried < MAX_TRIED and answer.action is not Action.STOP:
                 tried += answer.masked
                 if self._allows(rest, answer, mask):
                     yield token

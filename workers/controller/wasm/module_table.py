@@ -18,11 +18,11 @@ from ....protocol.errors import Code, RequestError, UnavailableError
 from ....protocol.messages import StoredModule, Tagged
 from ....protocol.pace import RETRY_AFTER_S
 
-MOST_MODULES = 1_000
+MAX_MODULES = 1_000
 """Modules of a tenant."""
-MOST_BYTES = 1024**3
+MAX_BYTES = 1024**3
 """Bytes of a tenant's modules, the compiled forms included."""
-MOST_TAGS = 10_000
+MAX_TAGS = 10_000
 SHOWN = 20
 SHOWN_CHARACTERS = 400
 """Names that an error lists at most, and their length together."""
@@ -187,10 +187,10 @@ def check_tag(tag: str) -> None:
 
 def check_tags(table: Table) -> None:
     """Raises RequestError where a tenant has too many tags."""
-    if len(table.tags) > MOST_TAGS:
+    if len(table.tags) > MAX_TAGS:
         raise RequestError(
             Code.TOO_LARGE,
-            f"{len(table.tags)} tags; at most {MOST_TAGS} are allowed",
+            f"{len(table.tags)} tags; at most {MAX_TAGS} are allowed",
             path="$.tags",
         )
 
@@ -199,7 +199,7 @@ def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) 
     """Refuses a module for which a tenant has no room; ``more``: its bytes."""
     if module in table.modules:
         return
-    if len(table.modules) >= MOST_MODULES:
+    if len(table.modules) >= MAX_MODULES:
         raise RequestError(
             Code.TOO_LARGE,
             f"{len(table.modules)} modules are stored, and no more are allowed; delete some first",
@@ -213,9 +213,9 @@ def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) 
             "some are deleted",
             retry_after_s=RETRY_AFTER_S,
         )
-    if used + more > MOST_BYTES:
+    if used + more > MAX_BYTES:
         raise RequestError(
             Code.TOO_LARGE,
             f"the stored modules have {used} bytes with their compiled forms, this one {more}; "
-            f"at most {MOST_BYTES} are allowed; delete some first",
+            f"at most {MAX_BYTES} are allowed; delete some first",
         )

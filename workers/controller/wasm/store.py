@@ -55,7 +55,7 @@ PATIENCE_S = 30.0
 SHORT_S = 2.0
 """The same where the copy here would do: of a module that is named by its id, and of a tag while
 the state worker has not answered since a stream waited for ``PATIENCE_S``."""
-MOST_TRIES = 100
+MAX_TRIES = 100
 """How often a change is tried again as others have changed the table meanwhile."""
 
 T = TypeVar("T")
@@ -271,7 +271,7 @@ class ModuleStore:
         """
         if self._others is None:
             return copy
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             answer = self._others.table(copy.tenant, copy.version, patience_s=patience_s)
             self._silent = False
             if answer.content is not None:
@@ -305,7 +305,7 @@ class ModuleStore:
         """
         with self._locked():
             named: dict[str, str | None] | None = None
-            for _ in range(MOST_TRIES):
+            for _ in range(MAX_TRIES):
                 copy = self._copies.read(tenant)
                 had = set(copy.modules)
                 table = self._current(copy)
@@ -386,7 +386,7 @@ def _conflict(tag: str, module: str | None) -> RequestError:
 def _busy() -> UnavailableError:
     return UnavailableError(
         Code.STORE_FAILED,
-        f"others changed modules and tags {MOST_TRIES} times while this change was made, so that "
+        f"others changed modules and tags {MAX_TRIES} times while this change was made, so that "
         "nothing was changed; try again",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from .module_table import Table, decode_table, encode_table
 from .whole_files import write_whole
 
-MOST_READ = 256
+MAX_READ = 256
 """Tenants whose files are kept as they were last read."""
 
 
@@ -41,7 +41,7 @@ class TableCopies:
         with self._lock:
             self._last_read[tenant] = content
             self._last_read.move_to_end(tenant)
-            if len(self._last_read) > MOST_READ:
+            if len(self._last_read) > MAX_READ:
                 self._last_read.popitem(last=False)
         return decode_table(content)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .wasm_reader import (
-    MOST_ENTRIES,
+    MAX_ENTRIES,
     FunctionType,
     GlobalType,
     Reader,
@@ -185,7 +185,7 @@ def _read_section(binary: Binary, section: Section) -> None:
             for _ in range(reader.count("imports")):
                 binary.imports.append(_import(reader, binary))
         case 3:
-            count = reader.count("functions", 10 * MOST_ENTRIES)
+            count = reader.count("functions", 10 * MAX_ENTRIES)
             binary.functions += (reader.u32() for _ in range(count))
         case 4:
             binary.tables += (reader.table() for _ in range(reader.count("tables")))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ....protocol.errors import Code, RequestError
 
 PAGE_BYTES = 65_536
-MOST_ENTRIES = 100_000
+MAX_ENTRIES = 100_000
 """Types, imports, exports and so on of a module at most; its functions, ten times that."""
 _VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
 _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
@@ -126,7 +126,7 @@ class Reader:
         except UnicodeDecodeError:
             raise WasmError(f"the name at byte {start} is not UTF-8") from None
 
-    def count(self, what: str, most: int = MOST_ENTRIES) -> int:
+    def count(self, what: str, most: int = MAX_ENTRIES) -> int:
         """How many entries follow, each of at least one byte."""
         number = self.u32()
         if number > most:

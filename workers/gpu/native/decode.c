@@ -62,7 +62,7 @@ enum {
     MANY_PARTS = 64,       /* unless there would be more parts than that. */
     RUN = 8,               /* Tokens of one sequence whose attention is computed together. */
     SCORED = 4,            /* Queries whose scores are computed together. */
-    MOST_QUERIES = LANES == 8 ? 4 : 8, /* Queries whose values are summed up together. */
+    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Queries whose values are summed up together. */
 };
 
 static int64_t most(int64_t a, int64_t b) {
@@ -350,12 +350,12 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
  * many vectors, from entry at on; of the last one so many lanes. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
-    Vector total[2 * MOST_QUERIES];
+    Vector total[2 * MAX_QUERIES];
     for (int i = 0; i < count * vectors; i++)
         total[i] = found[i];
     int64_t some;
     for (int64_t position = first; position < end; position += some) {
-        const float *weights[MOST_QUERIES], *from = entry(values, position) + at;
+        const float *weights[MAX_QUERIES], *from = entry(values, position) + at;
         some = together(position, end, values->size);
         fetch(values, position + some, end);
         for (int q = 0; q < count; q++)
@@ -376,7 +376,7 @@ INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t a
  * does not depend on the other queries. */
 INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                       int64_t lanes) {
-    Vector found[2 * MOST_QUERIES] = {{0}};
+    Vector found[2 * MAX_QUERIES] = {{0}};
     int64_t first = queries[count - 1].first, end = queries[0].end;
     if (first > end)
         first = end;
@@ -415,7 +415,7 @@ static void attend(const Attention *a, int64_t run, int64_t kv_head, int64_t hea
     const Step *step = a->step;
     int64_t dim = layer->dim, group = layer->heads / layer->kv_heads;
     int64_t row = layer->kv_heads * dim, count = 0;
-    Query queries[RUN * MOST_QUERIES];
+    Query queries[RUN * MAX_QUERIES];
     for (int64_t t = a->runs[run]; t < a->runs[run + 1]; t++) {
         int64_t end = step->positions[t] + 1;
         int64_t first = layer->window && end > layer->window ? end - layer->window : 0;
@@ -455,7 +455,7 @@ static void attend_part(const void *given, int64_t first, int64_t end) {
     int64_t kv_heads = a->layer->kv_heads, group = a->layer->heads / kv_heads, some;
     for (int64_t i = first; i < end; i++)
         for (int64_t head = 0; head < group; head += some) {
-            some = group - head < MOST_QUERIES ? group - head : MOST_QUERIES;
+            some = group - head < MAX_QUERIES ? group - head : MAX_QUERIES;
             attend(a, i / kv_heads, i % kv_heads, head, some);
         }
 }

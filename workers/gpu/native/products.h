@@ -19,7 +19,7 @@ enum {
     BLOCK_OUTS = 16, /* Outputs that are computed for all rows before the next ones. */
     TILE_OUTS = 2,   /* Outputs of a tile, */
     TILE_ROWS = LANES == 8 ? 4 : 8, /* and its rows: as the registers have room for its sums. */
-    MOST_SUMS = 16,                 /* Of a tile, or as many as there are lanes. */
+    MAX_SUMS = 16,                 /* Of a tile, or as many as there are lanes. */
     FEW_ROWS = 2,                   /* Up to here memory decides, beyond it arithmetic. */
     LINE = 16,                      /* Floats of a line of the processor's cache. */
 };
@@ -34,7 +34,7 @@ typedef struct {
 INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
                  Ahead ahead) {
     /* Not in `found`: the compiler would store it in each round. */
-    Vector sums[MOST_SUMS];
+    Vector sums[MAX_SUMS];
     int64_t at = 0;
     for (int i = 0; i < outs * rows; i++)
         sums[i] = (Vector){0};
@@ -62,8 +62,8 @@ INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int 
 /* y[t * stride + n] of so many tiles, one behind the other. */
 INLINE void tiles(const float *w, const float *x, int64_t in, float *y, int64_t stride, int count,
                   int outs, int rows, Ahead ahead) {
-    Vector found[MOST_SUMS];
-    for (int i = 0; i < MOST_SUMS; i++)
+    Vector found[MAX_SUMS];
+    for (int i = 0; i < MAX_SUMS; i++)
         found[i] = (Vector){0};
     for (int n = 0; n < count; n++, ahead.from += in * ahead.vectors)
         tile(w + n * outs * in, x, in, found + n * outs * rows, outs, rows, ahead);

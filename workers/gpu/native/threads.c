@@ -6,8 +6,8 @@
 #include <stdatomic.h>
 
 enum {
-    MOST_THREADS = 64,
-    MOST_PARTS = 1 << 12,
+    MAX_THREADS = 64,
+    MAX_PARTS = 1 << 12,
     /* Rounds that a thread waits for others before it offers them its core: some 50 us. */
     PATIENCE = 1000,
     /* Rounds that a thread waits for the next call before it sleeps. */
@@ -127,7 +127,7 @@ static void start(int64_t count) {
 
 void threads_begin(int64_t count) {
     pthread_mutex_lock(&caller);
-    now.threads = count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count;
+    now.threads = count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : count;
     if (now.threads == 1)
         return;
     if (started < now.threads - 1)
@@ -145,8 +145,8 @@ void threads_end(void) {
 }
 
 void threads_run(Loop loop, const void *context, int64_t items, int64_t part) {
-    if (part * MOST_PARTS < items)
-        part = (items + MOST_PARTS - 1) / MOST_PARTS;
+    if (part * MAX_PARTS < items)
+        part = (items + MAX_PARTS - 1) / MAX_PARTS;
     int64_t parts = (items + part - 1) / part;
     if (parts <= 1 || now.threads == 1) {
         loop(context, 0, items);

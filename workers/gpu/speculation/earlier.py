@@ -14,7 +14,7 @@ from .places import LONGEST, Index, Places, add_runs
 
 HALF = 2**14
 """Tokens of a session's texts, after which those of as many tokens before them are dropped."""
-MOST_TOKENS = 2**18
+MAX_TOKENS = 2**18
 """Tokens of all sessions' texts, beyond which those of the session that is longest ago go. With
 their indexes they take some 100 MB."""
 ADVANCE = 4096
@@ -101,7 +101,7 @@ class SessionTexts:
         before = texts.num_tokens
         texts.add(text)
         self._num_tokens += texts.num_tokens - before
-        while self._num_tokens > MOST_TOKENS and len(self._sessions) > 1:
+        while self._num_tokens > MAX_TOKENS and len(self._sessions) > 1:
             _, dropped = self._sessions.popitem(last=False)
             self._num_tokens -= 1 + dropped.num_tokens
 

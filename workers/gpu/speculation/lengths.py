@@ -28,7 +28,7 @@ FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
 tokens, and for one that a draft model writes, before any was observed."""
 WRITTEN = len(FIRST_GUESSES) - 1
 """The kind of a draft that a draft model writes."""
-MOST_WRITTEN = 8
+MAX_WRITTEN = 8
 """Tokens that a draft model writes at most."""
 
 
@@ -131,7 +131,7 @@ def written_length(
     tokens, drafted = float(rows), len(probabilities)
     best, chosen = tokens / costs.of(rows), 0
     gains = list(probabilities)
-    for count in range(1, MOST_WRITTEN + 1):
+    for count in range(1, MAX_WRITTEN + 1):
         tokens += sum(gains)
         cost = costs.of(rows + count * drafted) + costs.draft_cost * rows
         cost += count * forward_cost * costs.of(drafted)

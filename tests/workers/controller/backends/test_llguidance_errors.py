@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tokenbus.protocol.errors import Code, ControllerError, RequestError
-from tokenbus.workers.controller.backends.llguidance.completion import MOST_BYTES, Completion
+from tokenbus.workers.controller.backends.llguidance.completion import (
+    MAX_BYTES as MAX_COMPLETION_BYTES,
+)
+from tokenbus.workers.controller.backends.llguidance.completion import Completion
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import (
     MAX_BYTES,
@@ -227,8 +230,8 @@ def test_a_text_without_a_completion_is_searched_at_intervals(
 
 def test_a_text_is_closed_where_a_later_search_finds_a_completion(matchers: Matchers) -> None:
     """The first completion has more bytes than a search takes."""
-    schema = {"type": "string", "minLength": MOST_BYTES + 1000}
-    program, most = JsonSchemaProgram(matchers), MOST_BYTES + 4000
+    schema = {"type": "string", "minLength": MAX_COMPLETION_BYTES + 1000}
+    program, most = JsonSchemaProgram(matchers), MAX_COMPLETION_BYTES + 4000
     stream = Stream(program, schema, vocabulary(TOKENS), max_tokens=most)
     quote, letter = 1 + ord('"'), 1 + ord("a")
     stream.push([quote, *[letter] * (most // 4)])
@@ -239,7 +242,7 @@ def test_a_text_is_closed_where_a_later_search_finds_a_completion(matchers: Matc
         if answer.action is Action.STOP:
             break
         stream.push(answer.tokens if answer.action is Action.SPLICE else [letter])
-    assert len(json.loads(stream.text)) >= MOST_BYTES + 1000
+    assert len(json.loads(stream.text)) >= MAX_COMPLETION_BYTES + 1000
     assert len(stream.tokens) < most
 
 

@@ -13,8 +13,8 @@ from tokenbus.workers.controller.backends.llguidance.completion import Completio
 from tokenbus.workers.controller.backends.llguidance.least_length import growth, least_bytes
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.plain import (
-    MOST_NODES,
-    MOST_UNROLLED,
+    MAX_NODES,
+    MAX_UNROLLED,
     is_plain,
     unrolled,
 )
@@ -127,14 +127,14 @@ def test_the_length_of_a_pattern_counts_its_repetitions(
 
 
 def test_what_may_take_long_is_not_plain() -> None:
-    many = {f"p{number}": TEXT for number in range(MOST_NODES)}
+    many = {f"p{number}": TEXT for number in range(MAX_NODES)}
     for schema in (
         intersection(5),
         product(8, 4),
         deep("properties", 60),
         {"type": "object", "properties": many},
         {**TEXT, "pattern": "^(a{1,50}b){1,50}$"},
-        {**TEXT, "pattern": "a" * MOST_UNROLLED},
+        {**TEXT, "pattern": "a" * MAX_UNROLLED},
         {"type": "array", "minItems": 10_000},
         {"$ref": "https://example.org/schema.json"},
         {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, TEXT]}}, "$ref": "#/$defs/a"},

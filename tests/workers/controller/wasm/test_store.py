@@ -310,14 +310,14 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
     modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules.put("anna", module(1))
-    monkeypatch.setattr(module_table, "MOST_MODULES", 1)
+    monkeypatch.setattr(module_table, "MAX_MODULES", 1)
     with pytest.raises(RequestError, match="1 modules are stored, and no more are allowed"):
         modules.put("anna", module(2))
     assert modules.put("anna", module(1))
     assert modules.put("ben", module(2))
-    monkeypatch.setattr(module_table, "MOST_MODULES", 10)
+    monkeypatch.setattr(module_table, "MAX_MODULES", 10)
     size = modules._compiled._file(modules.list("anna")[0].module).stat().st_size
-    monkeypatch.setattr(module_table, "MOST_BYTES", int(2.5 * size))
+    monkeypatch.setattr(module_table, "MAX_BYTES", int(2.5 * size))
     assert modules.put("anna", module(3))
     with pytest.raises(RequestError, match="are allowed; delete some first"):
         modules.put("anna", module(4))

@@ -20,7 +20,7 @@ from .refusals import refusal
 QUICK_S = 0.02
 """CPU time, in seconds, that the worker spends itself: rounds share the interpreter lock. Most
 patterns take a few milliseconds."""
-MOST_STATES = 65_000
+MAX_STATES = 65_000
 """Most states of an automaton; the guest counts them in 16 bits."""
 
 Maker = Callable[[bytes, float], bytes]
@@ -39,7 +39,7 @@ def choice(arg: bytes, seconds: float) -> bytes:
     """The tables of a JSON list of texts."""
     texts = json.loads(arg)
     try:
-        return compile_choice(texts, max_states=MOST_STATES, max_seconds=seconds).to_bytes()
+        return compile_choice(texts, max_states=MAX_STATES, max_seconds=seconds).to_bytes()
     except (RegexError, UnicodeEncodeError) as error:
         raise refusal(f"choice: {error}") from None
 

@@ -28,7 +28,7 @@ from .....grammars.regex import Dfa, compile_choice, compile_regex
 from .....grammars.substring import compile_substring
 from .refusals import refusal
 
-MOST_PARTS = 1_000
+MAX_PARTS = 1_000
 DEEPEST = 50
 
 _FIELDS = {
@@ -81,9 +81,9 @@ class _Reading:
 
     def part(self, given: Any, place: str, depth: int) -> Part:
         self._parts += 1
-        if self._parts > MOST_PARTS or depth > DEEPEST:
+        if self._parts > MAX_PARTS or depth > DEEPEST:
             raise refusal(
-                f"combination: {place} is beyond the bounds: at most {MOST_PARTS:,} parts, nested "
+                f"combination: {place} is beyond the bounds: at most {MAX_PARTS:,} parts, nested "
                 f"at most {DEEPEST} deep, are allowed"
             )
         if isinstance(given, str):

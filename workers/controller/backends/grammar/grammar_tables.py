@@ -39,7 +39,7 @@ from .yacc_compiler import WALL_S, compile_apart
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 256 * 1024**2
+MAX_BYTES = 256 * 1024**2
 """Most bytes of tables on disk."""
 WORTH_S = 0.02
 """Tables that took longer to make, in seconds, are written to disk."""
@@ -56,7 +56,7 @@ class Tables:
 
     def __init__(self, folder: Path | None, processes: Processes, meter: CompileMeter) -> None:
         """``folder`` stores tables between runs and is created with mode 0700; None: no storage."""
-        self._files = None if folder is None else FileCache(folder, ".tables", MOST_BYTES)
+        self._files = None if folder is None else FileCache(folder, ".tables", MAX_BYTES)
         self._processes = processes
         self._meter = meter
         self._lock = threading.Lock()

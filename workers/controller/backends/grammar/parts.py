@@ -22,9 +22,9 @@ from ..text_before import tokens_before
 from .combination import Part
 from .refusals import refusal
 
-MOST_POSITIONS = 256
+MAX_POSITIONS = 256
 """Most parts of a plan; each copy of a repeated part counts."""
-MOST_WAYS = 32
+MAX_WAYS = 32
 """Most ways to parse the text so far."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
@@ -60,9 +60,9 @@ def _planned(plan: Plan, part: Part, most: int | None) -> tuple[set[int], set[in
     if part.max_tokens is not None:
         most = part.max_tokens if most is None else min(most, part.max_tokens)
     if part.regular or part.kind not in ("sequence", "alternation", "repetition"):
-        if len(plan.parts) == MOST_POSITIONS:
+        if len(plan.parts) == MAX_POSITIONS:
             raise refusal(
-                f"combination: {part.place} exceeds the limit of {MOST_POSITIONS} parts; each copy "
+                f"combination: {part.place} exceeds the limit of {MAX_POSITIONS} parts; each copy "
                 "of a repeated part counts"
             )
         plan.parts.append(part)
@@ -177,10 +177,10 @@ class PartsController:
             for position in sorted(self._plan.follow[way.position] - begun):
                 begun.add(position)
                 waiting.append(self._open(position))
-            if len(waiting) + len(self._ways) > MOST_WAYS:
+            if len(waiting) + len(self._ways) > MAX_WAYS:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"the text can be parsed in more than {MOST_WAYS} ways; make the parts "
+                    f"the text can be parsed in more than {MAX_WAYS} ways; make the parts "
                     "less ambiguous",
                 )
         self._complete, self._closed = complete, closed

@@ -18,7 +18,7 @@ from .file_cache import FileCache
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 1024**3
+MAX_BYTES = 1024**3
 _MAGIC = b"TBGM\x01\0\0\0"
 
 
@@ -26,7 +26,7 @@ class SnapshotFiles:
     """The snapshots in a folder; one thread of this process writes them."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = FileCache(folder, ".memory", MOST_BYTES)
+        self._files = FileCache(folder, ".memory", MAX_BYTES)
         self._writer = ThreadPoolExecutor(1, "grammar-snapshots")
 
     @contextmanager

@@ -23,7 +23,7 @@ PART_SHARE = 1 / 12
 """Share of the time that one part may take; a part that takes longer is as bad as the whole."""
 LEAST_S = 0.02
 """Each part may take this long in any case, in seconds."""
-MOST_PARTS = 32
+MAX_PARTS = 32
 """Parts of one schema that are tried, the largest first."""
 MANY = 8
 """A keyword with more parts than this is named with their number."""
@@ -71,7 +71,7 @@ class _Search:
         local = {key: root[key] for key in _LOCAL if key in root}
         path, node, seen = "$", root, {id(root)}
         while True:
-            parts = sorted(_parts(root, path, node), key=_size, reverse=True)[:MOST_PARTS]
+            parts = sorted(_parts(root, path, node), key=_size, reverse=True)[:MAX_PARTS]
             for inner_path, inner in parts:
                 if _cpu_s() > self._end:
                     return _named(path, node)
@@ -87,7 +87,7 @@ class _Search:
         rules = list(_RULE.finditer(text))
         ends = [rule.start() for rule in rules[1:]] + [len(text)]
         longest = sorted(zip(rules, ends, strict=True), key=lambda one: one[0].start() - one[1])[
-            :MOST_PARTS
+            :MAX_PARTS
         ]
         for rule, _ in sorted(longest, key=lambda one: not one[0][1].isupper()):
             name = rule[1]

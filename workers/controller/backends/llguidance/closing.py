@@ -14,7 +14,7 @@ from ..text_before import closing_line
 from .completion import Completion
 from .matchers import Grammar
 from .near_end import NearEnd
-from .token_sets import MOST_STARTS, SOME_STARTS, TokenSets, Words
+from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
 """Where at most so many tokens are left beyond those that closing the text takes, and at most a
@@ -228,7 +228,7 @@ class Closing:
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
-        self._low = MOST_STARTS * self._item
+        self._low = MAX_STARTS * self._item
         self._sets = sets
         string = math.ceil(growth.string * sets.per_byte)
         self._near = NearEnd(sets, string, self._host.vocabulary.eos_ids)

@@ -23,13 +23,13 @@ from .distinct_names import counts_names, repeated, with_distinct_names
 from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
-MOST_BYTES = 16_384
+MAX_BYTES = 16_384
 """Longest completion."""
 AT_ONCE = 1024
 """Bytes that are appended in one call, which holds the interpreter lock."""
-MOST_STEPS = 4_000
+MAX_STEPS = 4_000
 """Most states that one search visits."""
-MOST_NEAR = 200
+MAX_NEAR = 200
 """Most states that are visited on the way to one place; then the way that is best so
 far continues."""
 FEW_NEAR = 16
@@ -38,11 +38,11 @@ FEW_BYTES = 20
 """Where no more may follow, each of them is tried."""
 FEW_BRANCHES = 4
 """Where no more may follow, none is put off as one after which the same bytes may follow."""
-MOST_RUN = 1_024
+MAX_RUN = 1_024
 """Longest part of a string that is filled with one character."""
 FREE_BYTES = 128
 """More bytes than that may follow in a text of any kind."""
-MOST_TAILS = 8
+MAX_TAILS = 8
 """How many ends of the last completion are tried at each place."""
 
 _VALUES = (b"0", b'""', b"[]", b"{}", b"null", b"true", b"false")
@@ -261,10 +261,10 @@ class _Search:
         """A completion; ``known`` is one of an earlier text, whose end may be the end of this."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
-        tails = [known[at:] for at in starts[:MOST_TAILS]]
+        tails = [known[at:] for at in starts[:MAX_TAILS]]
         strings = [at + 1 for at in starts if known[at] == _OPENING]
-        self._tails = [known[at:] for at in strings[:MOST_TAILS]]
-        while len(self._path) < MOST_BYTES and self.steps < MOST_STEPS:
+        self._tails = [known[at:] for at in strings[:MAX_TAILS]]
+        while len(self._path) < MAX_BYTES and self.steps < MAX_STEPS:
             for tail in tails:
                 if _completes(self._matcher, tail):
                     return self._path + tail
@@ -318,7 +318,7 @@ class _Search:
 
     def _go_on(self) -> bool:
         """To the next place; False if no byte may follow."""
-        few, most = self.steps + FEW_NEAR, self.steps + MOST_NEAR
+        few, most = self.steps + FEW_NEAR, self.steps + MAX_NEAR
         near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None
         first = _Way(0, 0, 0, _STAY, b"", self._matcher.deep_copy(), self._quoted, 0)
@@ -420,7 +420,7 @@ class _Search:
         length; the bytes, or None where it does not change."""
         byte = _lowest(mask)
         run = b""
-        while len(run) < MOST_RUN:
+        while len(run) < MAX_RUN:
             run += bytes((byte,))
             matcher.consume_token(byte)
             if _mask(matcher) != mask:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from string import ascii_letters, digits
 from typing import NamedTuple
 
-MOST_NAMES = 64
+MAX_NAMES = 64
 """Names of one completion that are replaced."""
 
 _PARTS = re.compile(rb'[{}\[\]]|"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
@@ -41,7 +41,7 @@ def repeated(text: bytes, behind: int) -> Name | None:
 def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]) -> bytes:
     """``found``, which completes a text, with other names in place of those that are repeated,
     where the grammar allows others. ``fits``: whether other bytes complete the text."""
-    for _ in range(MOST_NAMES):
+    for _ in range(MAX_NAMES):
         name = repeated(text + found, len(text))
         if name is None:
             break

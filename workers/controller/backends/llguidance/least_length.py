@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from .plain import target, unrolled
 
-MOST_PARTS = 200
+MAX_PARTS = 200
 """Schemas that one value may have to match."""
-MOST_VALUES = 500
+MAX_VALUES = 500
 """Values and parts that are looked at."""
-MOST_IN_ALL = 20_000
+MAX_IN_ALL = 20_000
 """The same for all items of a schema: about 20 ms."""
-MOST_ENUM = 2_000
+MAX_ENUM = 2_000
 """Values of an ``enum``."""
-MOST_DEPTH = 40
+MAX_DEPTH = 40
 """Values inside of each other."""
-MOST_CHARACTERS = 4_000
+MAX_CHARACTERS = 4_000
 """Of a string with a pattern: more are not told."""
 NUMBER = 40
 """Most characters of a shortest number, unless its bounds are very large or very near to 0."""
@@ -83,7 +83,7 @@ def growth(root: Any) -> Growth:
         lengths = _Lengths(root, INSIDE)
     except (_UnknownError, AttributeError):
         return Growth(UNTOLD, UNTOLD)
-    lengths.total = MOST_IN_ALL
+    lengths.total = MAX_IN_ALL
     while left:
         one = left.pop()
         if isinstance(one, list):
@@ -123,7 +123,7 @@ def _strings_of(node: Schema) -> Schema:
 
 def _of_item(lengths: _Lengths, schema: Any) -> int:
     try:
-        return min(lengths.anew(schema), MOST_CHARACTERS)
+        return min(lengths.anew(schema), MAX_CHARACTERS)
     except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
         return UNTOLD
 
@@ -139,8 +139,8 @@ class _Lengths:
         is no matter of what it is inside of."""
         self._cycles = 0
         """How often a value inside of itself was met."""
-        self._left = MOST_VALUES
-        self.total = MOST_VALUES
+        self._left = MAX_VALUES
+        self.total = MAX_VALUES
         """Of all values that ``anew`` is called for: no more are looked at."""
         options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
         for name in ("item_separator", "key_separator"):
@@ -150,7 +150,7 @@ class _Lengths:
     def anew(self, schema: Any) -> int:
         """For one value after another."""
         self._active.clear()
-        self._left = most = min(MOST_VALUES, self.total)
+        self._left = most = min(MAX_VALUES, self.total)
         try:
             return self.of([schema], 0)
         finally:
@@ -173,7 +173,7 @@ class _Lengths:
     def _of(self, schemas: list[Any], depth: int) -> int:
         parts = self._parts(schemas)
         self._left -= len(parts)
-        if self._left < 0 or depth > MOST_DEPTH:
+        if self._left < 0 or depth > MAX_DEPTH:
             raise _UnknownError
         length = max(map(_listed, parts), default=0)
         if length and len(parts) == 1:
@@ -213,7 +213,7 @@ class _Lengths:
             one = left.pop()
             if isinstance(one, bool) or id(one) in seen:
                 continue  # What one alternative forbids, another may require.
-            if not isinstance(one, dict) or len(seen) > MOST_PARTS:
+            if not isinstance(one, dict) or len(seen) > MAX_PARTS:
                 raise _UnknownError
             seen.add(id(one))
             parts.append(one)
@@ -228,7 +228,7 @@ class _Lengths:
         count = max(int(part.get("minItems", 0)) for part in parts)
         if not count:
             return 2
-        if count > MOST_VALUES:
+        if count > MAX_VALUES:
             raise _UnknownError
         first = max((len(_prefix(part)) for part in parts), default=0)
         length = 2 + 2 * count
@@ -265,7 +265,7 @@ class _Lengths:
 def _listed(part: Schema) -> int:
     """The longest of the values that a schema lists; 0 if it lists none."""
     values = part.get("enum", [])
-    if len(values) > MOST_ENUM:
+    if len(values) > MAX_ENUM:
         raise _UnknownError
     return max(map(_written, [*values, *([part["const"]] if "const" in part else [])]), default=0)
 
@@ -293,7 +293,7 @@ def _string(parts: list[Schema]) -> int:
     patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
     formats = sum(isinstance(part.get("format"), str) for part in parts)
     found = sum(ESCAPED * unrolled(pattern)[0] for pattern in patterns)
-    if len(patterns) + formats > 1 or found > MOST_CHARACTERS:
+    if len(patterns) + formats > 1 or found > MAX_CHARACTERS:
         raise _UnknownError
     found += FORMAT * formats
     return 2 + found + least

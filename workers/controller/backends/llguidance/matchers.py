@@ -26,7 +26,7 @@ from ..compiling.processes import Processes
 from ..compiling.shared import Shared
 from .completion import Completion, Completions
 from .least_length import Growth, growth, least_bytes
-from .plain import MOST_TEXT, is_plain
+from .plain import MAX_TEXT, is_plain
 from .token_sets import TokenSets
 from .trial import parser_limits, plain_limits, reason, step_error
 
@@ -310,7 +310,7 @@ class Matchers:
 def _schema_of(grammar: str) -> object | None:
     """The schema of an ``LLMatcher.grammar_from_json_schema`` text, unless it is very long; None
     for other grammars."""
-    if len(grammar) > MOST_TEXT:
+    if len(grammar) > MAX_TEXT:
         return None
     try:
         [only] = json.loads(grammar)["grammars"]

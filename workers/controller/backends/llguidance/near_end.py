@@ -14,13 +14,13 @@ import numpy as np
 from .completion import Completion
 from .token_sets import TokenSets, Words, allowed, has, put
 
-MOST_OTHERS = 8
+MAX_OTHERS = 8
 """Tokens of one mask that are tried beside the beginnings of the completion."""
 REWRITTEN = 4
 """Tokens that a completion may take in addition, where another than its first token begins it."""
 FEW = 64
 """Where a mask has more tokens, only those of one byte are tried."""
-MOST_STEPS = 60
+MAX_STEPS = 60
 """States that searches for other completions visit in one sequence."""
 AT_ONCE = 2
 """Searches for one mask."""
@@ -44,7 +44,7 @@ class NearEnd:
         self._sets = sets
         self._string = string
         self._ends = list(ends)
-        self._steps = MOST_STEPS
+        self._steps = MAX_STEPS
         self._begun: tuple[bytes, list[int]] = (b"", [])
         """The last completion, and the tokens that are beginnings of it."""
         self._set = sets.whole
@@ -139,7 +139,7 @@ class NearEnd:
         left = AT_ONCE if _is_searched(completion, found) else 0
         known: list[bytes] = []
         untried = sorted(set(others).difference(kept), key=lambda token: len(text(token)))
-        for token in untried[:MOST_OTHERS]:
+        for token in untried[:MAX_OTHERS]:
             written = text(token)
             if not written:
                 continue

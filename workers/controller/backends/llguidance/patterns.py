@@ -13,13 +13,13 @@ from typing import Any
 
 from .....grammars.regex import Dfa, RegexError, compile_regex
 
-MOST_PATTERNS = 32
+MAX_PATTERNS = 32
 """Patterns of a schema that are compiled."""
-MOST_NAMES = 200
+MAX_NAMES = 200
 """Required names that are tried."""
-MOST_CHARACTERS = 1_000
+MAX_CHARACTERS = 1_000
 """Longest pattern that is compiled."""
-MOST_STATES = 5_000
+MAX_STATES = 5_000
 """Most states of the automaton of one."""
 
 _WRITTEN = [byte for byte in range(0x20, 0x7F) if byte not in b'"\\']
@@ -71,7 +71,7 @@ def patterns_of(grammar: str) -> list[Pattern]:
             found[pattern] = None
         if isinstance(named := value.get("patternProperties"), dict):
             found |= dict.fromkeys(named)
-    short = [pattern for pattern in found if len(pattern) <= MOST_CHARACTERS][:MOST_PATTERNS]
+    short = [pattern for pattern in found if len(pattern) <= MAX_CHARACTERS][:MAX_PATTERNS]
     return [made for pattern in short if (made := _pattern(pattern)) is not None]
 
 
@@ -82,7 +82,7 @@ def required_names(grammar: str) -> list[bytes]:
     for value in _objects(grammar):
         if isinstance(names := value.get("required"), list):
             found |= dict.fromkeys(name for name in names if isinstance(name, str))
-    return [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in found][:MOST_NAMES]
+    return [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in found][:MAX_NAMES]
 
 
 def _objects(grammar: str) -> Iterator[dict[str, Any]]:
@@ -102,4 +102,4 @@ def _pattern(text: str) -> Pattern | None:
         automaton = compile_regex(f"(?a){text}")
     except RegexError:
         return None
-    return Pattern(automaton) if automaton.num_states <= MOST_STATES else None
+    return Pattern(automaton) if automaton.num_states <= MAX_STATES else None

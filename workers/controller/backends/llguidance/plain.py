@@ -11,31 +11,31 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-MOST_TEXT = 256 * 1024
+MAX_TEXT = 256 * 1024
 """Characters of a schema."""
-MOST_DEPTH = 40
+MAX_DEPTH = 40
 """Arrays and objects inside of each other."""
-MOST_LEVELS = 400
+MAX_LEVELS = 400
 """Arrays and objects inside of each other and of what is referred to: llguidance's stack has up to
 7 kB for each."""
-MOST_NODES = 1_500
+MAX_NODES = 1_500
 """Objects of a schema: that many properties of one object, which llguidance compares, take 0.2 s of
 CPU time, other schemas less."""
-MOST_COPIES = 500
+MAX_COPIES = 500
 """Alternatives that one intersection may result in, and objects that are intersected."""
-MOST_ENUM = 50
+MAX_ENUM = 50
 """Values of an ``enum`` that stands beside other schemas."""
-MOST_ITEMS = 500
+MAX_ITEMS = 500
 """Sum of the bounds of arrays."""
-MOST_PATTERN = 1_500
+MAX_PATTERN = 1_500
 """Characters of one pattern."""
-MOST_PATTERNS = 20_000
+MAX_PATTERNS = 20_000
 """Characters of all of them."""
-MOST_UNROLLED = 2_000
+MAX_UNROLLED = 2_000
 """Characters of one pattern with its repetitions written out."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Patterns for names of one object."""
-MOST_MULTIPLE = 10_000
+MAX_MULTIPLE = 10_000
 
 _OPTIONS = ("anyOf", "oneOf", "allOf")
 _WATCHED = frozenset(
@@ -87,10 +87,10 @@ Schema = dict[str, Any]
 
 def is_plain(text: str, root: Any) -> bool:
     """Whether compiling a schema is surely quick. ``text``: the schema as it was read."""
-    if len(text) > MOST_TEXT:
+    if len(text) > MAX_TEXT:
         return False
     nodes, depth = _nodes(root)
-    if depth > MOST_DEPTH or len(nodes) > MOST_NODES:
+    if depth > MAX_DEPTH or len(nodes) > MAX_NODES:
         return False
     found = [node for node in nodes if not _WATCHED.isdisjoint(node)]
     try:
@@ -100,10 +100,10 @@ def is_plain(text: str, root: Any) -> bool:
 
 
 def _nodes(root: Any) -> tuple[list[Schema], int]:
-    """The objects in a value, and how deep it is, up to one more than ``MOST_DEPTH``."""
+    """The objects in a value, and how deep it is, up to one more than ``MAX_DEPTH``."""
     nodes: list[Schema] = []
     level, depth = [root], 0
-    while level and depth <= MOST_DEPTH:
+    while level and depth <= MAX_DEPTH:
         depth += 1
         below: list[Any] = []
         for one in level:
@@ -147,7 +147,7 @@ class _Plain:
                     return False
                 referenced.add(reference)
             multiple = node.get("multipleOf", 1)
-            if isinstance(multiple, int | float) and not 1e-4 <= multiple <= MOST_MULTIPLE:
+            if isinstance(multiple, int | float) and not 1e-4 <= multiple <= MAX_MULTIPLE:
                 return False
             items += _bound(node, "minItems") + _bound(node, "maxItems")
             if isinstance(prefix := node.get("prefixItems"), list):
@@ -156,11 +156,11 @@ class _Plain:
                 patterns += len(pattern)
                 if not _is_short(pattern):
                     return False
-            if len(node.get("patternProperties", ())) > MOST_NAMED:
+            if len(node.get("patternProperties", ())) > MAX_NAMED:
                 return False
-        if items > MOST_ITEMS or patterns > MOST_PATTERNS:
+        if items > MAX_ITEMS or patterns > MAX_PATTERNS:
             return False
-        if len(referenced) * depth > MOST_LEVELS < self._count(self._root).levels:
+        if len(referenced) * depth > MAX_LEVELS < self._count(self._root).levels:
             return False
         return all(map(self._copies_little, self._nodes))
 
@@ -173,7 +173,7 @@ class _Plain:
             del beside[key]
         beside.pop("$ref", None)
         values = beside.get("enum", ())
-        if len(values) > MOST_ENUM and not _LARGE.isdisjoint(beside):
+        if len(values) > MAX_ENUM and not _LARGE.isdisjoint(beside):
             return False
         parts: list[Any] = [beside] if beside else []
         parts += [target(self._root, reference)] if isinstance(reference, str) else []
@@ -187,7 +187,7 @@ class _Plain:
             product *= 1 + found.options
             patterns += found.patterns > 0
             size += found.objects
-            if max(product, size) > MOST_COPIES:
+            if max(product, size) > MAX_COPIES:
                 return False
         return patterns <= 1
 
@@ -252,7 +252,7 @@ def _patterns(node: Schema) -> list[str]:
 
 
 def _is_short(pattern: str) -> bool:
-    return len(pattern) <= MOST_PATTERN and unrolled(pattern)[1] <= MOST_UNROLLED
+    return len(pattern) <= MAX_PATTERN and unrolled(pattern)[1] <= MAX_UNROLLED
 
 
 def unrolled(pattern: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ OPTIONS = "x-guidance"
 FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
 """White space between lexemes where a schema allows it without a pattern of its own: one space, or
 a line end and an indentation. llguidance never allows it twice in a row."""
-MOST_INDENT = 16
+MAX_INDENT = 16
 """Most spaces of one level of ``indent``."""
 
 _DUMPED: JsonCompileOptions = {
@@ -92,9 +92,9 @@ def _bounded(given: Any, defaults: JsonCompileOptions) -> JsonCompileOptions:
         defaults = _FLEXIBLE
     options: dict[str, Any] = {**defaults, **asked}
     if indent is not None:
-        if type(indent) is not int or not 1 <= indent <= MOST_INDENT:
+        if type(indent) is not int or not 1 <= indent <= MAX_INDENT:
             raise RefusedGrammar(
-                f"indent of {OPTIONS} is {_shown(indent)}; it must be from 1 to {MOST_INDENT}"
+                f"indent of {OPTIONS} is {_shown(indent)}; it must be from 1 to {MAX_INDENT}"
             )
         options |= {"whitespace_flexible": True, "item_separator": ",", "key_separator": ": "}
         options["whitespace_pattern"] = rf"\n(?: {{{indent}}}){{0,{64 // indent}}}"

@@ -10,8 +10,8 @@ import numpy as np
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set where token i is allowed."""
 
-FEW_STARTS, SOME_STARTS, MOST_STARTS = 1, 4, 15
-"""Items that one token begins: of all tokens at most ``MOST_STARTS``."""
+FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
+"""Items that one token begins: of all tokens at most ``MAX_STARTS``."""
 LONG = 12
 """Most bytes of a token that is looked for as the beginning of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
@@ -41,7 +41,7 @@ class TokenSets:
             by_text.setdefault(token, number)
             opened = token.replace(b"[]", b"").replace(b"{}", b"")
             count = opened.count(b"{") + opened.count(b"[") + (b"," in token)
-            starts[number] = min(count, MOST_STARTS)
+            starts[number] = min(count, MAX_STARTS)
             if count <= FEW_STARTS:
                 few.append(number)
             if count <= SOME_STARTS:
