@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
-NATIVE := $(wildcard workers/gpu/native/*.c workers/gpu/native/*.h)
+NATIVE := $(wildcard workers/gpu/model/cpu_native/*.c workers/gpu/model/cpu_native/*.h)
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 

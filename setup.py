@@ -21,7 +21,7 @@ CONSOLE = Path("clients", "console")
 EXAMPLES = ["backtrack", "best_of"]
 """Modules of the SDK's examples that the console uploads."""
 
-NATIVE = Path("workers", "gpu", "native")
+NATIVE = Path("workers", "gpu", "model", "cpu_native")
 NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "rows.c", "threads.c")]
 NATIVE_FLAGS = ["-O3", "-g0", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"]
 NATIVE_FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]

@@ -20,8 +20,8 @@ from tokenbus.protocol.header import decode_header, encode_header, encode_token_
 from tokenbus.protocol.messages import Hello, Token
 from tokenbus.protocol.pages import join_keys
 from tokenbus.protocol.worker_messages import Heartbeat, Pages, Register
-from tokenbus.workers.gpu.block_manager import BlockManager, BlockTable
-from tokenbus.workers.gpu.pages import PageLog
+from tokenbus.workers.gpu.engine.block_manager import BlockManager, BlockTable
+from tokenbus.workers.gpu.engine.pages import PageLog
 
 MODEL = "m"
 WORKERS = 8

@@ -20,7 +20,7 @@ def main(model: str) -> None:
     # As in the worker: torch is imported when its environment is set.
     prepare_environment(settings.threads)
     from tokenbus.protocol.sampling import Sampling
-    from tokenbus.workers.gpu.models import Failed, Models, Ready
+    from tokenbus.workers.gpu.model.models import Failed, Models, Ready
 
     models = Models(settings, lambda: None)
     models.want(model)

@@ -25,15 +25,15 @@ import msgspec
 import numpy as np
 import torch
 from tokenbus.protocol.settings import load
-from tokenbus.workers.gpu import engine as engine_module
-from tokenbus.workers.gpu import step as step_module
-from tokenbus.workers.gpu.device_queue import Work
-from tokenbus.workers.gpu.engine import Engine, PendingStep
-from tokenbus.workers.gpu.packing import Packed
-from tokenbus.workers.gpu.row_parameters import Rows
-from tokenbus.workers.gpu.runner import Runner
-from tokenbus.workers.gpu.sampler import Drawn
-from tokenbus.workers.gpu.steering import Steering
+from tokenbus.workers.gpu.engine import engine as engine_module
+from tokenbus.workers.gpu.engine import step as step_module
+from tokenbus.workers.gpu.engine.engine import Engine, PendingStep
+from tokenbus.workers.gpu.engine.packing import Packed
+from tokenbus.workers.gpu.model.device_queue import Work
+from tokenbus.workers.gpu.model.runner import Runner
+from tokenbus.workers.gpu.sampling.row_parameters import Rows
+from tokenbus.workers.gpu.sampling.sampler import Drawn
+from tokenbus.workers.gpu.serving.steering import Steering
 from tokenbus.workers.gpu.worker import GpuWorker
 
 T = TypeVar("T")

@@ -39,9 +39,9 @@ from tokenbus.protocol.messages import Generate, Token
 from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import Register
-from tokenbus.workers.gpu.live_streams import LiveStreams
-from tokenbus.workers.gpu.sequence import Sequence, StepOutputs, TokenColumns
-from tokenbus.workers.gpu.streams import Stream
+from tokenbus.workers.gpu.engine.sequence import Sequence, StepOutputs, TokenColumns
+from tokenbus.workers.gpu.serving.live_streams import LiveStreams
+from tokenbus.workers.gpu.serving.streams import Stream
 
 STREAMS = 64
 ROUNDS = 5

@@ -17,8 +17,8 @@ import torch
 from _models import llama
 from _report import arguments, report
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from transformers import GenerationConfig
 
 VOCAB = 128_256

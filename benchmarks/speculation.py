@@ -22,8 +22,8 @@ import torch
 from _models import llama
 from _report import arguments, report
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import load_model, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32

@@ -29,8 +29,8 @@ def close_calls(log: str) -> Counter[int]:
 def main() -> int:
     """A GPU worker that looks for close calls."""
     import torch
-    from tokenbus.workers.gpu import sampler
     from tokenbus.workers.gpu.__main__ import main as serve
+    from tokenbus.workers.gpu.sampling import sampler
 
     choose = sampler._choose
 

@@ -13,9 +13,9 @@ import threading
 
 from ...protocol import logs
 from ...protocol.settings import load
-from .loader import LoadedModel, ModelLoadError, load_model
-from .ranks import ORDER_SIZE, Clear, Drop, Forward, Load, Open, decode_order, join
-from .runner import Runner
+from .model.loader import LoadedModel, ModelLoadError, load_model
+from .model.ranks import ORDER_SIZE, Clear, Drop, Forward, Load, Open, decode_order, join
+from .model.runner import Runner
 
 log = logging.getLogger(__name__)
 

@@ -40,14 +40,14 @@ from ...protocol.worker_messages import (
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
 from ..successor import successor_comes
-from .arrivals import Arrivals, Request
-from .attaching import Attaching, AttachQueue
-from .engine import Engine, StepOutputs
-from .live_streams import LiveStreams
-from .models import Models, device_works
-from .ranks import Ranks
-from .steering import Steering, decision_timeout
-from .streams import Stream, gone_frames
+from .engine.engine import Engine, StepOutputs
+from .model.models import Models, device_works
+from .model.ranks import Ranks
+from .serving.arrivals import Arrivals, Request
+from .serving.attaching import Attaching, AttachQueue
+from .serving.live_streams import LiveStreams
+from .serving.steering import Steering, decision_timeout
+from .serving.streams import Stream, gone_frames
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tokenbus.protocol.header import Flag, decode_manifest
 from tokenbus.protocol.messages import Generate, System, Token
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.transcript import encode_transcript
-from tokenbus.workers.gpu.loader import LoadedModel
+from tokenbus.workers.gpu.model.loader import LoadedModel
 
 from .test_worker_loop import Loop
 from .ties import Asked, first_difference, tokens_of

@@ -19,11 +19,11 @@ from tokenbus.protocol.worker_messages import (
     StepSequence,
     VocabularyName,
 )
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel
-from tokenbus.workers.gpu.packing import Packed
-from tokenbus.workers.gpu.runner import Forward
-from tokenbus.workers.gpu.steering import Steering
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.engine.packing import Packed
+from tokenbus.workers.gpu.model.loader import LoadedModel
+from tokenbus.workers.gpu.model.runner import Forward
+from tokenbus.workers.gpu.serving.steering import Steering
 from tokenbus.workers.machine import machine_id
 
 from .test_steering import ClientView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenbus.workers.gpu.allow_list import is_allowed
+from tokenbus.workers.gpu.model.allow_list import is_allowed
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 from tokenbus.clients import Client, RequestError, ServiceError
-from tokenbus.workers.gpu import models
-from tokenbus.workers.gpu.engine import Engine
-from tokenbus.workers.gpu.loader import load_model
+from tokenbus.workers.gpu.engine.engine import Engine
+from tokenbus.workers.gpu.model import models
+from tokenbus.workers.gpu.model.loader import load_model
 
 from ...processes import until
 from . import shapes

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import ModelLoadError, load_model, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import ModelLoadError, load_model, wrap_model
 from torchao.quantization import Int8WeightOnlyConfig
 
 from ...counts import rounds

@@ -19,10 +19,10 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.transcript import encode_transcript
 from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
-from tokenbus.workers.gpu.sequence import Sequence
-from tokenbus.workers.gpu.sequences import LiveSequences
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.engine.sequences import LiveSequences
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .test_worker_loop import CONTROLLER, Loop
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.controller import biases
-from tokenbus.workers.gpu.biases import Bias, read_bias
-from tokenbus.workers.gpu.row_parameters import Row
-from tokenbus.workers.gpu.sampler import NOTHING_ALLOWED, sample
+from tokenbus.workers.gpu.sampling.biases import Bias, read_bias
+from tokenbus.workers.gpu.sampling.row_parameters import Row
+from tokenbus.workers.gpu.sampling.sampler import NOTHING_ALLOWED, sample
 
 VOCAB = 150
 """More than two parts of 64 tokens, and no whole number of words."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from tokenbus.workers.gpu.block_manager import PADDING_BLOCK, BlockManager, BlockTable
+from tokenbus.workers.gpu.engine.block_manager import PADDING_BLOCK, BlockManager, BlockTable
 
 from ...counts import examples
 

@@ -12,8 +12,8 @@ import torch
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as worker_module
-from tokenbus.workers.gpu.engine import EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.engine.engine import EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from torch import _dynamo as dynamo
 
 from . import shapes

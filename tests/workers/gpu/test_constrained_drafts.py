@@ -16,7 +16,7 @@ from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Lost, Step
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..controller.played import engine as wasm_engine

@@ -12,8 +12,8 @@ from tokenbus.protocol.messages import FinishReason
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller.masks import MaskRows
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .steered import Answers, Bench, CountingEngine, counting, freely, one_thread, sample
 from .test_steering import GREEDY, LENGTH, PROMPT, SEEDED, only

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller import biases
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import wrap_model
 
 from ...counts import examples
 from .shapes import TIE, tiny_model

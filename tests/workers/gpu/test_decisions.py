@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.machine import machine_id
 
 from .steered import TIMEOUT_S, Bench, counting, freely, one_thread, sample

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import pytest
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
-from tokenbus.workers.gpu.scheduler import MAX_HELD
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.engine.scheduler import MAX_HELD
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .test_steering import alone
 

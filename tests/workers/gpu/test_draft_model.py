@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.settings import Settings
-from tokenbus.workers.gpu.engine import Continued, Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, ModelLoadError, load_model, wrap_model
-from tokenbus.workers.gpu.models import Failed, Models, Progress, Ready
+from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, load_model, wrap_model
+from tokenbus.workers.gpu.model.models import Failed, Models, Progress, Ready
 from tokenbus.workers.gpu.speculation import drafts
 
 from ...counts import rounds

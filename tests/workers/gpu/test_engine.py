@@ -10,8 +10,8 @@ import pytest
 import torch
 from tokenbus.protocol.errors import Code, RequestError
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel, ModelLoadError, load_model, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, load_model, wrap_model
 
 from . import shapes
 

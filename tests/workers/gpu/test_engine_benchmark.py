@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenbus.workers.gpu.loader import load_model
+from tokenbus.workers.gpu.model.loader import load_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenbus.workers.gpu.fused import FusedDecoder
-from tokenbus.workers.gpu.loader import wrap_model
-from tokenbus.workers.gpu.projections import Projection, stored_by_input
+from tokenbus.workers.gpu.model.fused.decoder import FusedDecoder
+from tokenbus.workers.gpu.model.fused.projections import Projection, stored_by_input
+from tokenbus.workers.gpu.model.loader import wrap_model
 from torch.nn.functional import linear
 
 from .test_architectures import CASES, make

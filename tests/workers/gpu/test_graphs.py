@@ -12,14 +12,14 @@ import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.settings import Settings
-from tokenbus.workers.gpu import engine as engine_module
-from tokenbus.workers.gpu import graphs, varlen
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.kv_cache import FLASH_BLOCK_SIZE, Layout
-from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
-from tokenbus.workers.gpu.models import Models, Ready
-from tokenbus.workers.gpu.scheduler import Batch, Chunk
-from tokenbus.workers.gpu.sequence import Sequence
+from tokenbus.workers.gpu.engine import engine as engine_module
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.engine.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.model.cuda import graphs, varlen
+from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.model.models import Models, Ready
 
 from . import flash, shapes
 from .cuda import Cuda

@@ -17,11 +17,12 @@ from tokenbus.protocol.header import Flag, decode_header, decode_manifest
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import Journal
-from tokenbus.workers.gpu import history, kept_streams, sequence
-from tokenbus.workers.gpu.kept_streams import KeptStreams
-from tokenbus.workers.gpu.live_streams import LiveStreams
-from tokenbus.workers.gpu.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
-from tokenbus.workers.gpu.streams import Form, Frames, Stream
+from tokenbus.workers.gpu.engine import sequence
+from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
+from tokenbus.workers.gpu.serving import history, kept_streams
+from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
+from tokenbus.workers.gpu.serving.live_streams import LiveStreams
+from tokenbus.workers.gpu.serving.streams import Form, Frames, Stream
 
 
 class Sent:

@@ -13,7 +13,7 @@ from tokenbus.clients import Client
 from tokenbus.clients.client import Stream
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller.masks import MaskRows
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from ...processes import Bus, Process, until
 from .steered import Bench, counting, freely, one_thread

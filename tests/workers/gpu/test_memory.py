@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.settings import Settings
-from tokenbus.workers.gpu import engine as engine_module
-from tokenbus.workers.gpu import varlen
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.kv_cache import FLASH_BLOCK_SIZE, Layout, token_bytes
-from tokenbus.workers.gpu.loader import LoadedModel, ModelLoadError, wrap_model
-from tokenbus.workers.gpu.memory import cache_bytes, largest_step_bytes
-from tokenbus.workers.gpu.models import memory_part
+from tokenbus.workers.gpu.engine import engine as engine_module
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout, token_bytes
+from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, wrap_model
+from tokenbus.workers.gpu.model.memory import cache_bytes, largest_step_bytes
+from tokenbus.workers.gpu.model.models import memory_part
 
 from . import flash, shapes
 from .cuda import Cuda

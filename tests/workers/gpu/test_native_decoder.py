@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import native_library
-from tokenbus.workers.gpu.block_manager import BlockManager
-from tokenbus.workers.gpu.huge_pages import HUGE, collapse
-from tokenbus.workers.gpu.loader import wrap_model
-from tokenbus.workers.gpu.native_decoder import MAX_SEQUENCES, MAX_TOKENS
-from tokenbus.workers.gpu.native_library import library
-from tokenbus.workers.gpu.runner import Runner
-from tokenbus.workers.gpu.scheduler import Batch, Chunk
-from tokenbus.workers.gpu.sequence import Sequence
-from tokenbus.workers.gpu.varlen import choose_layout
+from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.model.cpu_native import library as native_library
+from tokenbus.workers.gpu.model.cpu_native.decoder import MAX_SEQUENCES, MAX_TOKENS
+from tokenbus.workers.gpu.model.cpu_native.huge_pages import HUGE, collapse
+from tokenbus.workers.gpu.model.cpu_native.library import library
+from tokenbus.workers.gpu.model.cuda.varlen import choose_layout
+from tokenbus.workers.gpu.model.loader import wrap_model
+from tokenbus.workers.gpu.model.runner import Runner
 
 from .shapes import VOCAB
 from .test_architectures import CASES, make

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import native_library, sampler
-from tokenbus.workers.gpu.native_library import library
-from tokenbus.workers.gpu.native_rows import reduce_rows
-from tokenbus.workers.gpu.row_parameters import Row
-from tokenbus.workers.gpu.sampler import NAN, sample
+from tokenbus.workers.gpu.model.cpu_native import library as native_library
+from tokenbus.workers.gpu.model.cpu_native.library import library
+from tokenbus.workers.gpu.sampling import sampler
+from tokenbus.workers.gpu.sampling.native_rows import reduce_rows
+from tokenbus.workers.gpu.sampling.row_parameters import Row
+from tokenbus.workers.gpu.sampling.sampler import NAN, sample
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

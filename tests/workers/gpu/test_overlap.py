@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.device_queue import ThreadQueue, Work
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.device_queue import ThreadQueue, Work
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .steered import one_thread
 from .ties import Outputs, RecordingEngine

@@ -18,9 +18,9 @@ from tokenbus.protocol.pages import (
 )
 from tokenbus.protocol.worker_messages import Pages, Registered
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.block_manager import BlockManager, BlockTable
-from tokenbus.workers.gpu.loader import load_model
-from tokenbus.workers.gpu.pages import PageLog
+from tokenbus.workers.gpu.engine.block_manager import BlockManager, BlockTable
+from tokenbus.workers.gpu.engine.pages import PageLog
+from tokenbus.workers.gpu.model.loader import load_model
 
 from .test_worker_loop import Loop
 

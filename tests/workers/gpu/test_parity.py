@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenbus.clients import Client
-from tokenbus.workers.gpu.loader import load_model
+from tokenbus.workers.gpu.model.loader import load_model
 
 from ...processes import Bus
 from . import shapes

@@ -13,11 +13,11 @@ from tokenbus.clients.gateway.metrics import of_status
 from tokenbus.protocol.messages import ForwardPath, Status, WorkerStatus
 from tokenbus.protocol.metrics import Series
 from tokenbus.protocol.settings import Settings
-from tokenbus.workers.gpu import varlen
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.kv_cache import Layout
-from tokenbus.workers.gpu.loader import ModelLoadError, load_model
-from tokenbus.workers.gpu.models import Failed, Models, Progress, model_info
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.kv_cache import Layout
+from tokenbus.workers.gpu.model.loader import ModelLoadError, load_model
+from tokenbus.workers.gpu.model.models import Failed, Models, Progress, model_info
 
 STEP = """
 import sys

@@ -8,8 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from tokenbus.workers.gpu import races
-from tokenbus.workers.gpu.races import Draws, draw_tokens, keys, log_uniforms, step_of, streams
+from tokenbus.workers.gpu.sampling import races
+from tokenbus.workers.gpu.sampling.races import (
+    Draws,
+    draw_tokens,
+    keys,
+    log_uniforms,
+    step_of,
+    streams,
+)
 
 
 def draws(

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from tokenbus.clients import Client, RequestError
-from tokenbus.workers.gpu.loader import load_model
+from tokenbus.workers.gpu.model.loader import load_model
 
 from ...processes import Bus, until
 from . import shapes

@@ -12,10 +12,10 @@ from tokenbus.protocol.header import Flag, decode_manifest
 from tokenbus.protocol.messages import Cancel, Token
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.engine import Continued, Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
-from tokenbus.workers.gpu.models import Models
-from tokenbus.workers.gpu.resumption import resume
+from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.models import Models
+from tokenbus.workers.gpu.serving.resumption import resume
 
 from ...counts import examples
 from .moved import REQUEST, Moving, finish, give, token_messages, transcript

@@ -14,7 +14,7 @@ from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Lost
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples

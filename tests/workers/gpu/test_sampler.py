@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.row_parameters import Row
-from tokenbus.workers.gpu.sampler import sample
+from tokenbus.workers.gpu.sampling.row_parameters import Row
+from tokenbus.workers.gpu.sampling.sampler import sample
 
 VOCAB = 50
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.block_manager import BlockManager
-from tokenbus.workers.gpu.scheduler import Batch, Scheduler
-from tokenbus.workers.gpu.sequence import Sequence
+from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.scheduler import Batch, Scheduler
+from tokenbus.workers.gpu.engine.sequence import Sequence
 
 from ...counts import examples
 

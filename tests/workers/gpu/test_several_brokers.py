@@ -22,7 +22,7 @@ from tokenbus.protocol.worker_messages import (
     StepResult,
 )
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .test_worker_loop import CONTROLLER, Loop
 

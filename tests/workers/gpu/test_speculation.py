@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.biases import Bias
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
+from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.speculation.lengths import Costs
 
 from ...counts import rounds

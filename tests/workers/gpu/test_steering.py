@@ -12,8 +12,8 @@ import pytest
 import torch
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel, load_model, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
 
 from ...counts import rounds
 from .shapes import tiny_model

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.workers.gpu.embedded import path
-from tokenbus.workers.gpu.text import (
+from tokenbus.workers.gpu.engine.text import (
     ByteDetokenizer,
     ByteTable,
     Detokenizer,

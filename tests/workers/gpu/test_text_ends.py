@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
-from tokenbus.workers.gpu.sequence import TokenOutput
+from tokenbus.workers.gpu.engine.sequence import TokenOutput
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from .steered import Bench, counting, one_thread, sample
 from .test_steering import GREEDY, PROMPT

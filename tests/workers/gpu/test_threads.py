@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenbus.workers.gpu.threads import LAST_TRIAL, MAX_TOKENS, ThreadChooser
+from tokenbus.workers.gpu.model.cpu_native.threads import LAST_TRIAL, MAX_TOKENS, ThreadChooser
 
 
 def run(

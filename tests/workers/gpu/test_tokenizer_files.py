@@ -6,9 +6,9 @@ import pytest
 from tokenbus.protocol.bodies import Encoding, decode_as
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Msg
-from tokenbus.workers.gpu.loader import load_model, wrap_model
-from tokenbus.workers.gpu.streams import Stream
-from tokenbus.workers.gpu.tokenizer_files import TokenizerAnswers, tokenizer_files
+from tokenbus.workers.gpu.model.loader import load_model, wrap_model
+from tokenbus.workers.gpu.serving.streams import Stream
+from tokenbus.workers.gpu.serving.tokenizer_files import TokenizerAnswers, tokenizer_files
 from transformers import ByT5Tokenizer
 
 from .shapes import tiny_model

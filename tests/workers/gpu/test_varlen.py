@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import engine as engine_module
-from tokenbus.workers.gpu import varlen
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.kv_cache import FLASH_BLOCK_SIZE, Layout
-from tokenbus.workers.gpu.loader import load_model, wrap_model
+from tokenbus.workers.gpu.engine import engine as engine_module
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout
+from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 
 from . import flash, shapes
 from .cuda import Cuda

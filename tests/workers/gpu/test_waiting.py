@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import waiting
-from tokenbus.workers.gpu.block_manager import BlockManager
-from tokenbus.workers.gpu.scheduler import Scheduler
-from tokenbus.workers.gpu.sequence import Sequence
-from tokenbus.workers.gpu.waiting import WaitingQueue
+from tokenbus.workers.gpu.engine import waiting
+from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.scheduler import Scheduler
+from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.engine.waiting import WaitingQueue
 
 from ...counts import examples
 

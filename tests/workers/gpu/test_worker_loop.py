@@ -20,11 +20,11 @@ from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import Lost, Result, StepResult
 from tokenbus.workers.bus import FromBus
-from tokenbus.workers.gpu import attaching
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, load_model
-from tokenbus.workers.gpu.models import Models, Ready
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.models import Models, Ready
+from tokenbus.workers.gpu.serving import attaching
 from tokenbus.workers.gpu.worker import GpuWorker
 
 CONTROLLER = 7

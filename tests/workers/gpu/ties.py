@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.loader import LoadedModel
-from tokenbus.workers.gpu.row_parameters import Row
-from tokenbus.workers.gpu.sampler import sample
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
+from tokenbus.workers.gpu.model.loader import LoadedModel
+from tokenbus.workers.gpu.sampling.row_parameters import Row
+from tokenbus.workers.gpu.sampling.sampler import sample
 
 from . import shapes
 

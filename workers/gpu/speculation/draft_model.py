@@ -16,16 +16,16 @@ from collections.abc import Sequence as Items
 import torch
 from msgspec import structs
 
-from ..block_manager import BlockManager
-from ..device_queue import DeviceQueue, Work
-from ..kv_cache import token_bytes
-from ..loader import LoadedModel, ModelLoadError, OnProgress
-from ..row_parameters import Row, Rows
-from ..runner import Runner
-from ..sampler import guess
-from ..scheduler import Batch, Chunk
-from ..sequence import Sequence
-from ..varlen import choose_layout
+from ..engine.block_manager import BlockManager
+from ..engine.scheduler import Batch, Chunk
+from ..engine.sequence import Sequence
+from ..model.cuda.varlen import choose_layout
+from ..model.device_queue import DeviceQueue, Work
+from ..model.kv_cache import token_bytes
+from ..model.loader import LoadedModel, ModelLoadError, OnProgress
+from ..model.runner import Runner
+from ..sampling.row_parameters import Row, Rows
+from ..sampling.sampler import guess
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from .ngrams import PromptLookup
 from .places import LONGEST, Match
 
 if TYPE_CHECKING:
-    from ..sequence import Sequence
+    from ..engine.sequence import Sequence
     from .draft_model import DraftModel
 
 LEAST = 0.2

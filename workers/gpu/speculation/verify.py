@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..block_manager import BlockManager
-from ..device_queue import Work
-from ..pending_step import PendingStep
-from ..row_parameters import Row, Rows
-from ..runner import Runner
-from ..sampler import NAN, Drawn, Sampled, draw
-from ..sequence import Inspected, Sequence
-from ..sequences import LiveSequences
+from ..engine.block_manager import BlockManager
+from ..engine.pending_step import PendingStep
+from ..engine.sequence import Inspected, Sequence
+from ..engine.sequences import LiveSequences
+from ..model.device_queue import Work
+from ..model.runner import Runner
+from ..sampling.row_parameters import Row, Rows
+from ..sampling.sampler import NAN, Drawn, Sampled, draw
 from .drafts import Speculation
 
 log = logging.getLogger(__name__)

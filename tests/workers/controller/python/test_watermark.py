@@ -13,9 +13,9 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import SequenceGroup
-from tokenbus.workers.gpu.biases import Bias, read_bias
-from tokenbus.workers.gpu.row_parameters import Row
-from tokenbus.workers.gpu.sampler import sample
+from tokenbus.workers.gpu.sampling.biases import Bias, read_bias
+from tokenbus.workers.gpu.sampling.row_parameters import Row
+from tokenbus.workers.gpu.sampling.sampler import sample
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..wasm.guests import SDK

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.interface import Answer
-from tokenbus.workers.gpu.biases import read_bias
+from tokenbus.workers.gpu.sampling.biases import read_bias
 
 from ....counts import examples
 from ..played import BYTES, Run, Steered, program, vocabulary

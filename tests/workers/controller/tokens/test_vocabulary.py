@@ -16,7 +16,7 @@ from tokenbus.protocol.errors import Code, ControllerError
 from tokenbus.workers.controller.tokens.trie import decode_trie
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.gpu import embedded
-from tokenbus.workers.gpu.text import WindowDetokenizer
+from tokenbus.workers.gpu.engine.text import WindowDetokenizer
 from tokenizers import Tokenizer, normalizers, processors
 
 from .real_tokenizers import (

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenbus.workers.gpu import device_queue, fused_model, loader, sampler
-from tokenbus.workers.gpu.fused import AttentionOptions
-from tokenbus.workers.gpu.kv_cache import LayerShape
+from tokenbus.workers.gpu.model import device_queue, loader
+from tokenbus.workers.gpu.model.fused import from_transformers as fused_model
+from tokenbus.workers.gpu.model.fused.decoder import AttentionOptions
+from tokenbus.workers.gpu.model.kv_cache import LayerShape
+from tokenbus.workers.gpu.sampling import sampler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

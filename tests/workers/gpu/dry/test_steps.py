@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 
 from ..meter import Meter
 from .device import PERIOD, Device, fake_device, llama_8b

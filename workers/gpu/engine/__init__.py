@@ -1,0 +1,1 @@
+"""The engine of one model: scheduler, block manager, sequences, and the step."""

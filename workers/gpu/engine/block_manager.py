@@ -1,0 +1,200 @@
+"""The blocks of the KV cache: reference counts, sharing between forks, and prefix reuse.
+
+A block stores the keys and values of ``block_size`` consecutive tokens. Each block counts the
+sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
+registered under its content, so that a later request with the same prefix reuses it. Blocks whose
+count is 0 stay registered until they are needed, the least recently used first. The idea of paging
+is vLLM's (Kwon et al. 2023); the keys of the prefix cache are exact (the block's tokens and the
+content before them), not hashes, so that two contents are never confused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from ....protocol.pages import PAGE_TOKENS
+from .pages import PageLog
+
+PADDING_BLOCK = 0
+"""Never allocated: padded entries of block tables point to it, and read zeros."""
+
+_ROOT = 0
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence, in order."""
+
+    blocks: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    """For each leading block whose content is registered: the id of the content up to its end."""
+    pages: list[bytes] = field(default_factory=list)
+    """The keys of its first pages, as far as they were needed."""
+
+
+class BlockManager:
+    """Allocates ``num_blocks - 1`` blocks of ``block_size`` tokens; block 0 is for padding."""
+
+    def __init__(self, num_blocks: int, block_size: int, pages: PageLog | None = None) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; a KV cache needs at least 2 blocks")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._pages = pages
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Registered blocks with a reference count of 0, the least recently used first."""
+        self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        """(id of what precedes, the block's tokens) to (block, id of the content up to its end)."""
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._next_key = _ROOT
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be allocated now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that are in use by some sequence."""
+        return self.num_blocks - 1 - self.num_available
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a single sequence could have, with nothing else in the cache."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
+        """Fills an empty ``table`` with the registered blocks of a prefix of ``tokens``.
+
+        Returns the number of tokens in them: at most ``limit``, a multiple of the block size.
+        """
+        size = self.block_size
+        before = _ROOT
+        for start in range(0, limit - size + 1, size):
+            found = self._registered.get((before, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            block, before = found
+            self._use(block)
+            table.blocks.append(block)
+            table.keys.append(before)
+        return len(table.blocks) * size
+
+    def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
+        """Allocates what is needed to write the tokens ``[start, end)`` of a sequence.
+
+        Returns the blocks to copy first, as (from, to): those that are shared. None, with
+        nothing changed, where too few blocks are available.
+        """
+        size = self.block_size
+        first = start // size
+        blocks = table.blocks
+        if end <= len(blocks) * size and first == len(blocks) - 1 >= len(table.keys):
+            # The usual case of a decode: there is room in its last block, which is not shared.
+            last = blocks[first]
+            if self._ref_counts[last] == 1 and last not in self._key_of:
+                return []
+        shared = [
+            i for i in range(first, len(table.blocks)) if self._ref_counts[table.blocks[i]] > 1
+        ]
+        wanted = self.blocks_for(end) - len(table.blocks)
+        if max(wanted, 0) + len(shared) > self.num_available:
+            return None
+        copies = []
+        for i in shared:
+            old = table.blocks[i]
+            table.blocks[i] = self._take()
+            copies.append((old, table.blocks[i]))
+            self._ref_counts[old] -= 1
+        for block in table.blocks[first:]:
+            self._forget(block)
+        del table.keys[first:]
+        del table.pages[start // PAGE_TOKENS :]
+        table.blocks.extend(self._take() for _ in range(wanted))
+        return copies
+
+    def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
+        """Registers the full blocks among the first ``num_computed_tokens`` tokens for reuse."""
+        size = self.block_size
+        for i in range(len(table.keys), num_computed_tokens // size):
+            before = table.keys[i - 1] if i else _ROOT
+            content = (before, tuple(tokens[i * size : (i + 1) * size]))
+            known = self._registered.get(content)
+            if known is None:
+                self._next_key += 1
+                known = (table.blocks[i], self._next_key)
+                self._registered[content] = known
+                self._key_of[table.blocks[i]] = content
+                if self._pages is not None:
+                    self._pages.registered(table.blocks[i], i, tokens, table.pages)
+            # If another block is registered with the same content, this one is not registered.
+            table.keys.append(known[1])
+
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """A second table that shares the blocks of the first ``num_tokens`` tokens."""
+        blocks = table.blocks[: self.blocks_for(num_tokens)]
+        for block in blocks:
+            self._ref_counts[block] += 1
+        pages = table.pages[: num_tokens // PAGE_TOKENS]
+        return BlockTable(blocks, table.keys[: num_tokens // self.block_size], pages)
+
+    def truncate(self, table: BlockTable, num_tokens: int) -> None:
+        """Frees the blocks past the first ``num_tokens`` tokens."""
+        keep = self.blocks_for(num_tokens)
+        for block in reversed(table.blocks[keep:]):
+            self._release(block)
+        del table.blocks[keep:]
+        del table.keys[num_tokens // self.block_size :]
+        del table.pages[num_tokens // PAGE_TOKENS :]
+
+    def free(self, table: BlockTable) -> None:
+        """Frees all blocks; registered ones can be reused until they are needed."""
+        self.truncate(table, 0)
+
+    def discard(self, table: BlockTable) -> list[int]:
+        """Frees all blocks, whose content is unusable; returns those to clear: the unshared."""
+        own = [block for block in table.blocks if self._ref_counts[block] == 1]
+        for block in own:
+            self._forget(block)
+        self.free(table)
+        return own
+
+    def _use(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._ref_counts[block] += 1
+
+    def _release(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        """Ends the registration of a block whose content is about to change.
+
+        Blocks registered after it can no longer be matched, and age out.
+        """
+        content = self._key_of.pop(block, None)
+        if content is not None:
+            del self._registered[content]
+            if self._pages is not None:
+                self._pages.forgotten(block)

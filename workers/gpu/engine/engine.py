@@ -1,0 +1,492 @@
+"""The engine of one model: requests in, tokens out, one step at a time.
+
+engine = Engine(load_model("embedded"))
+engine.add(1, prompt=[12, 7], sampling=Sampling(max_tokens=5))
+while engine.has_work:
+    for output in engine.step():
+        print(output.token, output.finish_reason)
+
+A step has two halves, so that a program can decide how each sequence goes on: ``begin`` launches
+the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask`` may
+be called between the two, for the sequences in ``PendingStep.ready``, and at any other time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.messages import FinishReason, ForwardPath
+from ....protocol.metrics import Histogram
+from ....protocol.sampling import Sampling
+from ..model.cpu_native.allocator import keep_freed_memory
+from ..model.cuda.varlen import choose_layout
+from ..model.device_queue import device_queue
+from ..model.kv_cache import Layout, cpu_bytes, token_bytes
+from ..model.loader import LoadedModel, ModelLoadError, OnProgress
+from ..model.memory import cache_bytes, largest_step_bytes
+from ..model.runner import Runner
+from ..sampling.biases import Bias
+from ..speculation.draft_model import DraftModel, check_draft_model
+from ..speculation.drafts import Speculation
+from ..speculation.lengths import CPU, CUDA
+from .block_manager import BlockManager
+from .intake import Intake
+from .pages import PageLog
+from .pending_step import PendingStep
+from .scheduler import Scheduler
+from .sequence import Continued, PromptUsage, StepOutputs, TokenOutput
+from .sequences import LiveSequences
+from .step import Stepper
+
+__all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
+
+log = logging.getLogger(__name__)
+
+DRAFT_PART = 8
+"""The KV cache of a draft model is taken from the engine's: this part of it."""
+
+
+@dataclass(slots=True, frozen=True)
+class EngineConfig:
+    """Sizes of an engine."""
+
+    max_num_seqs: int = 256
+    """Sequences in one batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one forward: decodes and chunks of prompts together."""
+    max_forks: int = 128
+    """Sequences that one request may have in all, those that ended included."""
+    kv_cache_bytes: int | None = None
+    """Memory of the KV cache, in bytes; None: as much as the device has left (``memory_part``)."""
+    memory_part: float = 1.0
+    """The model's part of a GPU's memory, weights and steps included, without
+    ``kv_cache_bytes``."""
+    require_fast_attention: bool = False
+    """Refuse a model whose blocks FlashAttention cannot read in place."""
+    compiled: bool = False
+    """Run the model through torch.compile."""
+    overlap: bool = False
+    """Launch the forward of a step before the tokens of the step before it are taken."""
+    fixed_threads: bool = False
+    """On a CPU, use all of torch's threads for every forward, even where fewer are faster."""
+    speculation: bool = False
+    """Give sequences drafts: the same tokens in fewer steps, several of a sequence in one."""
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread makes all calls.
+
+    A sequence is named by (request, seq): the number that the caller gave the request, and 0 or a
+    fork's number. A call that names no live sequence raises RequestError; what is wrong with a
+    sequence ends that sequence alone, with an output that says why.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig | None = None,
+        draft_model: LoadedModel | None = None,
+        on_progress: OnProgress = lambda part, stage: None,
+    ) -> None:
+        """``draft_model``: with ``config.speculation``, a small model that drafts where a text
+        repeats nothing. Raises ModelLoadError where it is of no use for this model, or if
+        ``config`` requires an attention that this model cannot have."""
+        config = config or EngineConfig()
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
+        self.loaded = loaded
+        self.mask_words = -(-loaded.vocab_size // 32)
+        """Words of a mask, u32 each."""
+        layout = choose_layout(loaded)
+        if config.require_fast_attention and not layout.in_place:
+            raise ModelLoadError(
+                f"{loaded.name} is not served, as require_fast_attention is set and FlashAttention "
+                f"cannot read its blocks: {layout.why}"
+            )
+        size = config.kv_cache_bytes or _cache_bytes(loaded, layout, config, draft_model)
+        draft_size = 0
+        if draft_model is not None and config.speculation:
+            check_draft_model(loaded, draft_model)
+            draft_size = size // DRAFT_PART
+            size -= draft_size
+        per_token = token_bytes(loaded.layers, loaded.dtype)
+        num_blocks = max(2, size // (layout.block_size * per_token))
+        self.pages = PageLog(loaded.name, layout.block_size)
+        """The pages of its KV cache, for the broker."""
+        self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        # The other ranks get the ids of each forward from the host.
+        overlap = config.overlap and loaded.ranks is None
+        queue = device_queue(loaded.device, overlap)
+        self._runner = Runner(
+            loaded, num_blocks, layout, config.compiled, queue, config.fixed_threads
+        )
+        self.max_length = min(loaded.context_length, self._blocks.capacity)
+        self._intake = Intake(loaded, self.max_length)
+        costs = CUDA if loaded.device.type == "cuda" else CPU
+        model: DraftModel | None = None
+        if draft_model is not None and draft_size:
+            model = DraftModel(draft_model, draft_size, queue, loaded, config.fixed_threads)
+        self._speculation = Speculation(costs if config.speculation else None, model)
+        self._live = LiveSequences(
+            self._intake,
+            self._scheduler,
+            self._blocks,
+            self._runner,
+            config.max_forks,
+            self._speculation.ended,
+        )
+        self._overlaps = overlap
+        self._stepper = Stepper(
+            self._live, self._scheduler, self._blocks, self._runner, overlap, self._speculation
+        )
+        for graphed in (self._runner, model):
+            if graphed is not None:
+                graphed.capture_graphs(config.max_num_seqs, on_progress)
+        log.info(
+            "%s: a KV cache of %d blocks of %d tokens, %.0f MiB; %s; %d CUDA graphs",
+            loaded.name,
+            num_blocks,
+            layout.block_size,
+            num_blocks * layout.block_size * per_token / 2**20,
+            self.path.attention,
+            self.path.graphs,
+        )
+        for fallback in self.path.fallbacks:
+            log.warning("%s runs slower than it could: %s", loaded.name, fallback)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        sampling: Sampling,
+        *,
+        priority: int = 0,
+        client: int = 0,
+        text: bool = False,
+        inspect: bool = False,
+        speculate: bool = True,
+        continued: Continued | None = None,
+        healed: int | None = None,
+    ) -> PromptUsage:
+        """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
+
+        ``client`` identifies the client: requests of clients with the fewest running sequences go
+        first, and drafts come from the client's own texts. ``text``: outputs carry text.
+        ``inspect``: they say what the masks did. ``speculate``: it may have drafts, where the
+        engine makes any; without use where each of its tokens is decided upon. ``continued``: it
+        began at another worker; these are its sequences, and their text goes on. ``healed``: the
+        token that was taken back from the end of the prompt, with which its text begins; it is not
+        part of the text of outputs. Raises RequestError where the request cannot be run, and then
+        nothing has changed. Returns the usage of its prompt, which is complete with the first
+        output.
+        """
+        sequence = self._intake.generation(
+            request,
+            prompt,
+            sampling,
+            priority=priority,
+            client=client,
+            text=text,
+            inspect=inspect,
+            healed=healed,
+        )
+        sequences = [sequence]
+        if continued is not None:
+            sequences = self._intake.continued(sequence, continued.generated)
+        for one in sequences if speculate else ():
+            self._speculation.begin(one)
+        if continued is not None:
+            self._live.restore(sequences, continued.made)
+        else:
+            self._live.begin(sequence)
+        return sequence.prompt_usage
+
+    def healed(self, prompt: Tokens[int]) -> int | None:
+        """The last token of a prompt, if it can be taken back: it has text, and others before
+        it."""
+        if len(prompt) < 2 or not self._intake.text_behind(prompt[:-1], prompt[-1]):
+            return None
+        return prompt[-1]
+
+    def score(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        scored: Tokens[int],
+        *,
+        priority: int = 0,
+        client: int = 0,
+        text: bool = False,
+        top_logprobs: int = 0,
+        num_scored: int = 0,
+    ) -> PromptUsage:
+        """Begins a score: the log-probability of each token of ``scored``, given all before it.
+
+        ``text``: outputs carry text; ``top_logprobs``: and this many of the most likely tokens.
+        ``num_scored``: this many of the first tokens have been scored elsewhere, and have no
+        output. Raises RequestError where the request cannot be run. Returns the usage of its
+        prompt, as ``add`` does.
+        """
+        sequence = self._intake.scoring(
+            request,
+            prompt,
+            scored,
+            priority=priority,
+            client=client,
+            text=text,
+            top_logprobs=top_logprobs,
+            num_scored=num_scored,
+        )
+        self._live.begin(sequence)
+        return sequence.prompt_usage
+
+    def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
+        """Ends a request now; the last output of each of its sequences has ``reason``."""
+        return self._live.abort(request, reason)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would do anything. Suspended and deferred sequences are not work,
+        nor are waiting ones that are not admitted until one of these goes on."""
+        return self._scheduler.has_work or bool(self._live.outputs)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any sequence is alive, scheduled or not."""
+        return bool(self._live.requests)
+
+    @property
+    def path(self) -> ForwardPath:
+        """How its steps are computed; safe on another thread."""
+        return self._runner.path
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ``finish`` launches the forward of the next step."""
+        return self._overlaps
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters, for heartbeats."""
+        return {
+            "running": float(len(self._scheduler.running) + len(self._scheduler.deferred)),
+            "waiting": float(len(self._scheduler.waiting)),
+            "deferred": float(len(self._scheduler.deferred)),
+            "suspended": float(len(self._scheduler.suspended)),
+            "kv_pages_used": float(self._blocks.num_used),
+            "kv_pages": float(self._blocks.num_blocks - 1),
+            "preemptions": float(self._scheduler.preemptions),
+            "prefix_hit_tokens": float(self._scheduler.prefix_hit_tokens),
+        }
+
+    def metrics(self) -> dict[str, float | Histogram]:
+        """Gauges, and totals since the model was loaded; safe on another thread."""
+        scheduler, live = self._scheduler, self._live
+        sampled, speculation = self._stepper.sampled_tokens, self._speculation
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_deferred": len(scheduler.deferred),
+            "num_requests_suspended": len(scheduler.suspended),
+            "kv_cache_usage_perc": self._blocks.num_used / max(1, self._blocks.num_blocks - 1),
+            "num_preemptions": scheduler.preemptions,
+            "prefix_cache_queries": scheduler.prefix_query_tokens,
+            "prefix_cache_hits": scheduler.prefix_hit_tokens,
+            "generation_tokens": sampled + live.appended_tokens,
+            "fast_forward_tokens": live.appended_tokens,
+            "backtracked_tokens": live.dropped_tokens,
+            "iteration_tokens_total": self._stepper.step_tokens,
+            "forks": live.forks,
+            "splices": live.splices,
+            "deferrals": scheduler.deferrals,
+            "spec_decode_num_drafts": speculation.drafts,
+            "spec_decode_num_draft_tokens": speculation.draft_tokens,
+            "spec_decode_num_accepted_tokens": speculation.accepted_tokens,
+        }
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one batch and returns its outputs, in order within each sequence."""
+        return self.finish(self.begin()).as_outputs()
+
+    def begin(self) -> PendingStep:
+        """The first half of a step: the forward of what is scheduled."""
+        return self._stepper.begin()
+
+    def finish(self, step: PendingStep) -> StepOutputs:
+        """The second half: samples the next token of each sequence that is ready, and launches the
+        forward of the next step before it waits for the tokens, where steps overlap."""
+        return self._stepper.finish(step)
+
+    # --- steering -------------------------------------------------------------------------------
+
+    def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
+        """Forks a sequence into itself and ``n`` more; their numbers: as many as there have been
+        sequences, and so on, or ``numbers`` where the caller has names for them.
+
+        Blocks are shared until one of them is written to. Forks of a sequence that is ready sample
+        from the same logits, so that no forward is spent on them; each draws its own token, since
+        its number is part of what decides. Beyond ``max_forks`` the sequence ends with an error
+        and no fork is made.
+        """
+        parent = self._live.named(request, seq)
+        if n < 1:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"this fork makes {n} more sequences; a fork makes at least one more",
+            )
+        return self._live.fork(parent, n, numbers)
+
+    def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
+        """Takes the last ``drop`` generated tokens back and appends ``tokens``, without sampling.
+
+        They are computed as one chunk, in a batch with the decodes. Where the sequence was ready,
+        it is not sampled in this step. A splice past the first generated token ends the sequence
+        with an error; tokens beyond its ``max_tokens`` are left out.
+        """
+        sequence = self._live.named(request, seq)
+        if not drop and not tokens:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                "this splice drops no tokens and appends none; it must do at least one of them",
+            )
+        self._live.splice(sequence, drop, tokens)
+
+    def suspend(self, request: int, seq: int) -> None:
+        """Takes a sequence out of the steps until ``resume``. It keeps its blocks while there are
+        enough."""
+        sequence = self._live.named(request, seq)
+        if sequence not in self._scheduler.suspended:
+            self._live.discard_logits(sequence)
+            self._scheduler.suspend(sequence)
+
+    def resume(self, request: int, seq: int) -> None:
+        """Lets a suspended sequence be scheduled again."""
+        sequence = self._live.named(request, seq)
+        if sequence in self._scheduler.suspended:
+            self._scheduler.resume(sequence)
+
+    def alive(self, request: int, seq: int) -> bool:
+        """Whether there is such a sequence and it has not ended."""
+        return self._live.find(request, seq) is not None
+
+    def ready(self, request: int, seq: int) -> bool:
+        """Whether a sequence has logits to sample from."""
+        sequence, step = self._live.named(request, seq), self._live.step
+        return sequence.row is not None or (step is not None and sequence in step.rows)
+
+    def defer(self, request: int, seq: int) -> None:
+        """Defers a ready sequence until ``reschedule``: it keeps its logits, but no slot."""
+        sequence, step = self._live.named(request, seq), self._live.step
+        if step is not None and sequence in step.rows:
+            sequence.row = step.keep(step.rows.pop(sequence))
+            self._scheduler.defer(sequence)
+
+    def reschedule(self, request: int, seq: int) -> None:
+        """Lets a deferred sequence be sampled in the next step."""
+        self._scheduler.reschedule(self._live.named(request, seq))
+
+    def set_mask(
+        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+    ) -> None:
+        """Allows only some tokens for the next one that is sampled; adds ``bias`` to its logits.
+
+        ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
+        """
+        words = self.mask_words
+        if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"this mask is {mask.shape} of {mask.dtype}; a mask is {words} words of u32",
+            )
+        sequence = self._live.named(request, seq)
+        sequence.mask, sequence.bias, sequence.along = mask, bias, ()
+
+    def take_drafts(self, request: int) -> None:
+        """Lets the sequences of a request with a controller have drafts, along which the controller
+        gives masks (``draft_ahead``)."""
+        for sequence in self._live.requests.get(request, {}).values():
+            self._speculation.begin(sequence, steered=True)
+
+    def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
+        """The drafts of sequences with controllers for the next step, each by (request, seq): none
+        where it has been launched already."""
+        if self._stepper.launched_ahead:
+            return {}
+        found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
+        self._speculation.propose_ahead(found, len(self._scheduler.running))
+        return {(s.request, s.seq): s.draft for s in found if s.draft}
+
+    def mask_along(self, request: int, seq: int, masks: Tokens[np.ndarray]) -> None:
+        """The masks after each token of a sequence's draft, behind its ``set_mask``: its step
+        verifies as many tokens. Masks of the wrong size are not used, nor are those behind them."""
+        sequence = self._live.find(request, seq)
+        if sequence is not None and sequence.mask is not None:
+            usable = next((i for i, m in enumerate(masks) if len(m) != self.mask_words), len(masks))
+            sequence.along = masks[:usable]
+
+    def allows(self, request: int, seq: int, token: int) -> bool | None:
+        """Whether the mask under which a sequence is to be sampled next allows a token; None where
+        it has no mask, or has none yet."""
+        sequence = self._live.find(request, seq)
+        if sequence is None or sequence.mask is None:
+            return None
+        return bool(sequence.mask[token >> 5] >> (token & 31) & 1)
+
+    def sequences(self, request: int) -> list[int]:
+        """The numbers of a request's live sequences."""
+        return list(self._live.requests.get(request, ()))
+
+    def sample_under(
+        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+    ) -> bool:
+        """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
+        and not suspended, and a mask of the right size. Otherwise it does nothing and returns
+        False."""
+        sequence = self._live.find(request, seq)
+        if sequence is None or (mask is not None and len(mask) != self.mask_words):
+            return False
+        if self._scheduler.suspended and sequence in self._scheduler.suspended:
+            return False
+        sequence.mask, sequence.bias, sequence.along = mask, bias, ()
+        if self._scheduler.deferred:
+            self._scheduler.reschedule(sequence)
+        return True
+
+    def end(
+        self,
+        request: int,
+        seq: int,
+        reason: FinishReason = "controller",
+        error: str = "",
+        code: str | None = None,
+    ) -> None:
+        """Ends one sequence; with ``error`` and its code, where ``reason`` is that."""
+        ended = self._live.end(self._live.named(request, seq), reason, error)
+        self._live.outputs.append(ended._replace(code=code))
+
+
+def _cache_bytes(
+    loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
+) -> int:
+    """The size of the KV cache if the configuration has none."""
+    if loaded.device.type != "cuda":
+        return cpu_bytes()
+    # With several ranks the others run a step only after their caches are made.
+    step = 0
+    if loaded.ranks is None:
+        step = largest_step_bytes(
+            loaded, layout, config.max_num_seqs, config.max_num_batched_tokens
+        )
+    others = [draft_model] if draft_model is not None else []
+    return cache_bytes(loaded, layout, step, config.memory_part, others)

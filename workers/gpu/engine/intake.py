@@ -1,0 +1,209 @@
+"""From a request's prompt and sampling parameters to its first sequence, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+from itertools import count
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.sampling import Sampling
+from ..model.loader import LoadedModel
+from .block_manager import BlockTable
+from .sequence import PromptUsage, Sequence
+from .text import Detokenizer, TextStream, detokenizers
+
+_MASK = (1 << 64) - 1
+SEED_BITS = 62
+
+
+def derived_seed(request: int) -> int:
+    """The seed of a request that names none: it follows from the broker's number of the request, so
+    that the request draws the same numbers wherever it runs (splitmix64's finalizer)."""
+    z = (request + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
+
+
+class Intake:
+    """Checks requests for one model and makes their sequences, numbered in order of arrival.
+
+    ``max_length``: tokens of prompt and output that a sequence may have.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_length: int) -> None:
+        self._loaded = loaded
+        self._max_length = max_length
+        self._arrivals = count()
+        self._detokenizer: Callable[[Tokens[int]], Detokenizer] | None = None
+        if loaded.tokenizer is not None:
+            self._detokenizer = detokenizers(loaded.tokenizer)
+
+    def generation(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        sampling: Sampling,
+        *,
+        priority: int,
+        client: int,
+        text: bool,
+        inspect: bool,
+        healed: int | None = None,
+    ) -> Sequence:
+        """The sequence of a generation; the others of ``sampling.n`` are forked from it later.
+
+        ``healed``: the token that was taken back from the end of the prompt. Raises RequestError
+        where the request cannot be run.
+        """
+        self._check_prompt(prompt, len(prompt) + 1)
+        self.check_tokens(sampling.logit_bias, "$.logit_bias")
+        strings = [s for s in sampling.stop if isinstance(s, str)]
+        ids = frozenset(s for s in sampling.stop if isinstance(s, int))
+        self.check_tokens(ids, "$.stop")
+        if self._detokenizer is None and (text or strings):
+            raise RequestError(
+                Code.UNSUPPORTED,
+                "this model has no tokenizer, so it can neither give text nor stop at a string",
+                path="$.text" if text else "$.stop",
+            )
+        if not sampling.ignore_eos:
+            ids |= self._loaded.eos_token_ids
+        sequence = Sequence(
+            request=request,
+            seq=0,
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            max_length=min(self._max_length, len(prompt) + sampling.max_tokens),
+            seed=derived_seed(request) if sampling.seed is None else sampling.seed,
+            priority=priority,
+            client=client,
+            arrival=next(self._arrivals),
+            stop_ids=ids,
+            with_text=text,
+            inspect=inspect,
+            prompt_usage=PromptUsage(len(prompt) + (healed is not None)),
+            pending_forks=sampling.n - 1,
+        )
+        if healed is not None:
+            sequence.healed = len(self.text_behind(prompt, healed))
+        if text or strings:
+            sequence.text = self.text_of(sequence)
+        return sequence
+
+    def scoring(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        scored: Tokens[int],
+        *,
+        priority: int,
+        client: int,
+        text: bool,
+        top_logprobs: int,
+        num_scored: int = 0,
+    ) -> Sequence:
+        """The sequence of a score, of which the first ``num_scored`` tokens were scored elsewhere.
+        Raises RequestError where the request cannot be run."""
+        length = len(prompt) + len(scored)
+        self._check_prompt(prompt, length)
+        if not scored:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                "there is nothing to score: 'scored' is empty; it needs at least one token",
+                path="$.scored",
+            )
+        self.check_tokens(scored, "$.scored")
+        sequence = Sequence(
+            request=request,
+            seq=0,
+            tokens=[*prompt, *scored],
+            num_prompt=len(prompt),
+            sampling=Sampling(top_logprobs=top_logprobs),
+            max_length=length,
+            scored=True,
+            scored_from=len(prompt) + num_scored,
+            priority=priority,
+            client=client,
+            arrival=next(self._arrivals),
+            prompt_usage=PromptUsage(len(prompt)),
+        )
+        if text and self._detokenizer is not None:
+            sequence.text = TextStream(self._detokenizer(prompt))
+            for token in scored[:num_scored]:
+                sequence.text.push(token)
+        return sequence
+
+    def continued(self, first: Sequence, generated: Mapping[int, Tokens[int]]) -> list[Sequence]:
+        """The sequences of a generation with these tokens after its prompt, by number; ``first`` is
+        what ``generation`` made of it. Raises RequestError where one of them is too long."""
+        sequences = []
+        for seq, tokens in generated.items():
+            if first.num_prompt + len(tokens) >= first.max_length:
+                raise RequestError(
+                    Code.PROMPT_TOO_LONG,
+                    f"sequence {seq} was to be continued after {first.num_prompt + len(tokens)} "
+                    f"tokens; {self._loaded.name} takes at most {first.max_length - 1} here",
+                    path="$.prompt",
+                )
+            self.check_tokens(tokens, "$.prompt")
+            sequence = replace(
+                first,
+                seq=seq,
+                tokens=[*first.tokens, *tokens],
+                block_table=BlockTable(),
+                continued=len(generated) > 1,
+                pending_forks=0,
+            )
+            if first.text is not None:
+                sequence.text = self.text_of(sequence)
+            sequences.append(sequence)
+        return sequences
+
+    def text_behind(self, prompt: Tokens[int], token: int) -> str:
+        """The text of a token behind a prompt; empty where it has none of its own, as one that is
+        special or that ends inside a character."""
+        if self._detokenizer is None:
+            return ""
+        detokenizer = self._detokenizer(prompt)
+        text = detokenizer.push(token)
+        return "" if detokenizer.finish() else text
+
+    def text_of(self, sequence: Sequence) -> TextStream:
+        """The text of a sequence's tokens so far, ready for the next token."""
+        assert self._detokenizer is not None
+        strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        text = TextStream(self._detokenizer(prompt), strings, sequence.healed)
+        for token in sequence.generated:
+            text.push(token)
+        return text
+
+    def check_tokens(self, tokens: Iterable[int], path: str) -> None:
+        """Refuses the first token id that is outside the model's vocabulary."""
+        vocab_size = self._loaded.vocab_size
+        for i, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    Code.TOKEN_OUT_OF_RANGE,
+                    f"token id {token} is outside the vocabulary, which is 0 to {vocab_size - 1}",
+                    path=f"{path}[{i}]",
+                )
+
+    def _check_prompt(self, prompt: Tokens[int], length: int) -> None:
+        path = "$.prompt"
+        if not prompt:
+            raise RequestError(
+                Code.EMPTY_PROMPT, "the prompt is empty; it needs at least one token", path=path
+            )
+        if length > self._max_length:
+            raise RequestError(
+                Code.PROMPT_TOO_LONG,
+                f"the request needs {length} tokens, at least one generated token included; "
+                f"{self._loaded.name} takes at most {self._max_length}",
+                path=path,
+            )
+        self.check_tokens(prompt, path)

@@ -1,0 +1,109 @@
+"""A step that failed as a whole is run again one sequence at a time: only those that fail end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from ....protocol.logs import about
+from ..model.runner import Runner
+from ..sampling.sampled_batch import SampledBatch
+from ..sampling.sampler import draw, score
+from .pending_step import Part, PendingStep
+from .results import Results
+from .scheduler import Batch, Chunk
+from .sequence import KeptRow, Sequence
+from .sequences import LiveSequences
+
+log = logging.getLogger(__name__)
+
+
+class OneByOne:
+    """Runs failed steps again."""
+
+    def __init__(self, live: LiveSequences, runner: Runner, results: Results) -> None:
+        self._live = live
+        self._runner = runner
+        self._results = results
+
+    def undo(self, ahead: PendingStep | None) -> None:
+        """A step that was launched behind the failed one, with tokens of it, has not been computed.
+        Its blocks were copied all the same."""
+        self._runner.forget_mirrors()
+        self._live.changed()
+        if ahead is None:
+            return
+        for sequence, row in ahead.rows.items():
+            for part in ahead.parts:
+                if part.row <= row < part.row + part.rows:
+                    _compute_again(sequence, part.chunk.start)
+        for part in ahead.parts:
+            _compute_again(part.chunk.sequence, part.chunk.start)
+
+    def run(self, step: PendingStep, sequences: Iterable[Sequence]) -> None:
+        """Computes each chunk of a step on its own, and samples ``sequences`` one at a time."""
+        rows = {s: row for s, row in step.rows.items() if s in set(sequences)}
+        for part in step.parts:
+            sampled = {s: row for s, row in rows.items() if part.row <= row < part.row + part.rows}
+            self._run_part(step, part, sampled)
+        for sequence, row in rows.items():
+            if row >= step.num_forward_rows:
+                kept = step.kept[row - step.num_forward_rows]
+                assert kept.logits is not None
+                self._sample(sequence, kept.logits)
+
+    def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
+        live, chunk = self._live, part.chunk
+        kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
+        # Its forks have the same tokens, where the sequence itself has others by now.
+        sequence = next(iter(sampled), chunk.sequence)
+        if live.find(sequence.request, sequence.seq) is not sequence:
+            return
+        # Its forks may have copies of blocks that have not been computed.
+        for other in live.requests[sequence.request].values():
+            if other is not sequence or len(sequence.tokens) < chunk.end:
+                _compute_again(other, chunk.start)
+        if len(sequence.tokens) < chunk.end:
+            return
+        try:
+            _, packed = self._runner.pack(Batch([Chunk(sequence, chunk.start, chunk.end)]))
+            logits = self._runner.launch(packed).work.result()
+        except Exception as error:
+            log.exception("the forward of request %d failed", sequence.request)
+            for other in {chunk.sequence, *sampled, *self._sampled_from([k for _, k in kept])}:
+                if live.find(other.request, other.seq) is other:
+                    live.fail(other, f"the model failed: {error}")
+            return
+        for row, one in kept:
+            one.logits = logits[row - part.row].clone()
+        if part.is_scored:
+            most = chunk.sequence.sampling.top_logprobs
+            found = self._runner.queue.submit(lambda: score(logits, chunk.scored_tokens, most))
+            self._results.take_scores(chunk, found.result())
+        for other, row in sampled.items():
+            self._sample(other, logits[row - part.row])
+
+    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        batch = SampledBatch([sequence])
+        rows = batch.rows(None)
+        try:
+            drawn = self._runner.queue.submit(lambda: draw(logits.unsqueeze(0), None, rows))
+            sampled = drawn.result().fetch()
+        except Exception as error:
+            number = sequence.request
+            log.exception("sampling failed for request %d", number, extra=about(number))
+            self._live.fail(sequence, f"sampling failed: {error}")
+            return
+        self._results.take(batch, rows, sampled, in_columns=False)
+
+    def _sampled_from(self, kept: list[KeptRow]) -> list[Sequence]:
+        """The deferred sequences that are to be sampled from these rows."""
+        every = (s for live in self._live.requests.values() for s in live.values())
+        return [s for s in every if any(s.row is one for one in kept)]
+
+
+def _compute_again(sequence: Sequence, start: int) -> None:
+    """Lets the scheduler compute a sequence again from ``start``."""
+    sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)

@@ -1,0 +1,127 @@
+"""A step between its forward and its sampling: rows of logits, and what is sampled from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..model.runner import Forward
+from .scheduler import Chunk
+from .sequence import KeptRow, Sequence
+
+
+class Part(NamedTuple):
+    """A chunk, and its rows of the forward's logits: ``[row, row + rows)``."""
+
+    chunk: Chunk
+    row: int
+    rows: int
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its rows give log-probabilities of a score."""
+        return self.chunk.sequence.scored and self.rows > 0
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step whose forward has been handed to the device, and which has not been sampled.
+
+    Rows are numbered: first those of the forward, then those that were kept.
+    """
+
+    forward: Forward | None = None
+    """None where all of its sequences are sampled from logits that they kept."""
+    kept: list[KeptRow] = field(default_factory=list)
+    """The logits of sequences that had been deferred and are in this step again."""
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    """The sequences that will be sampled, and the row that each is sampled from."""
+    keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
+    """Rows of the forward that are kept for sequences that were deferred in this step."""
+    decodes: tuple[list[Sequence], np.ndarray] | None = None
+    """Of a forward that computes one token of each of these sequences: they, and its positions."""
+    chunked: list[Part] = field(default_factory=list)
+    """Of any other: what it computes."""
+    launched_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The positions that the forward computes, in the order of its rows."""
+        if self.decodes is None:
+            return self.chunked
+        rows = enumerate(zip(self.decodes[0], self.decodes[1].tolist(), strict=True))
+        return [Part(Chunk(sequence, at, at + 1), row, 1) for row, (sequence, at) in rows]
+
+    @property
+    def scored(self) -> list[Part]:
+        """The parts whose rows give log-probabilities of scores."""
+        return [part for part in self.chunked if part.is_scored]
+
+    @property
+    def ready(self) -> list[tuple[int, int]]:
+        """The sequences that will be sampled, as (request, seq)."""
+        return [(s.request, s.seq) for s in self.rows]
+
+    @property
+    def drafted(self) -> list[Sequence]:
+        """The sequences whose drafts the forward computes, behind the row of each."""
+        return [part.chunk.sequence for part in self.chunked if part.chunk.draft]
+
+    @property
+    def num_forward_rows(self) -> int:
+        """Rows of the forward."""
+        return self.forward.num_rows if self.forward is not None else 0
+
+    @property
+    def computed(self) -> bool:
+        """Whether the device is over with the forward."""
+        return self.forward is None or self.forward.work.done
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """``[rows, vocab]``, float32, once the device has them; None where there are none. Raises
+        the error of the forward."""
+        if self.forward is not None:
+            self.forward.work.wait()
+        return self.device_logits()
+
+    def device_logits(self) -> torch.Tensor | None:
+        """The same for work that is behind the forward in the device's queue."""
+        parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
+        if self.forward is not None and self.forward.num_rows:
+            parts.insert(0, self.forward.work.value)
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return torch.cat(parts)
+
+    def add_kept(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that had been deferred are sampled in this step, from the logits they kept."""
+        for sequence in sequences:
+            if sequence in self.rows or sequence.row is None:
+                continue
+            own = [row for row, kept in self.keeping if kept is sequence.row]
+            if own:
+                # It was deferred in this very step, and its row is the forward's still.
+                self.rows[sequence] = own[0]
+                sequence.row = None
+            else:
+                self.rows[sequence] = self.num_forward_rows + len(self.kept)
+                self.kept.append(sequence.row)
+
+    def keep_rows(self, logits: torch.Tensor) -> None:
+        """Copies the rows that are kept beyond this step, in the queue's turn."""
+        for row, kept in self.keeping:
+            kept.logits = logits[row].clone()
+
+    def keep(self, row: int) -> KeptRow:
+        """The row of a sequence that is deferred now."""
+        if row >= self.num_forward_rows:
+            return self.kept[row - self.num_forward_rows]
+        kept = KeptRow()
+        self.keeping.append((row, kept))
+        return kept

@@ -1,0 +1,166 @@
+"""The results of a step: its tokens are appended to their sequences, and become outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..sampling.row_parameters import Rows
+from ..sampling.sampled_batch import SampledBatch
+from ..sampling.sampler import NAN, Sampled, Scores
+from .scheduler import Chunk
+from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
+from .sequences import LiveSequences
+from .text import Text
+
+Pushed = Text | Exception
+"""The text that a token added to its sequence, or why it cannot be decoded."""
+
+
+class Results:
+    """Takes what was computed for the live sequences."""
+
+    def __init__(self, live: LiveSequences) -> None:
+        self._live = live
+        self.sampled_tokens = 0
+
+    def take(
+        self, batch: SampledBatch, rows: Rows, sampled: Sampled, in_columns: bool = True
+    ) -> TokenColumns | None:
+        """Appends a token to each sequence of ``batch``. Returns those that are nothing but a
+        token, if ``in_columns``; the others are among the outputs of the live sequences."""
+        sequences = batch.sequences
+        self.sampled_tokens += len(sequences)
+        plain_step = in_columns and batch.gives_columns
+        plain_step = plain_step and not (self._live.outputs or sampled.errors)
+        others: set[int] = set()
+        if not plain_step or batch.any_ends(rows, sampled.tokens):
+            others = {s.request for s in sequences}
+            if in_columns:
+                others = self._others(sequences, sampled)
+        pushed: dict[int, Pushed] = {}
+        if in_columns and batch.with_text:
+            pushed = _push_texts(batch, sampled.tokens, others)
+        for i in rows.masks:
+            sequences[i].mask = None
+        for i in rows.biases:
+            sequences[i].bias = None
+        if not others:
+            for sequence, token in zip(sequences, sampled.tokens, strict=True):
+                sequence.tokens.append(token)
+            return _columns(sequences, rows, sampled, pushed)
+        plain: list[int] = []
+        for i, sequence in enumerate(sequences):
+            if sequence.request not in others:
+                sequence.tokens.append(sampled.tokens[i])
+                plain.append(i)
+                continue
+            try:
+                if i in sampled.errors:
+                    self._live.fail(sequence, sampled.errors[i])
+                else:
+                    self._append(i, sequence, rows, sampled, pushed.get(i))
+            except Exception as error:
+                self._live.fail_defect(sequence, error)
+        if not plain:
+            return None
+        return _columns(sequences, rows, sampled, pushed).of(plain)
+
+    def take_scores(self, chunk: Chunk, scores: Scores) -> None:
+        """The log-probabilities of the tokens that follow a chunk's rows become outputs."""
+        sequence = chunk.sequence
+        if self._live.find(sequence.request, sequence.seq) is not sequence:
+            return
+        try:
+            self._take_scores(chunk, scores)
+        except Exception as error:
+            self._live.fail_defect(sequence, error)
+
+    def _take_scores(self, chunk: Chunk, scores: Scores) -> None:
+        sequence, live = chunk.sequence, self._live
+        tokens = chunk.scored_tokens
+        first = chunk.first_row + 1 - sequence.num_prompt
+        found, tops = scores.fetch()
+        if any(value != value for value in found):
+            live.fail(sequence, NAN)
+            return
+        texts: list[str | None] = [None] * len(tokens)
+        if sequence.text is not None:
+            try:
+                texts = [sequence.text.push(token).certain for token in tokens]
+                if chunk.completes:
+                    texts.append((texts.pop() or "") + sequence.text.finish().certain)
+            except Exception as error:
+                live.fail_text(sequence, error)
+                return
+        request, seq = sequence.request, sequence.seq
+        outputs = [
+            TokenOutput(request, seq, token, value, first + i, None, top, text)
+            for i, (token, value, top, text) in enumerate(
+                zip(tokens, found, tops, texts, strict=True)
+            )
+        ]
+        if chunk.completes:
+            outputs[-1] = outputs[-1]._replace(finish_reason="length")
+            live.remove(sequence)
+        live.outputs += outputs
+
+    def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
+        """The requests that have more in this step than plain tokens."""
+        others = {output.request for output in self._live.outputs}
+        others.update(sequences[i].request for i in sampled.errors)
+        others.update(
+            s.request
+            for s, token in zip(sequences, sampled.tokens, strict=True)
+            if not s.gives_columns or token in s.stop_ids or len(s.tokens) + 1 >= s.max_length
+        )
+        return others
+
+    def _append(
+        self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled, pushed: Pushed | None
+    ) -> None:
+        """Appends the token of row i, with all that there is to report of it. ``pushed``: its text,
+        if that was taken before."""
+        if isinstance(pushed, Exception):
+            self._live.fail_text(sequence, pushed)
+            return
+        token, logprob = sampled.tokens[i], sampled.logprobs[i]
+        top = sampled.top.get(i) or {token: logprob}
+        inspected = None
+        if sequence.inspect:
+            inspected = Inspected(
+                sampled.allowed.get(i), sampled.cut.get(i, ()), sampled.biased.get(i, {})
+            )
+        self._live.append(sequence, token, logprob, top, inspected=inspected, pushed=pushed)
+
+
+def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:
+    """The text of each row of a request that is not among ``others``. Requests whose text ends
+    with this step, or cannot be decoded, are added to these."""
+    pushed: dict[int, Pushed] = {}
+    for i in batch.with_text:
+        sequence = batch.sequences[i]
+        if sequence.text is None or sequence.request in others:
+            continue
+        try:
+            text = pushed[i] = sequence.text.push(tokens[i])
+        except Exception as error:
+            pushed[i] = error
+            others.add(sequence.request)
+            continue
+        if text.stop:
+            others.add(sequence.request)
+    return pushed
+
+
+def _columns(
+    sequences: list[Sequence], rows: Rows, sampled: Sampled, pushed: dict[int, Pushed]
+) -> TokenColumns:
+    tokens, logprobs = sampled.numbers
+    columns = TokenColumns(sequences, tokens.astype(np.int64), logprobs, rows.positions)
+    if pushed:
+        texts: list[str | None] = [None] * len(sequences)
+        for i, text in pushed.items():
+            if isinstance(text, Text) and sequences[i].with_text:
+                texts[i] = text.certain
+        columns.texts = texts
+    return columns

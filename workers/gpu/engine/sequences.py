@@ -1,0 +1,361 @@
+"""The live sequences of an engine: begun, forked, spliced, extended by a token, ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.logs import about
+from ....protocol.messages import FinishReason
+from ..model.runner import Runner
+from .block_manager import BlockManager, BlockTable
+from .intake import Intake
+from .pending_step import PendingStep
+from .scheduler import Scheduler
+from .sequence import MAX_SEQ, Inspected, Sequence, TokenOutput
+from .text import Text
+
+log = logging.getLogger(__name__)
+
+
+class LiveSequences:
+    """The table of requests and their sequences, and all that changes a sequence.
+
+    A sequence is in this table from its arrival to its end, in exactly one of the scheduler's
+    lists, and its blocks are given back when it leaves both.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        max_forks: int,
+        ended: Callable[[Sequence], None],
+    ) -> None:
+        """``ended`` is called with each sequence that leaves the table."""
+        self._ended = ended
+        self._intake = intake
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._max_forks = max_forks
+        self.requests: dict[int, dict[int, Sequence]] = {}
+        self._made: dict[int, int] = {}
+        """By request: how many sequences there have been of it."""
+        self.step: PendingStep | None = None
+        """The step whose forward was launched, and which has not been sampled."""
+        self.outputs: list[TokenOutput] = []
+        """The outputs that the next step returns first."""
+        self.forks = 0
+        self.splices = 0
+        self.appended_tokens = 0
+        self.dropped_tokens = 0
+
+    # --- the table ------------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence) -> None:
+        """Takes in the first sequence of a request. Sequences of an earlier attempt are dropped."""
+        self._drop_request(sequence.request)
+        self.requests[sequence.request] = {sequence.seq: sequence}
+        self._made[sequence.request] = 1 + sequence.pending_forks
+        self._scheduler.add(sequence)
+
+    def restore(self, sequences: Tokens[Sequence], made: int) -> None:
+        """Takes in the live sequences of a request that began elsewhere; this many of it there have
+        been. Sequences of an earlier attempt are dropped."""
+        request = sequences[0].request
+        self._drop_request(request)
+        self.requests[request] = {sequence.seq: sequence for sequence in sequences}
+        self._made[request] = made
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def _drop_request(self, request: int) -> None:
+        """Removes all sequences of a request, those in a step too. They have no last output."""
+        if request in self.requests:
+            self.abort(request, "cancelled")
+
+    def find(self, request: int, seq: int) -> Sequence | None:
+        """A live sequence; None where it has ended or never was."""
+        return self.requests.get(request, {}).get(seq)
+
+    def named(self, request: int, seq: int) -> Sequence:
+        """A live sequence of a generation; raises RequestError where there is none."""
+        sequence = self.find(request, seq)
+        if sequence is None or sequence.scored:
+            raise RequestError(
+                Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq} to steer"
+            )
+        return sequence
+
+    def changed(self) -> None:
+        """What is to be computed is not what was known."""
+        self._scheduler.changed()
+
+    def has_any_of(self, step: PendingStep) -> bool:
+        """Whether any sequence that a step computes or samples is still alive."""
+        if step.rows:
+            return True
+        chunks = (part.chunk.sequence for part in step.parts)
+        return any(self.find(s.request, s.seq) is s for s in chunks)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the table and of every step; its blocks are given back.
+
+        The sequence may be in some of the tables only: then it is taken out of these.
+        """
+        computed = min(sequence.num_computed_tokens, len(sequence.tokens))
+        self._blocks.commit(sequence.block_table, sequence.tokens, computed)
+        if self.step is not None:
+            self.step.rows.pop(sequence, None)
+        self._scheduler.remove(sequence)
+        self._ended(sequence)
+        left = self.requests.get(sequence.request, {})
+        if left.get(sequence.seq) is not sequence:
+            return
+        del left[sequence.seq]
+        if not left:
+            del self.requests[sequence.request]
+            del self._made[sequence.request]
+
+    # --- forks ----------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, n: int, numbers: Tokens[int] | None) -> list[int]:
+        """Forks a sequence into itself and ``n`` more; their numbers (``Engine.fork``)."""
+        request = parent.request
+        first = self._made[request]
+        numbers = range(first, first + n) if numbers is None else numbers
+        live = self.requests[request]
+        if min(numbers) < 0 or max(numbers) > MAX_SEQ or len({*numbers, *live}) < n + len(live):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"forks of request {request} cannot be numbered {list(numbers)}: each takes a "
+                f"number of its own, from 0 to {MAX_SEQ}, that no live sequence of the request has",
+            )
+        total = first + n
+        if total > self._max_forks:
+            self.fail(
+                parent,
+                f"{n} more forks would make {total} sequences of this request; "
+                f"{self._max_forks} are allowed",
+            )
+            return []
+        self._made[request] = total
+        self.forks += n
+        children = [self._forked(parent, number) for number in numbers]
+        for child in children:
+            self.outputs.append(
+                TokenOutput(request, child.seq, None, None, child.num_generated, parent=parent.seq)
+            )
+            if self.step is not None and parent in self.step.rows:
+                self.step.rows[child] = self.step.rows[parent]
+            elif parent.row is not None:
+                child.row = parent.row
+        self._scheduler.forked(children)
+        return [child.seq for child in children]
+
+    def fork_pending(self, sequence: Sequence) -> list[Sequence]:
+        """The other sequences of a request with ``n``: they share the prompt's blocks and
+        logits."""
+        if not sequence.pending_forks:
+            return []
+        children = [
+            self._forked(sequence, number) for number in range(1, sequence.pending_forks + 1)
+        ]
+        sequence.pending_forks = 0
+        self._scheduler.forked(children)
+        return children
+
+    def _forked(self, parent: Sequence, number: int) -> Sequence:
+        child = Sequence(
+            request=parent.request,
+            seq=number,
+            tokens=list(parent.tokens),
+            num_prompt=parent.num_prompt,
+            sampling=parent.sampling,
+            max_length=parent.max_length,
+            seed=parent.seed,
+            priority=parent.priority,
+            client=parent.client,
+            arrival=parent.arrival,
+            stop_ids=parent.stop_ids,
+            text=parent.text.fork() if parent.text is not None else None,
+            with_text=parent.with_text,
+            inspect=parent.inspect,
+            prompt_usage=parent.prompt_usage,
+            block_table=self._blocks.fork(parent.block_table, parent.num_computed_tokens),
+            num_computed_tokens=parent.num_computed_tokens,
+        )
+        if parent.drafting is not None:
+            child.drafting = parent.drafting.fork(child.tokens)
+        self.requests[parent.request][number] = child
+        return child
+
+    # --- splices and suspension -----------------------------------------------------------------
+
+    def splice(self, sequence: Sequence, drop: int, tokens: Tokens[int]) -> None:
+        """Drops the last ``drop`` generated tokens and appends ``tokens`` (``Engine.splice``)."""
+        try:
+            if not 0 <= drop <= sequence.num_generated:
+                raise RequestError(
+                    Code.INVALID_FIELD,
+                    f"a splice drops {drop} tokens, but only {sequence.num_generated} tokens "
+                    "have been generated",
+                )
+            self._intake.check_tokens(tokens, "ff_tokens")
+        except RequestError as error:
+            self.fail(sequence, error.message)
+            return
+        self.splices += 1
+        self.appended_tokens += len(tokens)
+        self.dropped_tokens += drop
+        self.discard_logits(sequence)
+        if drop:
+            self._drop(sequence, drop)
+        if not tokens:
+            request, seq, pos = sequence.request, sequence.seq, sequence.num_generated
+            self.outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
+            return
+        for number, token in enumerate(tokens, 1):
+            if not self.append(sequence, token, backtrack=drop):
+                if number < len(tokens):
+                    self.outputs[-1] = self.outputs[-1]._replace(shortened=True)
+                return
+            drop = 0
+
+    def discard_logits(self, sequence: Sequence) -> None:
+        """A sequence that was ready is not sampled: its last token will be computed again."""
+        if self.step is not None:
+            self.step.rows.pop(sequence, None)
+        sequence.row = sequence.mask = sequence.bias = None
+        self._scheduler.reschedule(sequence)
+        self._scheduler.changed()
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
+
+    def _drop(self, sequence: Sequence, drop: int) -> None:
+        del sequence.tokens[len(sequence.tokens) - drop :]
+        # The last token is computed again, for its logits.
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
+        self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
+        if sequence.text is not None:
+            sequence.text = self._intake.text_of(sequence)
+
+    # --- tokens and ends ------------------------------------------------------------------------
+
+    def append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float | None = None,
+        top: dict[int, float] | None = None,
+        backtrack: int = 0,
+        inspected: Inspected | None = None,
+        pushed: Text | None = None,
+    ) -> bool:
+        """Appends a token to its sequence, and ends the sequence where a stop or its length is
+        reached; whether it is still alive. ``pushed``: its text, if that was taken already."""
+        pos = sequence.num_generated
+        reason: FinishReason | None = None
+        shortened = False
+        stop: str | int | None = None
+        if token in sequence.stop_ids:
+            reason = "stop"
+            stop = token if token in sequence.sampling.stop else None
+        elif len(sequence.tokens) + 1 >= sequence.max_length:
+            reason = "length"
+        text = None
+        if sequence.text is not None:
+            try:
+                if pushed is None:
+                    pushed = sequence.text.push(token)
+                text = pushed.certain
+                found = pushed.stop
+                if reason is not None and not found:
+                    rest = sequence.text.finish()
+                    text += rest.certain
+                    found = rest.stop
+                if found:
+                    reason, stop, shortened = "stop", found, True
+            except Exception as error:
+                self.fail_text(sequence, error)
+                return False
+        sequence.tokens.append(token)
+        if reason is not None:
+            self.remove(sequence)
+        text = text if sequence.with_text else None
+        request, seq = sequence.request, sequence.seq
+        output = TokenOutput(
+            request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack, stop=stop
+        )
+        if shortened or inspected is not None:
+            output = output._replace(shortened=shortened, inspected=inspected)
+        self.outputs.append(output)
+        return reason is None
+
+    def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
+        """Ends a sequence without a further token."""
+        text = None
+        if sequence.with_text and sequence.text is not None:
+            try:
+                text = sequence.text.finish().certain
+            except Exception:
+                text_of = "decoding the last text of request %d failed"
+                log.exception(text_of, sequence.request, extra=about(sequence.request))
+        self.remove(sequence)
+        return TokenOutput(
+            sequence.request,
+            sequence.seq,
+            None,
+            None,
+            sequence.num_generated,
+            reason,
+            text=text,
+            error=error or None,
+        )
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """Ends a sequence with an error, and its forks that were not made yet; its blocks are
+        cleared and given back."""
+        self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
+        sequence.block_table = BlockTable()
+        sequence.num_computed_tokens = 0
+        self.outputs.append(self.end(sequence, "error", error))
+        self.outputs += [
+            TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)
+            for i in range(sequence.pending_forks)
+        ]
+
+    def fail_text(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose tokens could not be decoded to text."""
+        what = "decoding the text of request %d failed"
+        log.error(what, sequence.request, exc_info=error, extra=about(sequence.request))
+        sequence.text = None
+        self.fail(sequence, f"decoding its text failed: {error}")
+
+    def fail_defect(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose result could not be taken, so that the others of its step go on."""
+        number, what = sequence.request, "taking a result of request %d failed"
+        log.error(what, number, exc_info=error, extra=about(number))
+        self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """The outputs to return now."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
+        """Ends all sequences of a request; their last outputs, after those not yet returned."""
+        # Older outputs come first: they may announce a fork whose end follows.
+        ended = [o for o in self.outputs if o.request == request]
+        self.outputs = [o for o in self.outputs if o.request != request]
+        for sequence in list(self.requests.get(request, {}).values()):
+            ended.append(self.end(sequence, reason))
+            ended += [
+                TokenOutput(request, sequence.seq + 1 + i, None, None, 0, reason)
+                for i in range(sequence.pending_forks)
+            ]
+        return ended

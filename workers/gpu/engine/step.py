@@ -1,0 +1,269 @@
+"""One step of an engine: schedule, run the forward, sample, append.
+
+begin    schedule ─▶ forward: one token of each decode, chunks of prompts ─▶ rows of logits
+         (decisions of controllers arrive: masks, splices, forks, deferred sequences)
+finish   sample the rows ─▶ append to each sequence, or end it
+
+The device is a queue. Where steps overlap, ``finish`` hands it the sampling of this step and,
+behind it, the forward of the next one, before it waits for the tokens: so the device has work while
+tokens are taken, sent and decided upon. A sequence that continues needs no value for that, only one
+more position; its token goes from one to the other on the device. An end that is not known
+beforehand is found one step later, and the row that was computed for it is discarded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ....protocol.metrics import STEP_TOKENS, Histogram
+from ..model.device_queue import Work
+from ..model.runner import Runner
+from ..sampling.row_parameters import Rows
+from ..sampling.sampled_batch import SampledBatch
+from ..sampling.sampler import Drawn, Scores, draw, score
+from ..speculation.drafts import Speculation
+from ..speculation.verify import Verifier
+from .block_manager import BlockManager
+from .decodes import Decodes
+from .one_by_one import OneByOne
+from .pending_step import Part, PendingStep
+from .results import Results
+from .scheduler import Batch, Chunk, Scheduler
+from .sequence import StepOutputs
+from .sequences import LiveSequences
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sampling:
+    """The sampling of a step, handed to the device."""
+
+    step: PendingStep
+    batch: SampledBatch
+    rows: Rows
+    work: Work[tuple[Drawn | None, list[Scores]]]
+
+    def device_tokens(self) -> torch.Tensor:
+        """The tokens of its batch, for work behind it in the device's queue."""
+        drawn, _ = self.work.value
+        assert drawn is not None
+        return drawn.tokens
+
+
+class Stepper:
+    """Runs the steps of one model over its live sequences.
+
+    ``overlap``: the forward of the next step is launched before the tokens of this one are taken.
+    ``speculation``: sequences have drafts. The token after a draft is known when it has been
+    verified, so a step with drafts, or before one, is not overlapped.
+    """
+
+    def __init__(
+        self,
+        live: LiveSequences,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        overlap: bool = False,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._live = live
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._overlap = overlap
+        self._results = Results(live)
+        self._one_by_one = OneByOne(live, runner, self._results)
+        self._ahead: PendingStep | None = None
+        """The step that follows the one that was sampled last, where it has been launched."""
+        self._decodes: Decodes | None = None
+        """The batch that was launched last, where it only decodes."""
+        self._batch = SampledBatch([])
+        self._speculation = speculation or Speculation(None)
+        self._verifier = Verifier(live, blocks, runner, self._speculation)
+        self.step_tokens = Histogram.over(STEP_TOKENS)
+
+    @property
+    def launched_ahead(self) -> bool:
+        """Whether the next step's forward has been launched."""
+        return self._ahead is not None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that were sampled, since the beginning."""
+        return self._results.sampled_tokens + self._verifier.sampled_tokens
+
+    def begin(self) -> PendingStep:
+        """The first half: the forward of what is scheduled, unless it has been launched already."""
+        step, self._ahead = self._ahead, None
+        if step is None or not self._live.has_any_of(step):
+            step = self._launch(None) or PendingStep()
+        self._live.step = step
+        return step
+
+    def finish(self, step: PendingStep) -> StepOutputs:
+        """The second half: samples the next token of each sequence that is ready."""
+        self._live.step = None
+        step.add_kept(self._scheduler.take_rescheduled())
+        verification = self._verifier.sample(step)
+        sampling = self._sample(step)
+        if self._overlap and verification is None and not self._speculation.awaits(step.rows):
+            self._live.step = self._ahead = self._launch(sampling)
+        if verification is not None:
+            self._verifier.take(verification)
+        return self._take(sampling)
+
+    # --- the parts of a step --------------------------------------------------------------------
+
+    def _launch(self, before: Sampling | None) -> PendingStep | None:
+        """Hands the next forward to the device; None where there is nothing to do.
+
+        ``before``: the sampling that is before it in the queue, with tokens that are not here yet.
+        """
+        # The draft depends on the last token.
+        self._speculation.propose(self._scheduler.running if before is None else ())
+        tokens = before.device_tokens if before is not None else None
+        decodes, self._decodes = self._decodes, None
+        if decodes is not None and self._continues(decodes, before):
+            count = len(decodes.sequences)
+            self.step_tokens.observe(count)
+            mirrors = self._runner.mirrors_for(count, count)
+            packed = decodes.pack(before is not None, mirrors)
+            step = PendingStep(self._runner.launch(packed, tokens))
+            step.decodes = decodes.sequences, decodes.positions
+            step.rows = dict(zip(decodes.sequences, range(len(packed.ids)), strict=True))
+            self._decodes = decodes
+            return step
+        with _on_device(before):
+            return self._launch_scheduled(tokens)
+
+    def _launch_scheduled(self, tokens: Callable[[], torch.Tensor] | None) -> PendingStep | None:
+        """The same for a batch that is not simply the next one of those sequences."""
+        batch = self._scheduler.schedule()
+        self._count(batch)
+        if not batch.chunks and not batch.rescheduled:
+            return None
+        step = PendingStep()
+        if batch.chunks:
+            changes = self._scheduler.changes
+            chunks, packed = self._runner.pack(batch)
+            if self._only_decodes(batch):
+                self._decodes = Decodes(chunks, packed, self._blocks, changes)
+            step.forward = self._runner.launch(packed, tokens)
+            self._take_in(step, chunks)
+        step.add_kept(batch.rescheduled)
+        return step
+
+    def _sample(self, step: PendingStep) -> Sampling:
+        """Hands the sampling of a step to the device, behind its forward."""
+        sequences = list(step.rows)
+        if sequences != self._batch.sequences:
+            self._batch = SampledBatch(sequences)
+        batch, which = self._batch, None
+        # As many sequences need not be the same ones: a fork, or one whose row was kept, may have
+        # taken the place of one that was deferred.
+        decodes = step.decodes if not step.kept else None
+        if decodes is not None and sequences == decodes[0]:
+            rows = batch.rows(decodes[1])
+        else:
+            rows, which = batch.rows(None), list(step.rows.values())
+        for sequence in sequences if step.kept else ():
+            sequence.row = None
+        scored = step.scored
+
+        def run() -> tuple[Drawn | None, list[Scores]]:
+            logits = step.device_logits()
+            if logits is None:
+                return None, []
+            step.keep_rows(logits)
+            found = [
+                score(
+                    logits[part.row : part.row + part.rows],
+                    part.chunk.scored_tokens,
+                    part.chunk.sequence.sampling.top_logprobs,
+                )
+                for part in scored
+            ]
+            return draw(logits, which, rows) if sequences else None, found
+
+        return Sampling(step, batch, rows, self._runner.queue.submit(run))
+
+    def _take(self, sampling: Sampling) -> StepOutputs:
+        """Waits for the tokens of a step, and appends each to its sequence. Where the step failed,
+        each of its sequences is run on its own, so that only those that fail again end."""
+        work, live = sampling.work, self._live
+        work.wait()
+        if work.error is not None:
+            log.warning("a step failed; each of its sequences is run on its own: %s", work.error)
+            self._one_by_one.undo(self._ahead)
+            live.step = self._ahead = None
+            self._one_by_one.run(sampling.step, sampling.batch.sequences)
+            return StepOutputs(live.take_outputs())
+        drawn, scored = work.value
+        for part, scores in zip(sampling.step.scored, scored, strict=True):
+            self._results.take_scores(part.chunk, scores)
+        columns = None
+        if drawn is not None:
+            columns = self._results.take(sampling.batch, sampling.rows, drawn.fetch())
+        return StepOutputs(live.take_outputs(), columns)
+
+    # --- their details --------------------------------------------------------------------------
+
+    def _count(self, batch: Batch) -> None:
+        if batch.chunks:
+            self.step_tokens.observe(batch.num_tokens)
+        for sequence in batch.admitted:
+            usage = sequence.prompt_usage
+            if usage.admitted_at is None:
+                usage.admitted_at = time.monotonic()
+
+    def _take_in(self, step: PendingStep, chunks: list[Chunk]) -> None:
+        """Records what will have been computed: scores, rows to sample from, and the forks that
+        waited for their prompt. Whatever comes later in the device's queue may rely on it."""
+        row = 0
+        for chunk in chunks:
+            sequence, rows = chunk.sequence, chunk.end - chunk.first_row
+            step.chunked.append(Part(chunk, row, rows))
+            sequence.num_computed_tokens = end = chunk.end - len(chunk.draft)
+            known = min(end, len(sequence.tokens))
+            self._blocks.commit(sequence.block_table, sequence.tokens, known)
+            if rows and not sequence.scored:
+                for ready in (sequence, *self._live.fork_pending(sequence)):
+                    step.rows[ready] = row
+            row += rows
+
+    def _continues(self, decodes: Decodes, before: Sampling | None) -> bool:
+        """Whether the next step computes one more token of each sequence of the last one."""
+        if decodes.changes != self._scheduler.changes or self._speculation.any_drafts:
+            return False
+        if before is not None and before.batch.sequences != decodes.sequences:
+            return False
+        return decodes.advance(before is not None)
+
+    def _only_decodes(self, batch: Batch) -> bool:
+        """Whether a batch computes one token of each running sequence, and all are sampled."""
+        chunks = batch.chunks
+        return len(chunks) == len(self._scheduler.running) and all(
+            chunk.end - chunk.start == 1 and chunk.completes and not chunk.sequence.scored
+            for chunk in chunks
+        )
+
+
+@contextmanager
+def _on_device(sampling: Sampling | None) -> Iterator[None]:
+    """Around what is scheduled while the tokens of a sampling are still on the device."""
+    sequences = sampling.batch.sequences if sampling is not None else ()
+    for row, sequence in enumerate(sequences):
+        sequence.drawn = row
+    try:
+        yield
+    finally:
+        for sequence in sequences:
+            sequence.drawn = -1

@@ -1,0 +1,1 @@
+"""Loading a model, its KV cache, and running its forward."""

@@ -1,0 +1,40 @@
+"""Which models a client may have loaded: the names and paths of the setting ``allow``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from .. import embedded
+
+GLOB = "*?["
+"""The characters that begin a variable part of a pattern."""
+
+
+def is_allowed(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a model that a client names matches one of the patterns.
+
+    A name that is a path on this machine counts as the path without ``..`` and symbolic links, so
+    that it cannot lead out of a folder that is allowed. The fixed folder of a pattern is resolved
+    too. All other names, as ids of a hub, are compared as they are.
+    """
+    if "\0" in name:
+        return False
+    is_path = os.path.isabs(name) or ".." in name.split("/") or os.path.exists(name)
+    if name == embedded.NAME or not is_path:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+    real = os.path.realpath(name)
+    return any(fnmatchcase(real, _resolved(pattern)) for pattern in patterns)
+
+
+def _resolved(pattern: str) -> str:
+    """A pattern whose fixed part, up to the last folder before a variable part, is resolved."""
+    first = min((at for at in map(pattern.find, GLOB) if at >= 0), default=-1)
+    if first < 0:
+        return os.path.realpath(pattern)
+    folder, slash, _ = pattern[:first].rpartition("/")
+    if not slash:
+        # It has no fixed folder: "*" allows every path, and "gpt*" none but a relative one.
+        return pattern if pattern.startswith("*") else f"{os.getcwd()}/{pattern}"
+    return os.path.realpath(folder or "/").rstrip("/") + pattern[len(folder) :]

@@ -1,0 +1,1 @@
+"""The forward of few tokens on a CPU in native code."""

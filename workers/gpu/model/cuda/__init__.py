@@ -1,0 +1,1 @@
+"""The forward on CUDA: attention that reads the blocks in place, and CUDA graphs."""

@@ -1,0 +1,212 @@
+"""Attention on CUDA: PyTorch's FlashAttention reads the blocks in place.
+
+``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a sequence's
+results independent of what else is in the batch. Where it cannot be used, blocks are gathered for
+SDPA as on a CPU; ``choose_layout`` tests it on the device before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...engine.packing import PackedSpans
+from ..device_queue import on_device
+from ..kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache, Layout
+from ..loader import LoadedModel
+from ..transformers.attention import register
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    # torch 2.9 does not have it.
+    varlen_attn = None  # type: ignore[assignment]
+
+NAME = "tokenbus_varlen"
+TOLERANCE = 2e-2
+"""How far its result may be from that of plain attention, in bfloat16, for unit normal inputs."""
+
+
+@dataclass(slots=True)
+class VarlenBatch:
+    """The metadata of a step for the attention function: N chunks, T tokens."""
+
+    cache: KVCache
+    slot_mapping: torch.Tensor
+    """``[T]``: the slots to which the new keys and values are written."""
+    starts: torch.Tensor
+    """``[N + 1]``, int32: where each chunk's tokens begin."""
+    key_starts: torch.Tensor
+    """``[N + 1]``, int32: the sums of ``lengths``. FlashAttention 2 requires them although it reads
+    the lengths themselves."""
+    lengths: torch.Tensor
+    """``[N]``, int32: tokens that each chunk attends to."""
+    block_table: torch.Tensor
+    """``[N, blocks]``, int32."""
+    longest_chunk: int
+    longest: int
+
+
+def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
+    """The chunks of a forward, on the device."""
+
+    def ints(values: np.ndarray) -> torch.Tensor:
+        return on_device(values.astype(np.int32), slot_mapping.device)
+
+    return VarlenBatch(
+        cache=cache,
+        slot_mapping=slot_mapping,
+        starts=ints(starts_of(spans.queries)),
+        key_starts=ints(starts_of(spans.keys)),
+        lengths=ints(spans.keys),
+        block_table=ints(spans.blocks).view(-1, spans.width),
+        longest_chunk=int(spans.queries.max()),
+        longest=int(spans.keys.max()),
+    )
+
+
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """Where each of consecutive parts of these sizes begins, and where the last one ends:
+    ``[N + 1]``."""
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_batch: VarlenBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads, dim]``."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    found = attend(
+        layer, q, k, v, packed_batch, scaling=scaling, sliding_window=sliding_window, softcap=None
+    )
+    return found.unsqueeze(0), None
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: VarlenBatch,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same for ``query`` ``[T, heads, dim]``, which it returns like. Models whose scores are
+    capped are not run with it (``choose_layout``)."""
+    context.cache.write(layer, context.slot_mapping, key, value)
+    keys, values = context.cache.layers[layer]
+    found: torch.Tensor = varlen_attn(
+        query.contiguous(),
+        keys,
+        values,
+        context.starts,
+        context.key_starts,
+        context.longest_chunk,
+        context.longest,
+        scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=context.lengths,
+        block_table=context.block_table,
+        num_splits=1,
+    )  # type: ignore[assignment]
+    return found
+
+
+register(NAME, varlen_attention)
+
+
+def choose_layout(loaded: LoadedModel) -> Layout:
+    """The layout of this model's keys and values on its device."""
+    reason = _why_not(loaded)
+    if reason is None:
+        return Layout(FLASH_BLOCK_SIZE, True, "")
+    return Layout(BLOCK_SIZE, False, reason)
+
+
+def why_no_kernel() -> str:
+    """Why this torch has no attention over blocks; empty if it has."""
+    if varlen_attn is None or "block_table" not in inspect.signature(varlen_attn).parameters:
+        return f"torch {torch.__version__} has no attention over blocks; torch 2.13 has it"
+    return ""
+
+
+def _why_not(loaded: LoadedModel) -> str | None:
+    """Why FlashAttention cannot read the blocks of this model; None where it can."""
+    if loaded.device.type != "cuda":
+        return f"the device is {loaded.device.type}"
+    if loaded.dtype not in (torch.bfloat16, torch.float16):
+        return f"the weights are {loaded.dtype}"
+    if loaded.soft_caps:
+        return "its scores are capped"
+    shapes = set(loaded.layers.values())
+    if any(s.key_dim != s.value_dim or s.key_dim > 256 or s.key_dim % 8 for s in shapes):
+        return "its heads are of a size that FlashAttention does not take"
+    if missing := why_no_kernel():
+        return missing
+    try:
+        for shape in shapes:
+            _try_it(shape.kv_heads, shape.key_dim, loaded.dtype, loaded.device)
+    except Exception as error:
+        return f"a trial of varlen_attn failed: {error}"
+    return None
+
+
+def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Two chunks over scattered blocks, against plain attention; raises where they differ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    heads = 2 * kv_heads
+    keys, values = (normal(5, FLASH_BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    q = normal(4, heads, dim)
+    tables, queries, lengths = [[3, 1], [4, 2]], [3, 1], [300, 257]
+
+    def ints(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    found = varlen_attn(
+        q,
+        keys,
+        values,
+        ints(starts_of(np.array(queries))),
+        ints(starts_of(np.array(lengths))),
+        max(queries),
+        max(lengths),
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=ints(lengths),
+        block_table=ints(tables),
+        num_splits=1,
+    )
+    at = 0
+    for table, count, length in zip(tables, queries, lengths, strict=True):
+        k, v = (t[table].flatten(0, 1)[:length].transpose(0, 1).float() for t in (keys, values))
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        rows = q[at : at + count].transpose(0, 1).float()
+        scores = rows @ k.transpose(-1, -2) * dim**-0.5
+        positions = torch.arange(length - count, length, device=device).unsqueeze(-1)
+        hidden = torch.arange(length, device=device) > positions
+        wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+        away = (found[at : at + count].transpose(0, 1).float() - wanted).abs().max().item()  # type: ignore[union-attr]
+        if not away <= TOLERANCE:
+            raise ValueError(f"its result differs by {away:.3g} from plain attention")
+        at += count

@@ -1,0 +1,401 @@
+"""Loading a model and its tokenizer, and checking that this engine can run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ....protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
+from .. import embedded
+from .cpu_native.decoder import Unsupported, check_supported
+from .cpu_native.library import library
+from .fused.decoder import AttentionOptions, FusedDecoder
+from .fused.from_transformers import NotFusible, fused_model
+from .kv_cache import LayerShape
+from .ranks import Ranks
+from .transformers.attention import dot_product, register
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[float, str], None]
+"""Called with the part that is done, 0 to 1, and what is being done."""
+
+LOADED = 0.95
+"""The part of loading after which the model is in memory."""
+
+PROBE = "tokenbus_probe"
+PROBE_TOKENS = 4
+PROBE_TOLERANCE = 0.05
+"""How far the probe's logits may be from transformers' own, relative to their spread. A model that
+bends its attention in a way that we do not know is far beyond; rounding in bfloat16 is within."""
+
+FUSED_TOLERANCE = 1e-3
+"""The same for the fused decoder in float32, whose attention is the probe's in both."""
+
+
+class ModelLoadError(Exception):
+    """The model cannot be loaded or run; the message says why."""
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready, and what is known of it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    """None where the checkpoint has none: then requests are in token ids."""
+    vocab_size: int
+    context_length: int
+    """Tokens of prompt and output together."""
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    """SHA-256 of the tokenizer's canonical JSON; empty without one."""
+    tokenizer_json: bytes | None
+    """The tokenizer as the tokenizers library writes it, kept because writing it takes up to a
+    second; None where that library cannot."""
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    layers: dict[int, LayerShape]
+    """Of this rank."""
+    soft_caps: bool = False
+    """Its attention caps scores before the softmax (Gemma 2)."""
+    decoder: FusedDecoder | None = None
+    """The model's forward in few operations; None: the engine runs the model's own modules."""
+    ranks: Ranks | None = None
+    """The other ranks, where the model is spread over several."""
+    token_size: TokenSize | None = None
+    """How much text a token can stand for; None without a tokenizer."""
+
+
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    parallel: bool = False,
+    progress: OnProgress = lambda part, stage: None,
+) -> LoadedModel:
+    """Loads a causal language model by path or hub id; ``embedded`` is the one that we bring.
+
+    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU; quantized checkpoints
+    load as transformers loads them. ``parallel``: this process is one of several ranks, and loads
+    its part. Raises ModelLoadError.
+    """
+    where = _device(device)
+    place = str(embedded.path()) if name == embedded.NAME else name
+    common = {"trust_remote_code": trust_remote_code}
+    try:
+        progress(0.0, "reading the configuration")
+        config = AutoConfig.from_pretrained(place, **common)
+        progress(0.05, "loading the tokenizer")
+        tokenizer = _load_tokenizer(place, common)
+        progress(0.1, "loading the weights")
+        with _weights_progress(progress):
+            spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                place, config=config, dtype=_dtype(dtype, where), **spread, **common
+            )
+        model = model.eval()
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
+    progress(LOADED, "trying the model")
+    return wrap_model(name, model, tokenizer, parallel=parallel)
+
+
+def wrap_model(
+    name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
+) -> LoadedModel:
+    """A model that is in memory already, made ready for the engine.
+
+    ``parallel``: it is one rank's part of a model, and runs as it is. Raises ModelLoadError where
+    the engine cannot run it.
+    """
+    config = model.config.get_text_config()
+    embeddings = model.get_output_embeddings()
+    vocab_size = embeddings.weight.shape[0] if embeddings is not None else config.vocab_size
+    parameter = next(model.parameters())
+    layers, options = _probe(name, model)
+    tokenizer_json = _tokenizer_json(tokenizer)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=getattr(config, "max_position_embeddings", None) or 2048,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        fingerprint=_fingerprint(tokenizer, tokenizer_json),
+        tokenizer_json=tokenizer_json,
+        num_parameters=model.num_parameters(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        layers=layers,
+        soft_caps=any(o.softcap is not None for o in options.values()),
+        decoder=None if parallel else _fused(name, model, layers, options),
+        token_size=_token_size(tokenizer, tokenizer_json),
+    )
+
+
+# --- can the engine run it? -----------------------------------------------------------------------
+
+
+def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
+    """The shape of each layer's keys and values, and what its attention is called with, seen in a
+    forward over a few tokens.
+
+    The same forward with transformers' own attention must give the same logits.
+    """
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{name!r} is an encoder-decoder ({kind}), not a causal model")
+    before = model.config._attn_implementation
+    layers: dict[int, LayerShape] = {}
+    options: dict[int, AttentionOptions] = {}
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
+    ) -> Any:
+        if given.get("packed_batch") != PROBE:
+            raise ModelLoadError(f"{kind} keeps keyword arguments from its attention")
+        if given.get("s_aux") is not None:
+            raise ModelLoadError(f"{kind} uses attention sinks")
+        if not getattr(module, "is_causal", True):
+            raise ModelLoadError(f"{kind} has attention that is not causal")
+        layer = module.layer_idx
+        layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        options[layer] = AttentionOptions(
+            given.get("scaling"), given.get("sliding_window"), given.get("softcap")
+        )
+        return _plain_attention(query, key, value, options[layer]).unsqueeze(0), None
+
+    ids = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
+    try:
+        with torch.inference_mode():
+            model.set_attn_implementation("eager")
+            expected = model(ids, position_ids=ids, use_cache=False).logits.float()
+            register(PROBE, attention)
+            model.set_attn_implementation(PROBE)
+            found = model(ids, position_ids=ids, use_cache=False, packed_batch=PROBE).logits.float()
+    except Exception as error:
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}, a {kind}: {_reason(error)}"
+        ) from error
+    finally:
+        model.set_attn_implementation(before)
+    if not layers:
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}: {kind} does not use transformers' attention interface"
+        )
+    away = difference(found, expected)
+    if not away <= PROBE_TOLERANCE:
+        raise ModelLoadError(
+            f"the engine cannot run {name!r}: {kind} does something to its attention that the "
+            f"engine does not know (its logits are off by {away:.3g} of their spread)"
+        )
+    return layers, options
+
+
+def _fused(
+    name: str,
+    model: Any,
+    layers: dict[int, LayerShape],
+    options: dict[int, AttentionOptions],
+) -> FusedDecoder | None:
+    """The model as a FusedDecoder, where its structure is known and the logits are the model's
+    own, at positions far apart; else None."""
+
+    def attend(
+        layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any
+    ) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        return _plain_attention(q, k, v, AttentionOptions(**given))
+
+    before = model.config._attn_implementation
+    ids = torch.arange(PROBE_TOKENS, device=model.device)
+    furthest = (getattr(model.config, "max_position_embeddings", None) or 2048) - 1
+    positions = torch.tensor([0, 1, furthest // 3, furthest], device=model.device)
+    try:
+        decoder = _read(model, layers, options)
+        with torch.inference_mode():
+            model.set_attn_implementation(PROBE)
+            expected = model(
+                ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                packed_batch=PROBE,
+            ).logits[0]
+            found = decoder.forward(ids, positions, ids, None, attend)
+        away = difference(found.float(), expected.float())
+        limit = FUSED_TOLERANCE if found.dtype == torch.float32 else PROBE_TOLERANCE
+        if not away <= limit:
+            raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+    except Exception as error:
+        why = _reason(error)
+        log.info("%s runs as transformers' modules, since it cannot be fused: %s", name, why)
+        return None
+    finally:
+        model.set_attn_implementation(before)
+    return decoder
+
+
+def _read(
+    model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
+) -> FusedDecoder:
+    """The FusedDecoder of a model, with its weights in the order of the code that computes it."""
+    if library() is not None:
+        decoder = fused_model(model, layers, options, by_input=False)
+        try:
+            check_supported(decoder)
+            return decoder
+        except Unsupported:
+            pass
+    return fused_model(model, layers, options)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest difference of logits, relative to their standard deviation."""
+    away = (found - expected).abs().max() / (expected.std() + 1e-6)
+    return away.item()
+
+
+def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch.Tensor:
+    """Causal attention over one short sequence: ``[1, heads, num_tokens, dim]`` to ``[num_tokens,
+    heads, dim]``."""
+    length = q.shape[2]
+    positions = torch.arange(length, device=q.device)
+    hidden = positions > positions.unsqueeze(-1)
+    if options.sliding_window:
+        hidden |= positions <= positions.unsqueeze(-1) - options.sliding_window
+    mask = torch.zeros(1, 1, length, length, dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill_(hidden, float("-inf"))
+    found = dot_product(q, k, v, mask, options.scaling, options.softcap, causal=False)
+    return found.transpose(1, 2)[0]
+
+
+# --- parts of loading -----------------------------------------------------------------------------
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(f"device {name!r} cannot be used: {_reason(error)}") from None
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelLoadError(
+            f"{name!r} is not a floating-point dtype; use auto, float32, bfloat16 or float16"
+        )
+    return found
+
+
+def _load_tokenizer(place: str, common: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(place, **common)
+    except Exception as error:
+        if Path(place).is_dir() and not list(Path(place).glob("token*")):
+            return None
+        raise ModelLoadError(f"cannot load the tokenizer of {place!r}: {_reason(error)}") from error
+
+
+@contextmanager
+def _weights_progress(progress: OnProgress) -> Iterator[None]:
+    """Turns transformers' own progress bar over the weights into calls of ``progress``."""
+
+    class Bar:
+        def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
+            self._items = iterable
+            self._total = total or (len(iterable) if hasattr(iterable, "__len__") else 0)
+            self._done = 0
+            self._reported = 0.0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self._items:
+                yield item
+                self.update()
+
+        def update(self, n: int = 1) -> None:
+            self._done += n
+            part = self._done / self._total if self._total else 0.0
+            if part - self._reported >= 0.02:
+                self._reported = part
+                progress(0.1 + 0.8 * part, "loading the weights")
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    logging_ = transformers.utils.logging
+    before = logging_.set_tqdm_hook(lambda factory, args, kwargs: Bar(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging_.set_tqdm_hook(before)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
+        found = getattr(holder, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()
+
+
+def _tokenizer_json(tokenizer: Any) -> bytes | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    written: str = backend.to_str()
+    return written.encode()
+
+
+def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | None:
+    if tokenizer is None:
+        return None
+    with suppress(Exception):
+        # The first call sets how special tokens are read; later ones, on several threads, change
+        # nothing of it.
+        tokenizer.encode("a")
+    if tokenizer_json is None:
+        return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)
+    return size_of_tokenizer(json.loads(tokenizer_json))
+
+
+def _fingerprint(tokenizer: Any, tokenizer_json: bytes | None) -> str:
+    if tokenizer is None:
+        return ""
+    content = tokenizer.get_vocab() if tokenizer_json is None else json.loads(tokenizer_json)
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error's text: what a person can act on."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

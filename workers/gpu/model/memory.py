@@ -1,0 +1,146 @@
+"""The size of a KV cache on a GPU: the memory that weights and the largest step leave.
+
+The largest step is run before the cache is made, as in vLLM, and its peak is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+
+from ....protocol.sampling import Sampling
+from ..engine.scheduler import MAX_HELD, SCORE_ROWS, Batch, Chunk
+from ..engine.sequence import Sequence
+from ..sampling.row_parameters import Row, Rows
+from ..sampling.sampler import draw, score
+from .kv_cache import Layout, token_bytes
+from .loader import LoadedModel, ModelLoadError
+from .runner import Runner
+
+log = logging.getLogger(__name__)
+
+DEVICE_PART = 0.9
+"""The part of a device's memory that models take. The rest is for what torch does not count: the
+CUDA context, libraries, fragments."""
+MIN_BLOCKS = 2
+_LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
+"""The sampling that takes the most memory: it sorts the vocabulary."""
+
+
+def cache_bytes(
+    loaded: LoadedModel, layout: Layout, step_bytes: int, part: float, others: Items[LoadedModel]
+) -> int:
+    """The size of the KV cache of a model on a GPU.
+
+    ``part``: the model's part of the device: its weights, those of the ``others`` that serve it,
+    ``step_bytes`` and its cache. Other processes and models may leave it less. Raises
+    ModelLoadError if no cache fits.
+    """
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)
+    weights = sum(_weight_bytes(model) for model in (loaded, *others))
+    own = int(total * DEVICE_PART * part) - weights - step_bytes
+    left = free + unused - int(total * (1 - DEVICE_PART)) - step_bytes
+    found = min(own, left)
+    if not layout.in_place:
+        # A step gathers the keys and values of one layer, and SDPA may copy them once more.
+        found = found * len(loaded.layers) // (len(loaded.layers) + 2)
+    least = MIN_BLOCKS * layout.block_size * token_bytes(loaded.layers, loaded.dtype)
+    if found < least:
+        raise ModelLoadError(
+            f"{loaded.name} leaves {_mib(found)} for its KV cache, which needs {_mib(least)}: "
+            f"{part:.0%} of a device of {_mib(total)} with {_mib(free)} free; weights "
+            f"{_mib(weights)}, largest step {_mib(step_bytes)}. Use a smaller max_models or "
+            "max_running, a larger device, or set kv_cache_bytes"
+        )
+    log.info(
+        "%s: weights %s, largest step %s, KV cache %s of a device of %s with %s free",
+        loaded.name,
+        *(_mib(size) for size in (weights, step_bytes, found, total, free)),
+    )
+    return found
+
+
+def largest_step_bytes(
+    loaded: LoadedModel, layout: Layout, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """The memory that steps take at most beside weights and cache, in bytes.
+
+    It is the peak of the largest step, the pool of the graphs, whose forwards are not larger than
+    that step's, and the rows of logits that deferred sequences keep.
+    """
+    count = min(max_num_seqs, max_num_batched_tokens)
+    longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
+    # The prompts share these blocks, as the values do not matter.
+    runner = Runner(loaded, max(MIN_BLOCKS, -(-longest // layout.block_size)), layout)
+    sampled = _prompts(max_num_batched_tokens, count, longest, layout.block_size)
+    scored = _scored(max_num_batched_tokens, longest, layout.block_size)
+    device = loaded.device
+    of_forward = _peak(device, lambda: _logits(runner, sampled))
+    of_sampling = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
+    of_scoring = _peak(device, lambda: _score(_logits(runner, scored), scored))
+    kept = MAX_HELD * max_num_seqs * loaded.vocab_size * torch.float32.itemsize
+    return max(of_sampling, of_scoring) + kept + (of_forward if layout.in_place else 0)
+
+
+def _peak(device: torch.device, run: Callable[[], object]) -> int:
+    """The memory that something takes at most while it runs, in bytes."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _logits(runner: Runner, chunks: list[Chunk]) -> torch.Tensor:
+    return runner.launch(runner.pack(Batch(chunks))[1]).work.result()
+
+
+def _sample(logits: torch.Tensor, vocab_size: int) -> object:
+    words = np.full(-(-vocab_size // 32), 2**32 - 1, dtype=np.uint32)
+    rows = [Row(_LARGEST, i, 0, 0, (1,), (1,), words) for i in range(len(logits))]
+    return draw(logits, None, Rows.of(rows))
+
+
+def _score(logits: torch.Tensor, chunks: list[Chunk]) -> object:
+    scores, at = [], 0
+    for chunk in chunks:
+        count = chunk.end - chunk.first_row
+        scores.append(score(logits[at : at + count], chunk.scored_tokens, 1))
+        at += count
+    return scores
+
+
+def _prompts(num_tokens: int, count: int, longest: int, block_size: int) -> list[Chunk]:
+    """Prompts that fill a step, all of which are sampled."""
+    sizes = [len(part) for part in np.array_split(np.arange(num_tokens), count)]
+    return [_chunk(min(size, longest), block_size, scored=False) for size in sizes]
+
+
+def _scored(num_tokens: int, longest: int, block_size: int) -> list[Chunk]:
+    """Scores that fill a step: each of their tokens takes a row of logits."""
+    size = min(SCORE_ROWS, longest, num_tokens)
+    return [_chunk(size, block_size, scored=True) for _ in range(num_tokens // size)]
+
+
+def _chunk(length: int, block_size: int, scored: bool) -> Chunk:
+    tokens = [0] * (length + scored)
+    sequence = Sequence(0, 0, tokens, len(tokens), Sampling(), len(tokens), scored=scored)
+    sequence.scored_from = 1
+    sequence.block_table.blocks += range(-(-length // block_size))
+    return Chunk(sequence, 0, length)
+
+
+def _weight_bytes(loaded: LoadedModel) -> int:
+    model = loaded.model
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == loaded.device)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

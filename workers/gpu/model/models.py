@@ -1,0 +1,257 @@
+"""The cache of a worker's loaded models: loaded at start or on demand, the least recently used
+evicted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from dataclasses import dataclass
+from glob import escape
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.messages import ModelInfo
+from ....protocol.sampling import SAMPLING_VERSION
+from ....protocol.settings import Settings
+from ..engine.engine import Engine, EngineConfig
+from ..speculation.draft_model import check_draft_model
+from .allow_list import is_allowed
+from .loader import LOADED, LoadedModel, ModelLoadError, load_model
+from .ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """Loading has come this far (0 to 1), at this stage."""
+
+    model: str
+    part: float
+    stage: str
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """A model is loaded."""
+
+    model: str
+    engine: Engine
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """A model could not be loaded."""
+
+    model: str
+    error: ModelLoadError
+
+
+LoadEvent = Progress | Ready | Failed
+
+
+class Models:
+    """The cache. Loading runs on a thread of its own; the worker's loop takes its events.
+
+    ``on_event`` is called from that thread whenever there is a new one in ``events``.
+    """
+
+    def __init__(
+        self, settings: Settings, on_event: Callable[[], None], ranks: Ranks | None = None
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._on_event = on_event
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._loading: set[str] = set()
+        self._draft_model: LoadedModel | None = None
+        self._wanted: SimpleQueue[str | None] = SimpleQueue()
+        self.events: SimpleQueue[LoadEvent] = SimpleQueue()
+        self.default = "" if settings.model == AUTO else settings.model
+        self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
+        threading.Thread(target=self._load_all, name="model-loader", daemon=True).start()
+
+    @property
+    def patterns(self) -> list[str]:
+        """Names of models that may be loaded, as the worker registers them."""
+        return self._patterns
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The loaded models."""
+        return dict(self._engines)
+
+    def infos(self) -> list[ModelInfo]:
+        """The public facts about the loaded models; safe on another thread."""
+        return [model_info(engine) for engine in list(self._engines.values())]
+
+    def get(self, name: str) -> Engine | None:
+        """The engine of a loaded model, now the most recently used; None where it is not loaded."""
+        if name in self._engines:
+            self._engines.move_to_end(name)
+        return self._engines.get(name)
+
+    def want(self, name: str) -> None:
+        """Begins to load a model, unless that is under way; raises where it is not allowed."""
+        if name in self._loading:
+            return
+        if name != self.default and not is_allowed(name, self._settings.allow):
+            raise RequestError(
+                Code.UNKNOWN_MODEL,
+                f"the model {name!r} is not in the allow-list ({', '.join(self._patterns)})",
+                path="$.model",
+            )
+        self._loading.add(name)
+        self._wanted.put(name)
+
+    def loaded(self, event: Ready | Failed) -> None:
+        """Takes in the end of a load."""
+        self._loading.discard(event.model)
+        if isinstance(event, Ready):
+            self._engines[event.model] = event.engine
+
+    @property
+    def excess(self) -> int:
+        """Loaded models beyond the most that may be, which were in use when another was loaded."""
+        return max(0, len(self._engines) - self._settings.max_models)
+
+    def evict(self, used: Container[str]) -> list[str]:
+        """Unloads the least recently used models that are not in ``used``, as many as there are
+        too many; their names."""
+        idle = [name for name in list(self._engines)[:-1] if name not in used]
+        evicted = idle[: self.excess]
+        for name in evicted:
+            del self._engines[name]
+            if self._ranks is not None:
+                self._ranks.drop(name)
+        if evicted:
+            # torch keeps the memory of what was freed, where the next model's sizes do not see it.
+            torch.cuda.empty_cache()
+        return evicted
+
+    def close(self) -> None:
+        """Ends the thread, after the model that it is loading."""
+        self._wanted.put(None)
+
+    # --- the loader's thread --------------------------------------------------------------------
+
+    def _load_all(self) -> None:
+        while (name := self._wanted.get()) is not None:
+            self._load(name)
+
+    def _load(self, name: str) -> None:
+        settings = self._settings
+
+        def progress(part: float, stage: str) -> None:
+            self._report(Progress(name, part, stage))
+
+        try:
+            options: dict[str, Any] = {
+                "device": settings.device,
+                "dtype": settings.dtype,
+                "trust_remote_code": settings.trust_remote_code,
+                "parallel": self._ranks is not None,
+            }
+            together = self._ranks.loading(name, options) if self._ranks else nullcontext()
+            with together:
+                loaded = load_model(name, **options, progress=progress)
+            loaded.ranks = self._ranks
+            config = EngineConfig(
+                max_num_seqs=settings.max_running,
+                kv_cache_bytes=settings.kv_cache_bytes or None,
+                memory_part=memory_part(settings),
+                max_forks=settings.controller_forks,
+                compiled=settings.compile,
+                require_fast_attention=settings.require_fast_attention,
+                fixed_threads=bool(settings.threads),
+                overlap=_overlaps(settings, loaded),
+                speculation=settings.speculation != "off",
+            )
+            draft_model = self._draft_model_for(loaded)
+            engine = Engine(
+                loaded,
+                config,
+                draft_model,
+                lambda part, stage: progress(LOADED + (1 - LOADED) * part, stage),
+            )
+            self._report(Ready(name, engine))
+        except ModelLoadError as error:
+            self._report(Failed(name, error))
+        except BaseException as error:
+            # A checkpoint's own code may raise SystemExit: this thread goes on with other models.
+            reason = f"{name}: loading failed: {type(error).__name__}: {error}"
+            self._report(Failed(name, ModelLoadError(reason)))
+
+    def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
+        """The draft model, loaded at its first use; None where there is none for this model, which
+        only the default model may not be."""
+        settings = self._settings
+        if not settings.draft_model or settings.speculation == "off":
+            return None
+        if self._draft_model is None:
+            self._draft_model = load_model(
+                settings.draft_model,
+                device=settings.device,
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        try:
+            check_draft_model(loaded, self._draft_model)
+        except ModelLoadError as error:
+            if loaded.name == self.default:
+                raise
+            log.info("%s runs without a draft model: %s", loaded.name, error)
+            return None
+        return self._draft_model
+
+    def _report(self, event: LoadEvent) -> None:
+        self.events.put(event)
+        self._on_event()
+
+
+def device_works(device: torch.device) -> bool:
+    """Whether a device still computes: after some errors a CUDA context is lost for good."""
+    try:
+        return torch.ones((), device=device).add(1).item() == 2
+    except RuntimeError:
+        return False
+
+
+def model_info(engine: Engine) -> ModelInfo:
+    """The public facts about a model."""
+    loaded = engine.loaded
+    return ModelInfo(
+        name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        eos_token_ids=sorted(loaded.eos_token_ids),
+        fingerprint=loaded.fingerprint,
+        architecture=type(loaded.model).__name__,
+        parameters=loaded.num_parameters,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        sampling=SAMPLING_VERSION,
+        path=engine.path,
+    )
+
+
+def memory_part(settings: Settings) -> float:
+    """The part of a GPU's memory that each model of a worker may take: all models that it may keep
+    loaded have equal parts."""
+    return 1 / settings.max_models if settings.allow or settings.model == AUTO else 1.0
+
+
+def _overlaps(settings: Settings, loaded: LoadedModel) -> bool:
+    """Whether the steps of a model overlap. On a CPU its forward and the worker's Python would only
+    take each other's time."""
+    if settings.overlap == "auto":
+        return loaded.device.type != "cpu"
+    return settings.overlap == "on"

@@ -1,0 +1,1 @@
+"""The forward of a transformers model over the paged KV cache."""

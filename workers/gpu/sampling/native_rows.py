@@ -1,0 +1,29 @@
+"""The reductions of whole rows of logits for sampling on a CPU, in one call of native code
+(``model/cpu_native/rows.c``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..model.cpu_native.library import address, library
+
+
+def reduce_rows(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
+    """Of each of n rows of ``logits`` ``[n, vocab]`` the most likely token, the first of equal
+    ones, int64 ``[n]``; and float64 ``[3, n]``: these tokens, their log-probabilities, and 1. A
+    log-probability is NaN where a row has NaN, or nothing but -inf.
+
+    None where torch has to compute it: on another device, in another dtype, or without native code
+    for this machine.
+    """
+    native = library()
+    if native is None or logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return None
+    if not logits.is_contiguous():
+        return None
+    count, size = logits.shape
+    best = np.empty(count, dtype=np.int64)
+    numbers = np.empty((3, count))
+    native.rows_reduce(logits.data_ptr(), count, size, address(best), address(numbers))
+    return best, numbers

@@ -1,0 +1,299 @@
+"""Draws a token from each row of logits, so that their last bits hardly ever matter.
+
+Candidates of weights ``w`` run a race: each arrives after ``E / w``, where the ``E`` are
+independent exponential numbers, and the first of them is drawn. Candidate i wins with the
+probability ``w[i] / sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954; Maddison,
+Tarlow, Minka 2014). Logits that change by 1e-6 change the winner only where two arrivals are as
+close as that. A place in the sum of all probabilities would come to lie on another token far more
+often, as that sum has as many limits as there are tokens.
+
+Where the whole vocabulary may be drawn from, its parts of some hundred tokens race first, by the
+sums of their weights, and then the tokens of the part that won: the probabilities are the same, and
+a vocabulary of 131,072 tokens takes 768 random numbers. Where ``top_k`` cuts, the tokens
+that it leaves race.
+
+The numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key, which follows
+from (seed, sequence, position), and of the candidate, in integers of 64 bits, the same on every
+device. 53 of these bits are the uniform number whose logarithm is -E, so that a token of a
+probability of 1e-9 is drawn as often as that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..model.device_queue import on_device
+
+PART = 64
+"""Tokens of a part of a row in which the likeliest tokens are looked for."""
+CACHED = 2**18
+"""The number of random numbers at a time on a CPU: a mebibyte, which stays in its cache."""
+SORTED = 2**13
+"""Up to this many tokens it is faster, on a CPU, to sort their weights than to search for one."""
+_PLACES = 2**40
+"""The first number of a token's place in its part; those of parts begin at 0."""
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
+
+
+@dataclass(slots=True)
+class Draws:
+    """How the tokens of n rows are drawn: arrays of this length. Temperatures are above 0."""
+
+    streams: np.ndarray
+    """int64, of ``streams``."""
+    temperature: np.ndarray
+    top_k: np.ndarray
+    """int64; 0 keeps all tokens."""
+    top_p: np.ndarray
+    min_p: np.ndarray
+    any_temperature: bool = field(init=False)
+    """Whether any is not 1; and whether any row has one of the others."""
+    any_top_k: bool = field(init=False)
+    any_top_p: bool = field(init=False)
+    any_min_p: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.any_temperature = bool((self.temperature != 1).any())
+        self.any_top_k = bool(self.top_k.any())
+        self.any_top_p = bool((self.top_p < 1).any())
+        self.any_min_p = bool(self.min_p.any())
+
+    def of(self, rows: np.ndarray | slice) -> Draws:
+        """Those of these rows."""
+        return Draws(
+            self.streams[rows],
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+        )
+
+
+def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
+    """The keys of the random numbers of each sequence, int64 ``[sequences]``."""
+    return _mixed(seeds.astype(np.int64) + seqs.astype(np.int64) * _GOLDEN)
+
+
+def keys(of: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The keys of the random numbers at each position of ``streams``, int64 ``[rows]``."""
+    return _mixed(of + positions * _GOLDEN)
+
+
+def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
+    """The logarithm of a uniform number in [0, 1) for each row's key and each candidate; float64
+    ``[rows, candidates]``. ``steps``: of ``step_of``, ``[candidates]`` or ``[rows, candidates]``.
+    """
+    if steps.is_cuda:
+        mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
+    else:
+        # NumPy starts an operation in half the time.
+        mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
+    return ((mixed >> 11) & (2**53 - 1)).double().mul_(2.0**-53).log_()
+
+
+def step_of(numbers: Integers) -> Integers:
+    """What SplitMix64 adds up to its output of this number, for candidates' numbers in int64."""
+    return numbers * _GOLDEN
+
+
+def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> torch.Tensor:
+    """A token for each row of ``logits`` ``[rows, vocab]``, float32; int64 ``[rows]``. The result
+    of a row does not depend on the others. ``positions``: of each row's token in its sequence."""
+    count, size = logits.shape
+    of = keys(draws.streams, positions)
+    step = count if logits.is_cuda else max(1, CACHED // size)
+    if step >= count and not draws.any_top_k:
+        return _from_all(logits, draws, of)
+    few = (draws.top_k > 0) & (draws.top_k < size)
+    if step >= count and few.all():
+        return _from_likeliest(logits, draws, of)
+    chosen = torch.empty(count, dtype=torch.long, device=logits.device)
+    for race, which in ((_from_likeliest, few), (_from_all, ~few)):
+        some = np.flatnonzero(which)
+        for first in range(0, len(some), step):
+            if len(some) == count:
+                rows = slice(first, first + step)
+                chosen[rows] = race(logits[rows], draws.of(rows), of[rows])
+            else:
+                part = some[first : first + step]
+                index = on_device(part, logits.device)
+                chosen[index] = race(logits[index], draws.of(part), of[part])
+    return chosen
+
+
+# --- from the whole vocabulary --------------------------------------------------------------------
+
+
+def _from_all(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
+    """From all tokens that ``top_p`` and ``min_p`` leave, in turn."""
+    weights = _probabilities(logits, draws)
+    if draws.any_top_p:
+        weights = _keep_top_p(weights, draws.top_p)
+    if draws.any_min_p:
+        least = on_device(draws.min_p, logits.device).unsqueeze(-1)
+        weights *= _as_floats(torch.ge, weights, least * weights.amax(-1, keepdim=True))
+    return _race(weights, of)
+
+
+def _race(weights: torch.Tensor, of: np.ndarray) -> torch.Tensor:
+    """The winners among all tokens: of a part of the vocabulary, and of a token of this part."""
+    count, size = weights.shape
+    part, steps = _competitors(size, weights.device)
+    parts = len(steps) - part
+    if size % part:
+        weights = torch.nn.functional.pad(weights, (0, parts * part - size))
+    logs = log_uniforms(of, steps)
+    split = torch.unflatten(weights, -1, (parts, part))
+    won = (split.sum(-1) / logs[:, :parts]).argmin(-1)
+    within = split[_up_to(count, weights.device), won]
+    place = (within / logs[:, parts:]).argmin(-1)
+    # A row without any weight may have led past the end.
+    return won.mul_(part).add_(place).clamp_(max=size - 1)
+
+
+@lru_cache(maxsize=16)
+def _competitors(size: int, device: torch.device) -> tuple[int, torch.Tensor]:
+    """Tokens of a part of a vocabulary, some square root of all; and ``step_of`` the parts and of
+    the places in a part."""
+    part = 1 << ((size - 1).bit_length() // 2)
+    numbers = [np.arange(-(-size // part)), _PLACES + np.arange(part)]
+    return part, on_device(step_of(np.concatenate(numbers)), device)
+
+
+@lru_cache(maxsize=64)
+def _up_to(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
+
+
+def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """For all tokens of these rows, at their temperatures; a tensor of its own."""
+    if draws.any_temperature:
+        # The largest logit is 0, so that a low temperature does not multiply rounding.
+        by = on_device(draws.temperature, logits.device).unsqueeze(-1)
+        logits = (logits - logits.amax(-1, keepdim=True)).div_(by)
+    return torch.softmax(logits, -1)
+
+
+def _as_floats(
+    compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """The result of a comparison, as 0 and 1 in float32: on a CPU these are multiplied with
+    weights in a tenth of the time that booleans take."""
+    return compare(one, other, out=torch.empty_like(one))
+
+
+def _keep_top_p(weights: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+    """Weights with those set to 0 before which, in descending order, ``top_p`` of their sum is
+    reached. Among equal ones the lower tokens come first."""
+    share = on_device(top_p, weights.device).unsqueeze(-1)
+    limit = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    # Where all are kept, rounding must not leave one out.
+    limit.masked_fill_(share == 1, math.inf)
+    least = _least_kept(weights, limit)
+    kept = _as_floats(torch.ge, weights, least).mul_(weights)
+    if kept.is_cuda or not (kept.sum(-1, keepdim=True) - least < limit).all():
+        # Some of the equal ones are left out.
+        above = _as_floats(torch.gt, weights, least).mul_(weights)
+        room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
+        equal = weights == least
+        equal &= equal.cumsum(-1) <= room
+        kept = torch.where(equal, weights, above)
+    return kept
+
+
+def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """The least weight of each row for which the sum of all greater ones is below ``limit``."""
+    if weights.is_cuda or weights.shape[-1] <= SORTED:
+        if weights.is_cuda:
+            ordered = weights.sort(-1, descending=True).values
+        else:
+            # NumPy sorts numbers alone several times as fast.
+            ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        last = (before < limit).sum(-1, keepdim=True) - 1
+        return ordered.gather(-1, last.clamp_(min=0))
+    # Bit by bit, from the highest, as positive floats are in the order of their bits.
+    bits, above = torch.zeros(len(weights), 1, dtype=torch.int32), torch.empty_like(weights)
+    for bit in range(29, -1, -1):
+        tried = bits + (1 << bit)
+        torch.gt(weights, tried.view(torch.float32), out=above)
+        reached = above.mul_(weights).sum(-1, keepdim=True) >= limit
+        bits = torch.where(reached, tried, bits)
+    return (bits + 1).view(torch.float32)
+
+
+# --- from the likeliest tokens --------------------------------------------------------------------
+
+
+def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
+    """From the tokens that ``top_k``, ``top_p`` and ``min_p`` leave, in turn."""
+    device, most = logits.device, int(draws.top_k.max())
+    values, ids = _likeliest(logits, most)
+    by = on_device(draws.temperature, device).unsqueeze(-1)
+    kept = ((values - values[:, :1]).double() / by).exp_()
+    if (draws.top_k != most).any():
+        kept *= _up_to(most, device) < on_device(draws.top_k, device).unsqueeze(-1)
+    if draws.any_top_p:
+        summed = kept.cumsum(-1)
+        kept *= summed - kept < on_device(draws.top_p, device).unsqueeze(-1) * summed[:, -1:]
+    if draws.any_min_p:
+        kept *= kept >= on_device(draws.min_p, device).unsqueeze(-1)
+    place = (kept / log_uniforms(of, step_of(ids))).argmin(-1, keepdim=True)
+    return ids.gather(-1, place).squeeze(-1)
+
+
+def _likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest ``most`` logits of each row in descending order, and their tokens; of equal ones
+    the lower tokens first."""
+    size = logits.shape[-1]
+    if 2 * most > size:
+        ordered = logits.sort(dim=-1, descending=True, stable=True)
+        return ordered.values[:, :most], ordered.indices[:, :most]
+    ids = _up_to(size, logits.device)
+    values = logits
+    parts = size // PART
+    if 2 * most < parts:
+        # The likeliest tokens are in the parts that have the greatest maxima.
+        within = parts * PART
+        split = torch.unflatten(logits[:, :within], -1, (parts, PART))
+        maxima = _ranks(split.amax(-1), _up_to(parts, logits.device))
+        won = maxima.topk(most, -1).indices
+        found = split[_up_to(len(logits), logits.device).unsqueeze(-1), won].flatten(1)
+        tokens = (won.unsqueeze(-1) * PART + _up_to(PART, logits.device)).flatten(1)
+        rest = ids[within:].expand(len(logits), -1)
+        values = torch.cat([found, logits[:, within:]], -1)
+        ids = torch.cat([tokens, rest], -1)
+    places = _ranks(values, ids).topk(most, -1).indices
+    return values.gather(-1, places), ids.expand_as(values).gather(-1, places)
+
+
+def _ranks(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of float32 ``values``, those of lower ``ids`` above their equals: which
+    of equal values ``topk`` gives depends on how many it looks for."""
+    bits = (values + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.long() << 32) - ids
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def _mixed(numbers: Integers) -> Integers:
+    """SplitMix64's step and output, of int64 that overflow; in place."""
+    numbers += _GOLDEN
+    numbers ^= (numbers >> 30) & (2**34 - 1)
+    numbers *= _FIRST
+    numbers ^= (numbers >> 27) & (2**37 - 1)
+    numbers *= _SECOND
+    numbers ^= (numbers >> 31) & (2**33 - 1)
+    return numbers

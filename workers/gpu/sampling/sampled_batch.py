@@ -1,0 +1,47 @@
+"""The sequences that are sampled together, as the columns that stay the same from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..engine.packing import ints
+from ..engine.sequence import Sequence
+from .row_parameters import RowParameters, Rows
+
+
+class SampledBatch:
+    """The sequences of a step, row by row. Made anew only where these change."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.parameters = RowParameters([(s.sampling, s.seed, s.seq) for s in sequences])
+        self.num_prompt = ints(s.num_prompt for s in sequences)
+        self.gives_columns = all(s.gives_columns for s in sequences)
+        """Whether all of them may be reported in columns."""
+        self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
+        """The rows whose tokens are decoded to text."""
+        self._inspected = [i for i, s in enumerate(sequences) if s.inspect]
+        self._limits = ints(s.max_length - s.num_prompt for s in sequences)
+
+    def rows(self, positions: np.ndarray | None) -> Rows:
+        """How the sampler chooses the next token of each. ``positions``: the position of each one's
+        last token in its sequence, where all of them are known to have been computed just now."""
+        sequences = self.sequences
+        if positions is None:
+            generated = ints(s.num_generated for s in sequences)
+        else:
+            generated = positions + 1 - self.num_prompt
+        return Rows(
+            self.parameters,
+            generated,
+            {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
+            {i: s.bias for i, s in enumerate(sequences) if s.bias is not None},
+            {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.bent},
+            self._inspected,
+        )
+
+    def any_ends(self, rows: Rows, tokens: list[int]) -> bool:
+        """Whether any of them ends with its token of this step."""
+        if (rows.positions + 1 >= self._limits).any():
+            return True
+        return any(t in s.stop_ids for s, t in zip(self.sequences, tokens, strict=True))

@@ -1,0 +1,400 @@
+"""From logits to tokens: one batched pass over the rows of a step, on the model's device.
+
+Randomness is counter-based: the numbers that decide a token depend on the request's seed, its
+sequence and the token's position alone (``races.py``). So a request gives the same tokens whatever
+else is in the batch, and can be continued elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+import numpy as np
+import torch
+
+from ....protocol.sampling import Sampling
+from ..model.device_queue import on_device
+from .biases import Bias
+from .native_rows import reduce_rows
+from .races import PART, draw_tokens
+from .row_parameters import Row, Rows
+
+NAN = "the model's logits contain NaN"
+INSPECTED = 5
+"""The most likely tokens that are looked at with ``inspect``, where the request wants none."""
+NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The tokens chosen from each row, as lists of the rows' length."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Under the model's own distribution."""
+    numbers: np.ndarray
+    """Both once more, as float64 ``[2, rows]``."""
+    top: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By row, where its request wants them: its most likely tokens and the chosen one."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rows from which no token could be chosen."""
+    cut: dict[int, list[int]] = field(default_factory=dict)
+    """The most likely tokens that a mask or a controller's bias forbids: of rows to ``inspect``."""
+    allowed: dict[int, int] = field(default_factory=dict)
+    """The number of allowed tokens of the same rows."""
+    biased: dict[int, dict[int, float]] = field(default_factory=dict)
+    """The numbers that a controller's bias adds to the other most likely tokens and to the chosen
+    one, without zeros; of rows with ``inspect``."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The tokens chosen from each row, on its way from the device: see ``fetch``."""
+
+    rows: Rows
+    vocab: int
+    tokens: torch.Tensor
+    """int64 ``[rows]``, on the device."""
+    numbers: torch.Tensor
+    """float64 ``[3, rows]``, on the host once the device has reached this point: tokens,
+    log-probabilities, and whether any token was allowed."""
+    likely: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The most likely tokens ``[rows, most]`` and their log-probabilities, on the host too."""
+
+    def fetch(self) -> Sampled:
+        """The same as Python's numbers. The device must have reached this point."""
+        numbers = self.numbers.numpy()
+        tokens, values, fine = numbers.tolist()
+        result = Sampled(list(map(int, tokens)), values, numbers[:2])
+        # A sum with NaN is NaN.
+        if isnan(sum(values)) or 0 in fine:
+            broken = np.flatnonzero(np.isnan(numbers[1])).tolist()
+            forbidden = np.flatnonzero(numbers[2] == 0).tolist()
+            result.errors = dict.fromkeys(forbidden, NOTHING_ALLOWED)
+            result.errors |= dict.fromkeys(broken, NAN)
+        if self.likely is not None:
+            _report_likely(result, self.rows, *self.likely)
+        for i in self.rows.inspected:
+            mask, bias = self.rows.masks.get(i), self.rows.biases.get(i)
+            if mask is not None or bias is not None:
+                result.allowed[i] = _count(mask, bias, self.vocab)
+        return result
+
+
+def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> Sampled:
+    """Chooses a token for each of ``rows``; row i is sampled from ``logits[which[i]]``.
+
+    Several rows may use the same logits: the sequences that are forked from one prompt.
+    """
+    drawn = draw(logits, which, Rows.of(rows))
+    if drawn.tokens.is_cuda:
+        torch.cuda.current_stream(drawn.tokens.device).synchronize()
+    return drawn.fetch()
+
+
+def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
+    """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
+    rows of ``logits`` as they are."""
+    own = _rows_of(logits, which)
+    most = _most_likely(rows)
+    reduced = None if most else reduce_rows(own)
+    if reduced is None:
+        return _draw_by_torch(own, rows, most)
+    tokens, numbers = reduced
+    best = torch.from_numpy(tokens)
+    if not rows.parameters.plain or rows.masks or rows.biases:
+        best = _change(own, best, rows, numbers)
+    return Drawn(rows, own.shape[-1], best, torch.from_numpy(numbers))
+
+
+@torch.inference_mode()
+def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
+    """The tokens of rows of which not all take the ``best`` one; ``numbers``, of that one, become
+    theirs."""
+    likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    chosen, allowed = _choose(own, best, rows)
+    less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
+    numbers[0] = chosen.numpy()
+    numbers[1] += less.numpy()
+    numbers[2] = allowed.numpy()
+    return chosen
+
+
+@torch.inference_mode()
+def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
+    """The same by torch's operations, on any device; with the ``most`` likely tokens."""
+    chosen, allowed = _choose(own, _best(own), rows)
+    every = torch.log_softmax(own, -1)
+    logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    results = torch.stack([chosen.double(), logprobs.double(), allowed.double()])
+    numbers = results.to("cpu", non_blocking=True)
+    return Drawn(rows, own.shape[-1], chosen, numbers, _likely(every, most))
+
+
+@torch.inference_mode()
+def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+    """The tokens that ``draw`` chooses, int64 ``[rows]`` on the device, and nothing else."""
+    own = _rows_of(logits, which)
+    chosen, _ = _choose(own, _best(own), rows)
+    return chosen
+
+
+@dataclass(slots=True)
+class Scores:
+    """The log-probabilities of scored tokens, on their way from the device: see ``fetch``."""
+
+    tokens: Sequence[int]
+    values: torch.Tensor
+    """``[tokens]``, on the host once the device has reached this point; so are the others."""
+    likely: tuple[torch.Tensor, torch.Tensor] | None
+    """The most likely tokens ``[tokens, most]`` and their log-probabilities."""
+
+    def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
+        """The log-probability of each token; and the most likely tokens of its row together with
+        it, None where none are wanted. The device must have reached this point."""
+        values: list[float] = self.values.tolist()
+        if self.likely is None:
+            return values, [None] * len(values)
+        ids, logprobs = (tensor.tolist() for tensor in self.likely)
+        rows = zip(ids, logprobs, self.tokens, values, strict=True)
+        return values, [dict(zip(i, p, strict=True)) | {t: value} for i, p, t, value in rows]
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
+    """The natural log-probability of each of ``tokens``, given the row of logits before it, and the
+    ``most`` likely tokens of each row. On CUDA nothing here waits for the device."""
+    every = torch.log_softmax(logits, -1)
+    values = every.gather(-1, _ints(tokens, logits).unsqueeze(-1)).squeeze(-1)
+    likely = None
+    if most:
+        found = every.topk(min(most, every.shape[-1]), -1)
+        likely = (
+            found.indices.to("cpu", non_blocking=True),
+            found.values.to("cpu", non_blocking=True),
+        )
+    return Scores(tokens, values.to("cpu", non_blocking=True), likely)
+
+
+def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
+    """The rows of these numbers; None: as they are."""
+    if which is None or list(which) == list(range(logits.shape[0])):
+        return logits
+    return logits[_ints(which, logits)]
+
+
+def _best(own: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row. On a CPU a maximum with its place takes torch eight times
+    as long as the maximum of each part of a row, and then the place in one of these."""
+    size = own.shape[-1]
+    whole = size - size % PART
+    if own.is_cuda or not whole:
+        return own.max(-1).indices
+    most = torch.unflatten(own[:, :whole], -1, (-1, PART)).amax(-1)
+    if whole < size:
+        most = torch.cat([most, own[:, whole:].amax(-1, keepdim=True)], -1)
+    first = most.max(-1).indices.unsqueeze(-1) * PART
+    places = (first + torch.arange(PART)).clamp_(max=size - 1)
+    return places.gather(-1, own.gather(-1, places).max(-1).indices.unsqueeze(-1)).squeeze(-1)
+
+
+def _choose(own: torch.Tensor, best: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row, and whether the row allows any token at all."""
+    chosen = best
+    random = rows.parameters.random
+    allowed = torch.ones(len(best), dtype=torch.bool, device=own.device)
+    bending = _changed_rows(rows, best)
+    if not bending and not random:
+        return chosen, allowed
+    places = {i: place for place, i in enumerate(bending)}
+    at = _ints(bending, own)
+    bent = _bend(own[at], bending, rows) if bending else own
+    if bending:
+        chosen[at] = bent.max(-1).indices
+    if random == bending:
+        chosen[at] = _draw(bent, rows)
+    elif random:
+        index = _ints(random, own)
+        both = [(k, places[i]) for k, i in enumerate(random) if i in places]
+        drawn = own if len(random) == len(own) and not both else own[index]
+        if both:
+            to, of = zip(*both, strict=True)
+            drawn[_ints(to, own)] = bent[_ints(of, own)]
+        chosen[index] = _draw(drawn, rows)
+    if bending:
+        allowed[at] = bent.gather(-1, chosen[at].unsqueeze(-1)).squeeze(-1) > float("-inf")
+    return chosen, allowed
+
+
+def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The tokens of the rows that are not greedy, from their logits."""
+    p = rows.parameters
+    return draw_tokens(logits, p.draws, rows.positions[p.random_rows])
+
+
+# --- what changes the logits ----------------------------------------------------------------------
+
+
+def _changed_rows(rows: Rows, best: torch.Tensor) -> list[int]:
+    """The rows whose logits must be changed before a token is chosen.
+
+    On a CPU, a greedy row with a mask and nothing else is not among them where the mask allows the
+    best token: no other token would be chosen. Elsewhere that is not known on the host.
+    """
+    found = set(rows.parameters.bent).union(rows.biases)
+    tokens: list[int] | None = None
+    for i, mask in rows.masks.items():
+        if i not in found and not best.is_cuda and not rows.parameters.temperature[i]:
+            tokens = best.tolist() if tokens is None else tokens
+            if _allows(mask, tokens[i]):
+                continue
+        found.add(i)
+    return sorted(found)
+
+
+def _allows(mask: np.ndarray | None, token: int) -> bool:
+    return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
+    """How many of ``vocab`` tokens a mask and a bias allow."""
+    allowed = np.ones(vocab, dtype=np.bool_)
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+    if bias is not None:
+        allowed = allowed & ~bias.forbidden(vocab)
+    return int(np.count_nonzero(allowed))
+
+
+def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+    """Biases, penalties and masks put into the logits of these rows, which are changed."""
+    samplings = [rows.parameters.samplings[i] for i in which]
+    _add_bias(bent, samplings)
+    if rows.biases:
+        places = [(place, rows.biases[i]) for place, i in enumerate(which) if i in rows.biases]
+        _add_biases(bent, places)
+    _penalise(bent, samplings, [rows.seen.get(i, ((), ())) for i in which])
+    masked = [place for place, i in enumerate(which) if i in rows.masks]
+    if masked:
+        words = ~np.stack([rows.masks[which[place]] for place in masked])
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        forbidden = on_device(bits[:, : bent.shape[1]].view(np.bool_), bent.device)
+        if len(masked) == len(which):
+            bent.masked_fill_(forbidden, float("-inf"))
+        else:
+            index = _ints(masked, bent)
+            bent[index] = bent[index].masked_fill_(forbidden, float("-inf"))
+    return bent
+
+
+def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
+    entries = [(i, t, b) for i, s in enumerate(samplings) for t, b in s.logit_bias.items()]
+    if entries:
+        where, tokens, amounts = zip(*entries, strict=True)
+        index = (_ints(where, bent), _ints(tokens, bent))
+        bent.index_put_(index, _floats(amounts, bent), accumulate=True)
+
+
+def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+    """Adds the biases of controllers, each to the row at its place."""
+    dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
+    if dense and not bent.is_cuda and bent.dtype == torch.float32:
+        # NumPy reads them where they are.
+        rows = bent.numpy()
+        for place, values in dense:
+            rows[place] += values
+    elif dense:
+        index = _ints([place for place, _ in dense], bent)
+        bent.index_add_(0, index, _stacked([v for _, v in dense], bent.device).to(bent.dtype))
+    sparse = [(place, b.tokens, b.values) for place, b in biased if b.tokens is not None]
+    if sparse:
+        counts = [len(tokens) for _, tokens, _ in sparse]
+        where = np.repeat(np.array([place for place, _, _ in sparse], dtype=np.int64), counts)
+        tokens = np.concatenate([tokens for _, tokens, _ in sparse])
+        amounts = np.concatenate([values for _, _, values in sparse])
+        indices = (on_device(where, bent.device), on_device(tokens, bent.device))
+        amount = on_device(amounts, bent.device).to(bent.dtype)
+        bent.index_put_(indices, amount, accumulate=True)
+
+
+def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Arrays of float32 as the rows of one tensor; for CUDA each is copied once on the host."""
+    rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
+    np.stack(arrays, out=rows.numpy())
+    return rows.to(device, non_blocking=True)
+
+
+def _penalise(
+    bent: torch.Tensor,
+    samplings: Sequence[Sampling],
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> None:
+    seen: list[tuple[int, int, float]] = []
+    less: list[tuple[int, int, float]] = []
+    for i, (s, (prompt, generated)) in enumerate(zip(samplings, texts, strict=True)):
+        if s.repetition_penalty != 1:
+            every = set(prompt) | set(generated)
+            seen += [(i, t, s.repetition_penalty) for t in every]
+        if s.presence_penalty or s.frequency_penalty:
+            for token, count in Counter(generated).items():
+                less.append((i, token, s.presence_penalty + s.frequency_penalty * count))
+    if seen:
+        where, tokens, amounts = zip(*seen, strict=True)
+        index = (_ints(where, bent), _ints(tokens, bent))
+        factor = _floats(amounts, bent)
+        old = bent[index]
+        bent[index] = torch.where(old > 0, old / factor, old * factor)
+    if less:
+        where, tokens, amounts = zip(*less, strict=True)
+        index = (_ints(where, bent), _ints(tokens, bent))
+        bent.index_put_(index, -_floats(amounts, bent), accumulate=True)
+
+
+def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return on_device(np.array(values, dtype=np.float32), like.device).to(like.dtype)
+
+
+def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return on_device(np.array(values, dtype=np.int64), like.device)
+
+
+# --- the most likely tokens -----------------------------------------------------------------------
+
+
+def _most_likely(rows: Rows) -> int:
+    """How many of the most likely tokens of each row are to be known."""
+    wanted = rows.parameters.top_logprobs
+    most = max(wanted.values()) if wanted else 0
+    if rows.inspected and any(i in rows.masks or i in rows.biases for i in rows.inspected):
+        most = max(most, INSPECTED)
+    return most
+
+
+def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """So many tokens of each row, of which ``every`` has all log-probabilities, and these; on their
+    way to the host."""
+    if not most:
+        return None
+    logprobs, ids = every.topk(min(most, every.shape[-1]), -1)
+    return ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+
+
+def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """For each row whose request wants them its most likely tokens, and what its mask and its bias
+    did to them."""
+    likely, values = ids.tolist(), logprobs.tolist()
+    wanted = rows.parameters.top_logprobs
+    for i, n in wanted.items():
+        top = dict(zip(likely[i][:n], values[i][:n], strict=True))
+        result.top[i] = top | {result.tokens[i]: result.logprobs[i]}
+    for i in rows.inspected:
+        mask, bias = rows.masks.get(i), rows.biases.get(i)
+        if mask is None and bias is None:
+            continue
+        seen = likely[i][: wanted.get(i, INSPECTED)]
+        added = {t: bias.of(t) for t in (*seen, result.tokens[i])} if bias is not None else {}
+        result.cut[i] = [t for t in seen if not _allows(mask, t) or added.get(t) == -inf]
+        result.biased[i] = {t: b for t, b in added.items() if b and b != -inf}

@@ -1,0 +1,445 @@
+"""From a request's message to its engine, through the loading of its model where that is needed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ....protocol import logs
+from ....protocol.bodies import decode_as
+from ....protocol.errors import Code, RequestError
+from ....protocol.header import Flag
+from ....protocol.messages import (
+    Cancel,
+    Generate,
+    ModelInfoRequest,
+    ModelTokenizerRequest,
+    Msg,
+    Score,
+    System,
+    Token,
+)
+from ....protocol.structure import FREE_TEXT
+from ....protocol.transcript import decode_transcript
+from ....protocol.worker_messages import Start, VocabularyName
+from ...bus import FromBus
+from ..engine.engine import Continued, Engine
+from ..model.models import Failed, LoadEvent, Models, Progress, Ready, model_info
+from .live_streams import LiveStreams
+from .prompts import Tokens, request_texts
+from .resumption import Resumed, Resumption, resume
+from .steering import Steering
+from .streams import Frames, Move, Stream, message_frames
+from .tokenization import MAX_INLINE_BYTES, Job, Tokenization
+from .tokenizer_files import TokenizerAnswers
+
+log = logging.getLogger(__name__)
+
+Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request whose model is being loaded, or whose texts are being tokenized."""
+
+    stream: Stream
+    message: Request
+    attachments: list[bytes] = field(default_factory=list)
+    sent: list[Token] | None = None
+    """The entries that the client of a moved request was sent before."""
+    attempt: int = 0
+    """The attempt of a request that was here before, as in ``Start``. Decisions for the earlier
+    attempt may still arrive."""
+    job: Job[Tokens] | None = None
+    """The tokenization of its texts; None while its model is being loaded."""
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """The sequences of a stream that has moved here, where its client was sent anything."""
+        return _resumption(self.message, self.sent or ())
+
+
+class Arrivals:
+    """Takes requests in. ``post`` sends frames over a link; ``on_models`` is called when the loaded
+    models have changed, and ``wake``, on another thread, when ``take_tokenized`` has work.
+
+    A request goes to its engine, waits for its model or for its tokens, or is refused; whatever
+    fails, its client receives an ERROR and nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        streams: LiveStreams,
+        steering: Steering,
+        post: Callable[[Frames, int], None],
+        on_models: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._models = models
+        self._streams = streams
+        self._steering = steering
+        self._post = post
+        self._on_models = on_models
+        self._tokenizers = TokenizerAnswers()
+        self._tokenization = Tokenization[Tokens](wake)
+        self._waiting: dict[int, Waiting] = {}
+        self._attempts = itertools.count(1)
+        """The starts of controllers that are started again."""
+        self._logged = ("", 0)
+        """The stage of loading, and the tenth of it, that was logged last."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no engine has yet."""
+        return len(self._waiting)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests whose models are being loaded."""
+        return sum(waiting.job is None for waiting in list(self._waiting.values()))
+
+    def stream(self, request: int) -> Stream | None:
+        """The stream of a request that no engine has yet."""
+        waiting = self._waiting.get(request)
+        return waiting.stream if waiting is not None else None
+
+    def streams(self) -> list[Stream]:
+        """The streams of the requests that no engine has yet; safe on another thread."""
+        return [waiting.stream for waiting in list(self._waiting.values())]
+
+    def request(self, message: FromBus, kind: type[Request]) -> None:
+        """Takes one request in. It replaces an earlier attempt of the same request, of which
+        nothing is sent any more."""
+        earlier = self._drop_earlier(message.header.request)
+        stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
+        stream.type, stream.frames = message.type, [message.body, *message.attachments]
+        try:
+            request = decode_as(kind, message.body)
+            if isinstance(request, Generate | Score):
+                logs.begin(stream.request, request.request_id, request.trace)
+                stream.trace = request.trace
+                stream.operation = "score" if isinstance(request, Score) else stream.operation
+            waiting = Waiting(stream, request, message.attachments)
+            waiting.attempt = next(self._attempts) if earlier else 0
+            if message.header.flags & Flag.MOVED:
+                _take_transcript(waiting)
+            self._take(waiting)
+        except Exception as error:
+            self._pop(stream.request)
+            self._streams.fail(stream, error, "starting this request")
+
+    def take_tokenized(self) -> None:
+        """Gives the requests whose texts were tokenized to their engines."""
+        done = self._tokenization.done
+        while not done.empty():
+            job = done.get()
+            waiting = self._waiting.get(job.request)
+            if waiting is None or waiting.job is not job:
+                continue
+            del self._waiting[job.request]
+            waiting.job = None
+            try:
+                engine = self._models.get(waiting.stream.model)
+                if engine is None:
+                    self._take(waiting)
+                else:
+                    self._run(waiting, engine, job.result())
+            except Exception as error:
+                self._streams.fail(waiting.stream, error, "starting this request")
+
+    def cancel(self, request: int, cancel: Cancel) -> bool:
+        """Ends a request that no engine has yet; whether it is such a request."""
+        waiting = self._pop(request)
+        if waiting is None:
+            return False
+        resumption = waiting.resumption
+        live = resumption.live if resumption is not None else [Resumed(0)]
+        ends = [
+            Token(
+                token=None,
+                stream_id=waiting.stream.stream_id,
+                logprob=None,
+                finish_reason=cancel.reason,
+                pos=one.num_sent,
+                seq=one.seq,
+                live=len(live) - number,
+            )
+            for number, one in enumerate(live, 1)
+        ]
+        self._streams.send_end(waiting.stream, ends)
+        return True
+
+    def drop(self, request: int) -> None:
+        """Ends a request that no engine has yet; nothing is sent."""
+        if self._pop(request) is not None:
+            logs.end(request)
+
+    def _drop_earlier(self, number: int) -> bool:
+        """Ends an earlier attempt of a request that has arrived; nothing is sent. Returns whether
+        there was one."""
+        self.drop(number)
+        if self._streams.get(number) is None and self._streams.kept(number) is None:
+            return False
+        log.info("request %d has arrived again: its earlier attempt is dropped", number)
+        self._streams.drop(number)
+        return True
+
+    def fail(self, request: int, error: Exception, doing: str) -> bool:
+        """Ends a request that no engine has yet with an ERROR; whether it is such a request."""
+        waiting = self._pop(request)
+        if waiting is not None:
+            self._streams.fail(waiting.stream, error, doing)
+        return waiting is not None
+
+    def _pop(self, request: int) -> Waiting | None:
+        """Takes out a request that no engine has yet, with what waits of it."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None and waiting.job is not None:
+            self._tokenization.drop(waiting.job)
+        return waiting
+
+    # --- one request ----------------------------------------------------------------------------
+
+    def _take(self, waiting: Waiting) -> None:
+        stream, request = waiting.stream, waiting.message
+        stream.model = request.model or self._models.default
+        if not stream.model:
+            raise RequestError(
+                Code.UNKNOWN_MODEL,
+                "the request names no model, and this worker has no default one; name a model",
+                path="$.model",
+            )
+        engine = self._models.get(stream.model)
+        if engine is not None:
+            self._begin(waiting, engine)
+            return
+        self._models.want(stream.model)
+        self._waiting[stream.request] = waiting
+        self._notice(stream, f"loading {stream.model}", 0.0)
+
+    def _begin(self, waiting: Waiting, engine: Engine) -> None:
+        """Answers a request, or gives it to its engine, after its texts were tokenized; raises
+        TokenbusError where it is wrong."""
+        stream, message = waiting.stream, waiting.message
+        if isinstance(message, ModelInfoRequest):
+            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine))
+            self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
+            return
+        if isinstance(message, ModelTokenizerRequest):
+            self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
+            return
+        loaded = engine.loaded
+        texts = request_texts(message, waiting.attachments, loaded, engine.max_length)
+        num_bytes = texts.check()
+        if num_bytes <= MAX_INLINE_BYTES:
+            self._run(waiting, engine, texts.tokens())
+            return
+        waiting.job = Job(stream.request, stream.session, num_bytes, texts.tokens)
+        self._waiting[stream.request] = waiting
+        self._tokenization.submit(waiting.job)
+
+    def _run(self, waiting: Waiting, engine: Engine, tokens: Tokens) -> None:
+        """Gives a request to its engine; raises TokenbusError where it is wrong."""
+        stream, message, prompt = waiting.stream, waiting.message, tokens.prompt
+        assert isinstance(message, Generate | Score)
+        if isinstance(message, Generate) and message.heal_prompt:
+            message = waiting.message = _with_controller(message)
+            stream.healed = engine.healed(prompt)
+            prompt = prompt if stream.healed is None else prompt[:-1]
+        resumption = waiting.resumption
+        if resumption is not None and not resumption.live:
+            stream.prompt = prompt
+            stream.save = message.save if isinstance(message, Generate) else None
+            self._streams.finish(stream)
+            return
+        common = {"priority": message.priority, "client": stream.session}
+        if isinstance(message, Score):
+            stream.usage = engine.score(
+                stream.request,
+                prompt,
+                tokens.scored,
+                text=message.text,
+                top_logprobs=message.top_logprobs,
+                num_scored=len(waiting.sent or ()),
+                **common,
+            )
+        else:
+            stream.save, stream.prompt, stream.message = message.save, prompt, message
+            self._generate(stream, message, engine, resumption, waiting.attempt)
+        self._streams.add(stream)
+
+    def _generate(
+        self,
+        stream: Stream,
+        message: Generate,
+        engine: Engine,
+        resumption: Resumption | None,
+        attempt: int = 0,
+    ) -> None:
+        """Begins a generation, or goes on with one that began before. ``attempt``: of a controller
+        that is started again, as in ``Start``."""
+        steered = message.controller is not None
+        # Its controller decides what an end-of-sequence token is, and is forked with it.
+        sampling = msgspec.structs.replace(message, ignore_eos=True, n=1) if steered else message
+        stream.live, continued = sampling.n, None
+        if resumption is not None:
+            stream.live = len(resumption.live)
+            generated = {one.seq: one.tokens for one in resumption.live}
+            continued = Continued(generated, len(resumption.sequences))
+        stream.usage = engine.add(
+            stream.request,
+            stream.prompt,
+            sampling,
+            text=message.text,
+            inspect=message.inspect,
+            speculate=not steered,
+            priority=message.priority,
+            client=stream.session,
+            continued=continued,
+            healed=stream.healed,
+        )
+        if steered:
+            start = _start(message, stream, engine)
+            start.attempt = attempt
+            given = None
+            if resumption is not None:
+                start.replay, given = resumption.replay, resumption.given
+            self._steering.start(stream.request, engine, start, given, stream.link)
+
+    def start_again(self, stream: Stream, left: str, why: str) -> None:
+        """Starts the controller of a live stream again, if it has one, which was lost. Tokens that
+        were computed and not sent are dropped, and come again."""
+        message = stream.message
+        if message is None or message.controller is None:
+            return
+        engine = self._models.engines[stream.model]
+        self._steering.forget(stream.request)
+        engine.abort(stream.request)
+        sent = self._streams.sent(stream)
+        stream.move = stream.move or Move(left, why, time.monotonic())
+        resumption = _resumption(message, sent)
+        self._generate(stream, message, engine, resumption, next(self._attempts))
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def on_load_event(self, event: LoadEvent) -> str | None:
+        """Takes in how far the loading of a model has come; why the worker cannot serve at all,
+        where its default model could not be loaded."""
+        loading = [w for w in self._waiting.values() if w.job is None]
+        waiting = [w for w in loading if w.stream.model == event.model]
+        match event:
+            case Progress(model, part, stage):
+                if (stage, int(10 * part)) != self._logged:
+                    self._logged = (stage, int(10 * part))
+                    log.info("%s: %s (%d%%)", model, stage, round(100 * part))
+                for w in waiting:
+                    self._notice(w.stream, f"{model}: {stage}", part)
+            case Ready(model, engine):
+                self._models.loaded(event)
+                log.info("%s ready on device %s", model, engine.loaded.device)
+                self.evict()
+                self._on_models()
+                for w in waiting:
+                    del self._waiting[w.stream.request]
+                    try:
+                        self._begin(w, engine)
+                    except Exception as error:
+                        self._streams.fail(w.stream, error, "starting this request")
+            case Failed(model, error):
+                self._models.loaded(event)
+                log.error("%s", error)
+                refusal = RequestError(Code.MODEL_LOAD_FAILED, str(error), path="$.model")
+                self.fail_model(model, refusal)
+                if model == self._models.default and not self._models.engines:
+                    return str(error)
+        return None
+
+    def evict(self) -> None:
+        """Unloads models that are beyond the most that may be loaded, where they are idle."""
+        # A stream uses its model until its end is sent, which an engine may still have to return.
+        used = {stream.model for stream in (*self._streams, *self.streams())}
+        evicted = self._models.evict(used)
+        for name in evicted:
+            log.info("%s unloaded", name)
+        if evicted:
+            self._on_models()
+
+    def fail_model(self, model: str, error: Exception) -> None:
+        """Ends the requests that wait for a model with an ERROR."""
+        for w in [w for w in self._waiting.values() if w.stream.model == model]:
+            self.fail(w.stream.request, error, "loading its model")
+
+    def _notice(self, stream: Stream, message: str, progress: float) -> None:
+        notice = System(
+            event="loading",
+            message=message,
+            stream_id=stream.stream_id,
+            model=stream.model,
+            progress=round(progress, 3),
+        )
+        self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
+
+
+def _with_controller(message: Generate) -> Generate:
+    """A request whose prompt is healed has a controller: that of any text, if it names no other."""
+    if message.controller is not None:
+        return message
+    return msgspec.structs.replace(message, controller="structural", controller_arg=FREE_TEXT)
+
+
+def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
+    assert message.controller is not None
+    return Start(
+        controller=message.controller,
+        arg=message.controller_arg,
+        prompt=stream.prompt,
+        healed=stream.healed,
+        n=message.n,
+        max_tokens=min(message.max_tokens, engine.max_length - len(stream.prompt)),
+        model=stream.model,
+        vocabulary=VocabularyName(
+            fingerprint=engine.loaded.fingerprint,
+            size=engine.loaded.vocab_size,
+            eos=sorted(engine.loaded.eos_token_ids),
+        ),
+        ignore_eos=message.ignore_eos,
+        inspect=message.inspect,
+        trace=message.trace,
+        request_id=message.request_id,
+    )
+
+
+def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
+    if not sent or not isinstance(message, Generate | Score):
+        return None
+    if isinstance(message, Score):
+        return resume(sent)
+    steered = message.controller is not None
+    return resume(sent, 1 if steered else message.n, steered)
+
+
+def _take_transcript(waiting: Waiting) -> None:
+    """Takes in what the client of a request that has moved here was sent before."""
+    if not waiting.attachments:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            "the request has moved here without a transcript, which is its last attachment",
+        )
+    *waiting.attachments, last = waiting.attachments
+    del waiting.stream.frames[-1]
+    transcript = decode_transcript(last)
+    stream, waiting.sent = waiting.stream, transcript.entries
+    since = stream.received - transcript.pause_s
+    move = Move(transcript.left, transcript.why, since)
+    stream.restore(waiting.sent, move, transcript.moves)
+
+
+def _stream_id(body: bytes) -> int:
+    """The stream of a request; the broker has checked it."""
+    return int(decode_as(ModelInfoRequest, body).stream_id)

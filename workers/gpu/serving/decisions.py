@@ -1,0 +1,158 @@
+"""The decisions of a RESULT: its entries decoded one by one, and the masks that they refer to."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ....protocol.bodies import decode_as
+from ....protocol.errors import Code, ControllerError
+from ....protocol.worker_messages import Result, StepResult
+from ..sampling.biases import Bias, read_bias
+from .mask_file import MaskFile
+
+log = logging.getLogger(__name__)
+
+_decode_result = msgspec.msgpack.Decoder(Result).decode
+_decode_entry = msgspec.msgpack.Decoder(StepResult).decode
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Invalid(NamedTuple):
+    """An entry that is not a StepResult, where it can be seen which sequence it is for."""
+
+    request: int
+    seq: int
+    error: str
+
+
+class Decisions(NamedTuple):
+    """The entries of a RESULT."""
+
+    valid: list[StepResult]
+    invalid: list[Invalid]
+    host: str
+    """The machine of the controller worker."""
+    attempts: dict[int, int]
+    """As in ``Result``."""
+
+
+class Under(NamedTuple):
+    """Under what a sequence is to be sampled."""
+
+    mask: np.ndarray | None = None
+    """u32 ``[words]``; None allows every token."""
+    bias: Bias | None = None
+
+
+class _RawResult(msgspec.Struct):
+    sequences: list[msgspec.Raw]
+    host: str = ""
+    attempts: dict[int, int] = {}
+
+
+class _Name(msgspec.Struct, array_like=True):
+    """The beginning of a StepResult."""
+
+    request: int
+    seq: int
+
+
+_decode_name = msgspec.msgpack.Decoder(_Name).decode
+
+
+def decode_decisions(body: bytes) -> Decisions:
+    """The entries of a RESULT's body. One that is malformed leaves the others as they are.
+
+    Raises RequestError if the body is not a list of entries at all.
+    """
+    try:
+        result = _decode_result(body)
+    except _UNDECODABLE:
+        return _one_by_one(body)
+    return Decisions(result.sequences, [], result.host, result.attempts)
+
+
+def _one_by_one(body: bytes) -> Decisions:
+    raw: _RawResult = decode_as(_RawResult, body, "msgpack")
+    found = Decisions([], [], raw.host, raw.attempts)
+    for entry in raw.sequences:
+        try:
+            found.valid.append(_decode_entry(entry))
+        except _UNDECODABLE as error:
+            try:
+                named = _decode_name(entry)
+            except _UNDECODABLE:
+                log.warning("an entry of a RESULT names no sequence: %s", error)
+            else:
+                found.invalid.append(Invalid(named.request, named.seq, str(error)))
+    return found
+
+
+def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) -> np.ndarray | None:
+    """The mask of a decision, u32 ``[words]``; None where it allows every token.
+
+    Raises ControllerError where it refers to a mask that does not exist.
+    """
+    if one.row is not None:
+        if file is None or not 0 <= one.row < len(file.rows):
+            rows = 0 if file is None else len(file.rows)
+            raise _no_mask(f"row {one.row} of a mask file that has {rows} rows")
+        row: np.ndarray = file.rows[one.row]
+        return row
+    if one.attachment is not None:
+        if not 0 <= one.attachment < len(attachments):
+            raise _no_mask(f"attachment {one.attachment} of a message that has {len(attachments)}")
+        mask = attachments[one.attachment]
+        if len(mask) % 4:
+            raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
+        return np.frombuffer(mask, dtype=np.uint32)
+    return None
+
+
+def bias_of(
+    one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
+) -> Bias | None:
+    """The bias of a decision; None where it has none. Raises ControllerError where it refers to a
+    bias that does not exist, or to one that is not valid."""
+    if one.bias_row is not None:
+        if file is None or not 0 <= one.bias_row < len(file.rows):
+            rows = 0 if file is None else len(file.rows)
+            raise _no_bias(f"row {one.bias_row} of a mask file that has {rows} rows")
+        return read_bias(file.biases[one.bias_row], vocab)
+    if one.bias_attachment is not None:
+        if not 0 <= one.bias_attachment < len(attachments):
+            number, count = one.bias_attachment, len(attachments)
+            raise _no_bias(f"attachment {number} of a message that has {count}")
+        bias = attachments[one.bias_attachment]
+        if len(bias) % 4:
+            raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
+        return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
+    return None
+
+
+def masks_along(
+    one: StepResult, file: MaskFile | None, attachments: list[bytes]
+) -> list[np.ndarray]:
+    """The masks of a decision along the sequence's draft, as many as are valid."""
+    if one.row is not None:
+        rows = file.rows if file is not None else []
+        return [rows[row] for row in one.along if 0 <= row < len(rows)]
+    masks = [attachments[place] for place in one.along if 0 <= place < len(attachments)]
+    return [np.frombuffer(mask, dtype=np.uint32) for mask in masks if not len(mask) % 4]
+
+
+def just_samples(one: StepResult) -> bool:
+    """Whether a decision is the usual one: nothing but a mask and a bias."""
+    return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)
+
+
+def _no_bias(what: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"its bias is {what}")
+
+
+def _no_mask(what: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"its mask is {what}")

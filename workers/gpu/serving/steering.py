@@ -1,0 +1,554 @@
+"""The GPU worker's side of controllers: sends what was sampled, applies what was decided.
+
+A sequence with a controller is sampled once its decision for this round has arrived. Decisions
+arrive while the forward runs. The batch waits a moment for those that are missing; then their
+sequences are deferred, and only they: the step goes on without them. A decision that never arrives
+ends its sequence with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from ....protocol.bodies import encode_body
+from ....protocol.errors import Code, ControllerError, RequestError, TokenbusError
+from ....protocol.header import encode_header
+from ....protocol.logs import about
+from ....protocol.settings import Settings
+from ....protocol.worker_messages import Start, Step, StepResult, StepSequence
+from ...machine import machine_id
+from ..engine.engine import Engine, PendingStep
+from ..engine.sequence import MAX_SEQ, StepOutputs, TokenColumns, TokenOutput
+from ..sampling.sampler import NOTHING_ALLOWED
+from .decisions import Under, bias_of, decode_decisions, just_samples, mask_of, masks_along
+from .mask_file import ROWS, MaskFiles
+from .metrics import WorkerMetrics
+from .resumption import Given
+from .steered import Steered
+
+log = logging.getLogger(__name__)
+
+EMPTY_MASK = "its controller allows no token that may come here; allow one at least, or stop"
+
+PATIENCE = 0.25
+"""How long a batch waits for missing decisions, as a part of the time its forward took."""
+PATIENCE_S = (0.0003, 0.005)
+"""At least and at most."""
+POLL_S = 0.0005
+"""How often it is looked whether the forward is over, in seconds, while a decision is missing."""
+REPLAYED_ROUND_S = 0.25
+"""How long a round may take that is run again, on average, in seconds."""
+CHECK_S = 1.0
+"""How often overdue decisions are looked for, in seconds."""
+
+Key = tuple[int, int]
+"""Request and sequence."""
+
+
+def decision_timeout(settings: Settings) -> float:
+    """How long a decision may take, in seconds: longer than any call of a controller may."""
+    calls_ms = (
+        settings.controller_init_ms
+        + settings.controller_pre_ms
+        + settings.controller_mid_ms
+        + settings.controller_post_ms
+    )
+    return settings.controller_decision_s + calls_ms / 1000
+
+
+class Steering:
+    """Requests with controllers. ``post`` sends frames over a link.
+
+    ``timeout_s``: how long a decision may take before its sequence ends with an error, by
+    ``clock``, which counts seconds; ``again_s``: how much longer where a controller is started
+    again, which may have to wait for a controller worker.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[list[bytes], int], None],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: WorkerMetrics | None = None,
+        again_s: float = 0.0,
+    ) -> None:
+        self._metrics = metrics or WorkerMetrics()
+        self._post = post
+        self._timeout_s = timeout_s
+        self._again_s = again_s
+        self._clock = clock
+        self._next_check = clock() + CHECK_S
+        self._requests: dict[int, Steered] = {}
+        self._awaited: dict[Key, float] = {}
+        """Sequences whose decision has not arrived, and when it is overdue; ``inf`` where there is
+        one that says to wait: of a suspended sequence, and of a fork that waits for its logits."""
+        self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
+        """Forks of sequences that have no logits yet, and all decisions that follow them."""
+        self._behind: dict[Key, Key] = {}
+        """Sequences whose decisions follow such a fork, and the sequence that it is of."""
+        self._files = MaskFiles()
+
+    @property
+    def active(self) -> bool:
+        """Whether any request has a controller."""
+        return bool(self._requests)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        request: int,
+        engine: Engine,
+        start: Start,
+        given: Mapping[int, Given] | None = None,
+        link: int = 0,
+    ) -> None:
+        """Starts the controller of a request that was just added to its engine, by the broker
+        behind ``link``.
+
+        With ``start.replay`` it is started again: a decision of each sequence that lives is awaited
+        for longer, and of what it gives again nothing that its client has (``given``) is sent.
+        Raises RequestError where the controller's argument cannot be sent on; then nothing is sent.
+        """
+        try:
+            body = encode_body(start, "msgpack")
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the controller's argument cannot be encoded: {error}",
+                path="$.controller_arg",
+            ) from None
+        eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
+        steered = Steered(engine, eos, link, start.attempt, inspect=start.inspect)
+        self._requests[request] = steered
+        steered.given.update(given or {})
+        rounds = sum(1 + len(one.tokens) for one in start.replay)
+        for seq in engine.sequences(request):
+            self._await((request, seq))
+            self._awaited[request, seq] += rounds * REPLAYED_ROUND_S + self._again_s * bool(rounds)
+        self._post([b"START", encode_header(request), body], link)
+
+    def note_text_ends(self, request: int) -> None:
+        """A request is about to be cancelled: notes how the texts of its sequences end, where their
+        constraints' decisions have arrived. A mask allows the end of the sequence exactly where the
+        text is complete."""
+        steered = self._requests.get(request)
+        if steered is None or not steered.constrained:
+            return
+        engine = steered.engine
+        ends = sorted(engine.loaded.eos_token_ids)[:1]
+        for seq in engine.sequences(request) if ends else ():
+            whole = engine.allows(request, seq, ends[0])
+            if whole is not None and (request, seq) not in self._awaited:
+                steered.text_ends[seq] = "complete" if whole else "cut"
+
+    def kept_ends(self, request: int) -> list[TokenOutput]:
+        """The ends of a request that is cancelled, whose controllers are not waited for."""
+        steered = self._requests.get(request)
+        return list(steered.ends.values()) if steered is not None else []
+
+    def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """The last outputs of a request that is cancelled, with logs and writes not yet sent."""
+        steered = self._requests.get(request)
+        if steered is None:
+            return outputs
+        return [steered.noted(o) for o in outputs if not steered.repeats(o)]
+
+    def forget(self, request: int) -> None:
+        """Frees what is kept of a request that is over."""
+        steered = self._requests.pop(request, None)
+        if steered is None:
+            return
+        self._awaited = {key: due for key, due in self._awaited.items() if key[0] != request}
+        self._forks = {key: kept for key, kept in self._forks.items() if key[0] != request}
+        self._behind = {key: fork for key, fork in self._behind.items() if key[0] != request}
+        if steered.same_machine:
+            self._files.close(steered.worker, steered.engine.mask_words)
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def decide(self, engine: Engine, step: PendingStep, receive: Callable[[float], None]) -> None:
+        """Between forward and sampling: takes in decisions while the forward runs, waits a moment
+        more for missing ones, and defers the sequences that still have none.
+
+        ``receive`` takes the messages of the bus, waiting up to this many seconds for the first.
+        """
+        receive(0.0)
+        undecided = self._undecided(step)
+        while undecided and not step.computed:
+            receive(POLL_S)
+            undecided = self._undecided(step)
+        waited = 0.0
+        if undecided:
+            low, high = PATIENCE_S
+            began = now = time.monotonic()
+            until = began + min(high, max(low, PATIENCE * (began - step.launched_at)))
+            while undecided and (left := until - now) > 0:
+                receive(left)
+                undecided = self._undecided(step)
+                now = time.monotonic()
+            waited = now - began
+        self._metrics.of(engine.loaded.name).mask_wait_s.observe(waited)
+        for request, seq in undecided:
+            engine.defer(request, seq)
+
+    def sampled(self, engine: Engine, outputs: StepOutputs) -> StepOutputs:
+        """After sampling: sends the controller workers their STEPs; the outputs for clients."""
+        updates: dict[int, list[StepSequence]] = {}
+        others, columns = outputs.others, outputs.columns
+        if columns is not None:
+            # What was kept for a sequence goes with its token, which then is more than a token.
+            noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
+            if noted:
+                columns, with_notes = columns.without(noted)
+                others = [*others, *with_notes]
+        if columns is not None:
+            self._update_rows(columns, updates)
+        for_clients = []
+        for output in others:
+            steered = self._requests.get(output.request)
+            if steered is None:
+                for_clients.append(output)
+                continue
+            if steered.given and steered.repeats(output):
+                continue
+            output = steered.noted(output)
+            if output.error == NOTHING_ALLOWED:
+                output = output._replace(error=EMPTY_MASK, code=Code.CONTROLLER_FAILED)
+            update = self._update(steered, output)
+            if update is not None:
+                _add(updates.setdefault(steered.worker, []), update)
+            if output.seq not in steered.ends:
+                for_clients.append(output)
+        self._draft(engine, updates.values())
+        for worker, sequences in updates.items():
+            self._send_step(engine, worker, sequences)
+        return StepOutputs(for_clients, columns)
+
+    def expire(self) -> list[TokenOutput]:
+        """Ends the sequences whose decisions are overdue; the ends that were kept for them."""
+        now = self._clock()
+        if now < self._next_check:
+            return []
+        self._next_check = now + CHECK_S
+        ends: list[TokenOutput] = []
+        for key in [key for key, due in self._awaited.items() if due <= now]:
+            steered = self._requests[key[0]]
+            text = f"its controller worker sent no decision within {self._timeout_s:g} s"
+            log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
+            ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
+        return ends
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def on_result(
+        self, worker: int, body: bytes, attachments: list[bytes], link: int = 0
+    ) -> list[TokenOutput]:
+        """Applies the decisions of a RESULT, which came over ``link``; the ends that were kept for
+        them.
+
+        An entry that is malformed, or cannot be applied, ends its own sequence with an error.
+        Raises RequestError where the body is no RESULT.
+        """
+        ends: list[TokenOutput] = []
+        valid, invalid, host, attempts = decode_decisions(body)
+        for one in valid:
+            if self._samples_under_row(worker, one):
+                continue
+            steered = self._steered_by(worker, one.request, host, link, attempts)
+            if steered is None:
+                continue
+            try:
+                ends += self._on_decision(steered, one, attachments)
+            except Exception as error:
+                ends += self._refuse(steered, one, error)
+        for entry in invalid:
+            steered = self._steered_by(worker, entry.request, host, link, attempts)
+            if steered is not None:
+                text = f"its controller worker sent a decision that is malformed: {entry.error}"
+                key = (entry.request, entry.seq)
+                log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
+                ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
+        return ends
+
+    def _samples_under_row(self, worker: int, one: StepResult) -> bool:
+        """Applies the usual decision, which a step has of most of its sequences: sample one that
+        waits for it, under a row of the mask file. Returns False where it is another one, or where
+        there is more to do."""
+        row, steered = one.row, self._requests.get(one.request)
+        if steered is None or steered.worker != worker or row is None or not just_samples(one):
+            return False
+        if steered.inspect or steered.ends or self._behind or one.constraint is not None:
+            return False
+        if one.along or one.takes_drafts or one.biased:
+            return False
+        key, file = (one.request, one.seq), steered.file
+        if file is None or not 0 <= row < ROWS or key not in self._awaited:
+            return False
+        if not steered.engine.sample_under(*key, file.rows[row]):
+            return False
+        del self._awaited[key]
+        return True
+
+    def _steered_by(
+        self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
+    ) -> Steered | None:
+        """The request of a decision that this worker sent; None where it is over or another's, goes
+        on behind another broker, or was started again since."""
+        steered = self._requests.get(request)
+        if steered is None or steered.link != link:
+            return None
+        if not steered.worker:
+            if attempts.get(request, 0) != steered.attempt:
+                log.debug("a decision for request %d is of an earlier start: it is void", request)
+                return None
+            steered.worker = worker
+            steered.same_machine = host == machine_id()
+            if steered.same_machine:
+                steered.file = self._files.open(worker, steered.engine.mask_words)
+        elif steered.worker != worker:
+            text = "request %d is not worker %d's: its decision is void"
+            log.warning(text, request, worker, extra=about(request))
+            return None
+        return steered
+
+    def _on_decision(
+        self, steered: Steered, one: StepResult, attachments: list[bytes]
+    ) -> list[TokenOutput]:
+        if one.then in ("stop", "error"):
+            steered.stopped.add(one.seq)
+        if steered.inspect:
+            steered.round_us[one.seq] = steered.round_us.get(one.seq, 0) + one.round_us
+        if one.constraint is not None:
+            steered.constrained = True
+            if one.then == "stop":
+                steered.text_ends[one.seq] = one.constraint
+        if one.takes_drafts and not steered.inspect:
+            steered.takes_drafts = True
+            steered.engine.take_drafts(one.request)
+        end = steered.ends.pop(one.seq, None)
+        if end is not None:
+            self._awaited.pop((one.request, one.seq), None)
+            steered.note(one)
+            return [steered.noted(end)]
+        key = (one.request, one.seq)
+        along = one.along and key in self._awaited and not self._behind and just_samples(one)
+        mask = mask_of(one, steered.file, attachments)
+        bias = None
+        if one.biased:
+            bias = bias_of(one, steered.file, attachments, steered.engine.loaded.vocab_size)
+        self._take(steered, one, Under(mask, bias))
+        if along:
+            masks = masks_along(one, steered.file, attachments)
+            steered.engine.mask_along(*key, masks)
+        return []
+
+    def _undecided(self, step: PendingStep) -> list[Key]:
+        """Sequences that are ready and have no decision. Forks that waited for their logits are
+        made first."""
+        for key in step.ready if self._forks else ():
+            self._make_forks(key)
+        return [key for key in step.ready if key in self._awaited]
+
+    def _make_forks(self, key: Key) -> None:
+        """Applies the decisions that waited for the logits of a sequence, which are there now or
+        never will be."""
+        waiting = self._forks.pop(key, [])
+        for one, _ in waiting:
+            for seq in (one.seq, *one.children):
+                self._behind.pop((one.request, seq), None)
+        for one, under in waiting:
+            steered = self._requests[one.request]
+            try:
+                self._take(steered, one, under)
+            except Exception as error:
+                self._refuse(steered, one, error)
+
+    def _take(self, steered: Steered, one: StepResult, under: Under) -> None:
+        engine, key = steered.engine, (one.request, one.seq)
+        before = self._behind.get(key) if self._behind else None
+        if before is not None:
+            self._forks[before].append((one, under))
+            self._behind.update(((one.request, child), before) for child in one.children)
+        elif key not in self._awaited:
+            self._void(steered, key, one.then)
+        elif just_samples(one) and engine.sample_under(*key, *under):
+            del self._awaited[key]
+        elif not engine.alive(*key):
+            self._void(steered, key, one.then)
+        elif not self._changed(steered, one):
+            del self._awaited[key]
+        elif one.then == "fork" and not engine.ready(*key):
+            # Its forks would each compute what it still has to compute.
+            self._awaited[key] = math.inf
+            self._forks[key] = [(one, under)]
+            self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
+        else:
+            self._apply(engine, one, under)
+
+    def _void(self, steered: Steered, key: Key, then: str) -> None:
+        """A decision that no sequence waits for has no effect: its sequence has ended, or was never
+        made, or has had its decision."""
+        log.debug("the decision of %s for %s is void", then, key)
+        self._awaited.pop(key, None)
+        if then == "sample" and not steered.engine.alive(*key):
+            # For its controller the sequence is with the model: a round may have run as it ended.
+            self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
+
+    def _changed(self, steered: Steered, one: StepResult) -> bool:
+        """Resumes a sequence, drops and appends; whether it goes on after the appended tokens."""
+        engine, key = steered.engine, (one.request, one.seq)
+        engine.resume(*key)
+        steered.note(one)
+        if one.backtrack or one.ff_tokens:
+            engine.splice(*key, one.backtrack, one.ff_tokens)
+        # All this happens once, where a fork waits after it.
+        one.backtrack, one.ff_tokens, one.logs, one.storage = 0, [], "", []
+        return engine.alive(*key)
+
+    def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:
+        """Applies the action of a decision to a live sequence."""
+        key = (one.request, one.seq)
+        match one.then:
+            case "sample":
+                engine.set_mask(*key, *under)
+                engine.reschedule(*key)
+                del self._awaited[key]
+            case "fork":
+                self._check_children(engine, one)
+                del self._awaited[key]
+                children = engine.fork(*key, len(one.children), one.children)
+                for seq in (one.seq, *children) if children else ():
+                    self._await((one.request, seq))
+            case "suspend":
+                engine.suspend(*key)
+                self._awaited[key] = math.inf
+            case "stop":
+                del self._awaited[key]
+                engine.end(*key, one.finish)
+            case "error":
+                del self._awaited[key]
+                engine.end(*key, "error", one.error or "the controller failed", one.code)
+
+    @staticmethod
+    def _check_children(engine: Engine, one: StepResult) -> None:
+        """Refuses the numbers of new sequences that are not new."""
+        children = one.children
+        known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
+        if known or len(set(children)) < len(children):
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"its fork numbers the new sequences {children}; each needs a number of its own",
+            )
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _await(self, key: Key) -> None:
+        self._awaited[key] = self._clock() + self._timeout_s
+
+    def _refuse(self, steered: Steered, one: StepResult, error: Exception) -> list[TokenOutput]:
+        """Ends the sequence of a decision that cannot be applied."""
+        key = (one.request, one.seq)
+        if isinstance(error, TokenbusError):
+            return self._fail(steered, key, error.message, error.code)
+        log.error("the decision of %s for %s cannot be applied", one.then, key, exc_info=error)
+        text = f"its decision cannot be applied: {type(error).__name__}: {error}"
+        return self._fail(steered, key, text, Code.INTERNAL)
+
+    def _fail(self, steered: Steered, key: Key, error: str, code: Code | str) -> list[TokenOutput]:
+        """Ends a sequence with an error; its end, where that was kept for the controller."""
+        engine = steered.engine
+        end = steered.ends.pop(key[1], None)
+        self._awaited.pop(key, None)
+        if end is not None:
+            end = end._replace(finish_reason="error", error=error, code=code)
+            return [steered.noted(end)]
+        before = self._behind.get(key)
+        if engine.alive(*key):
+            engine.end(*key, "error", error, code)
+        elif before is not None:
+            failed = StepResult(*key, "error", error=error, code=str(code))
+            self._forks[before].append((failed, Under()))
+        else:
+            self._void(steered, key, "sample")
+        return []
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
+        """The meaning of rows for their controllers: a token was sampled, and a decision is
+        awaited."""
+        due = self._clock() + self._timeout_s
+        for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
+            request, seq = sequence.request, sequence.seq
+            steered = self._requests.get(request)
+            if steered is not None:
+                if steered.given:
+                    steered.given.pop(seq, None)
+                self._awaited[request, seq] = due
+                update = StepSequence(request, seq, [token], None)
+                updates.setdefault(steered.worker, []).append(update)
+
+    def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
+        """The meaning of an output for its controller; None where it need not be notified.
+
+        Where a sequence ends otherwise than by its controller, this still runs a last round: the
+        end is kept until that is over.
+        """
+        reason, token, stop = output.finish_reason, output.token, ""
+        # A token that was fast-forwarded has no probability, and is known to its controller.
+        drawn = [token] if token is not None and output.logprob is not None else []
+        if reason is None:
+            if not drawn:
+                return None
+            self._await((output.request, output.seq))
+        else:
+            self._make_forks((output.request, output.seq))
+            if output.seq in steered.stopped or not (token is not None or steered.worker):
+                return None
+            if token is not None:
+                if reason == "length" and drawn and token in steered.eos:
+                    # Without a controller it would have ended with this token just so.
+                    reason = "stop"
+                self._await((output.request, output.seq))
+                if output.shortened and isinstance(output.stop, str):
+                    # The controller judges the shorter text.
+                    stop = output.stop
+                shortened = output.shortened and not stop
+                end = output._replace(finish_reason=reason, shortened=shortened)
+                steered.ends[output.seq] = end
+        return StepSequence(output.request, output.seq, drawn, reason, stop)
+
+    def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
+        """Drafts for the sequences whose controllers give masks along them."""
+        takers = {
+            (update.request, update.seq): update
+            for sequences in updates
+            for update in sequences
+            if update.ended is None and self._requests[update.request].takes_drafts
+        }
+        if takers:
+            for key, draft in engine.draft_ahead(list(takers)).items():
+                takers[key].draft = list(draft)
+
+    def _send_step(self, engine: Engine, worker: int, sequences: list[StepSequence]) -> None:
+        step = Step(sequences=sequences)
+        file = self._files.get(worker, engine.mask_words)
+        if file is not None:
+            step.masks, step.rows, step.row_bytes = file.path, ROWS, file.row_bytes
+            step.bias_bytes = file.bias_bytes
+        link = self._requests[sequences[0].request].link
+        self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")], link)
+
+
+def _add(updates: list[StepSequence], update: StepSequence) -> None:
+    """Adds an update; one entry has all tokens of a sequence's draft."""
+    last = updates[-1] if updates else None
+    if last is None or (last.request, last.seq) != (update.request, update.seq):
+        updates.append(update)
+        return
+    last.tokens += update.tokens
+    last.ended, last.stop = update.ended, update.stop

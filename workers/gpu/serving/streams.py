@@ -1,0 +1,227 @@
+"""The streams that a GPU worker runs, and how their tokens become messages.
+
+One body per client and step, all in one multipart message: the broker fans them out as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ....protocol.bodies import Encoding, encode_body, error_body, pack_tokens
+from ....protocol.columns import pack_columns
+from ....protocol.errors import TokenbusError
+from ....protocol.header import Flag, Header, encode_header, encode_token_header
+from ....protocol.messages import Buffer, Generate, Msg, System, Token
+from ....protocol.worker_messages import Journal
+from ..engine.sequence import PromptUsage
+from .metrics import ModelMetrics
+
+Frames = list[bytes]
+Form = Literal["json", "msgpack", "columns"]
+"""How a client gets TOKEN: entries in one of two encodings, or columns, in msgpack."""
+
+
+class Move(NamedTuple):
+    """That a stream, or its controller, is with another worker now."""
+
+    left: str
+    """The worker that it was with."""
+    why: str
+    since: float
+    """Since when it was with none, by ``time.monotonic``."""
+
+    def notice(self, stream: Stream, worker: str) -> System:
+        """The SYSTEM for its client; ``worker``: the one that it is with now."""
+        return System(
+            event="moved",
+            message=self.why,
+            stream_id=stream.stream_id,
+            model=stream.model,
+            left=self.left,
+            worker=worker,
+            pause_s=round(time.monotonic() - self.since, 6),
+            moves=stream.moves,
+        )
+
+
+class SentRows(NamedTuple):
+    """Rows of columns that were sent of a stream."""
+
+    rows: np.ndarray
+    texts: list[str | None] | None
+    """Of each row; None where no row has one."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A request of a client, as the worker that runs it knows it."""
+
+    request: int
+    session: int
+    stream_id: int
+    encoding: Encoding
+    model: str
+    live: int
+    """Sequences that have not ended."""
+    columns: bool = False
+    """Whether its client takes tokens in columns."""
+    texts: bool = False
+    """Whether it takes columns with texts."""
+    link: int = 0
+    """The link to the broker that its client is at."""
+    type: bytes = b"GENERATE"
+    frames: list[bytes] = field(default_factory=list)
+    """Its request: body and attachments, for a broker that was restarted."""
+    save: str | None = None
+    prompt: list[int] = field(default_factory=list)
+    healed: int | None = None
+    """The token that was taken back from the end of the prompt."""
+    message: Generate | None = None
+    """The engine's request of a generation."""
+    usage: PromptUsage | None = None
+    """Of its prompt; None while no engine has it."""
+    started: bool = False
+    """Whether anything was sent."""
+    num_tokens: int = 0
+    """Tokens that were sent."""
+    entries: list[tuple[int, list[Token]]] = field(default_factory=list)
+    """The messages that were sent as entries, and in which message (``history.py``)."""
+    rows: list[SentRows] = field(default_factory=list)
+    """The messages that were sent in columns (``history.py``)."""
+    trace: str = ""
+    operation: str = "text_completion"
+    """``gen_ai.operation.name`` of its span, if it has a trace."""
+    received: float = field(default_factory=time.monotonic)
+    """When this worker received it, in seconds."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When the broker did, by the clock of this process."""
+    first_at: float = 0.0
+    """When its first token was sent; 0 before."""
+    sent_at: float = 0.0
+    """When its last one was."""
+    metrics: ModelMetrics | None = None
+    """Those of its model, while an engine has it."""
+    move: Move | None = None
+    """Of one that has moved, until its client is notified."""
+    moves: int = 0
+    """How often it had moved when it came here."""
+
+    @classmethod
+    def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
+        """The stream of a request's header."""
+        stream = cls(header.request, header.address, stream_id, "json", model, live, link=link)
+        stream.take_form(header.flags)
+        stream.arrived = stream.received - header.waited_s
+        return stream
+
+    @property
+    def form(self) -> Form:
+        """The form of its tokens."""
+        return "columns" if self.columns else self.encoding
+
+    @property
+    def flags(self) -> int:
+        """The capabilities of its client, as flags of a header."""
+        msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
+        return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
+
+    def restore(self, sent: list[Token], move: Move, moves: int) -> None:
+        """It began at another worker, which has sent these entries. ``moves``: how often it has
+        moved."""
+        self.moves = moves
+        self.entries = [(0, sent)]
+        self.started = bool(sent)
+        self.num_tokens = sum(entry.token is not None for entry in sent)
+        self.move = move
+        if self.num_tokens:
+            # The time to its first token is not counted again; the pause is one between tokens.
+            self.first_at = self.sent_at = move.since
+
+    def take_form(self, flags: int) -> None:
+        """Its client takes what these flags of a header say."""
+        self.encoding = "msgpack" if flags & Flag.MSGPACK else "json"
+        self.columns = bool(flags & Flag.COLUMNS)
+        self.texts = bool(flags & Flag.TEXTS)
+
+
+BySession = dict[tuple[int, Form], list[Token]]
+"""The entries of a message, by session and form."""
+
+
+def entry_bodies(entries: BySession) -> list[bytes]:
+    """A body of ``TOKEN`` for each session: its entries."""
+    return [
+        encode_body(tokens, "json" if form == "json" else "msgpack")
+        for (_, form), tokens in entries.items()
+    ]
+
+
+def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
+    """The ``TOKEN`` of a step without columns. ``finished``: requests that end with it."""
+    sessions = [session for session, _ in entries]
+    return [b"TOKEN", encode_token_header(sessions, finished), *entry_bodies(entries)]
+
+
+def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
+    """The messages to a client that resumes a stream: the answer, then the missed entries."""
+    answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
+    head = encode_header(stream.request, stream.session)
+    messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]
+    if missed:
+        body = encode_body(missed, stream.encoding)
+        messages.append([b"TOKEN", encode_token_header([stream.session]), body])
+    return messages
+
+
+def message_frames(stream: Stream, kind: bytes, body: Msg | System, final: bool = False) -> Frames:
+    """An answer or a notice to a stream's client."""
+    flags = Flag.FINAL if final else 0
+    head = encode_header(stream.request, stream.session, flags)
+    return [kind, head, encode_body(body, stream.encoding)]
+
+
+def error_frames(stream: Stream, error: TokenbusError) -> Frames:
+    """The ERROR that ends a stream."""
+    body = error_body(error, stream.stream_id)
+    head = encode_header(stream.request, stream.session, Flag.FINAL)
+    return [b"ERROR", head, encode_body(body, stream.encoding)]
+
+
+def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+    """All of a stream, for a broker that was restarted or out of reach: its request and what was
+    sent."""
+    body = Journal(
+        type="SCORE" if stream.type == b"SCORE" else "GENERATE",
+        age_s=time.monotonic() - stream.arrived,
+        ended=stream.live == 0,
+        moves=stream.moves,
+    )
+    head = encode_header(stream.request, stream.session, stream.flags)
+    sent = encode_body(pack_columns(entries, texts=True), "msgpack")
+    return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
+
+
+def gone_frames(request: int) -> Frames:
+    """A stream that such a broker wants, and that has ended without its last entries meanwhile."""
+    body = Journal(type="GENERATE", gone=True)
+    return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
+
+
+def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+    """The buffer that a stream with ``save`` leaves: its prompt and its first sequence, which its
+    entries have."""
+    tokens = list(stream.prompt)
+    for entry in entries:
+        if entry.seq == 0:
+            if entry.backtrack:
+                del tokens[-entry.backtrack :]
+            if entry.token is not None:
+                tokens.append(entry.token)
+    body = encode_body(Buffer(name=stream.save or ""), "msgpack")
+    head = encode_header(stream.request, stream.session)
+    return [b"BUFFER", head, body, b"t" + pack_tokens(tokens)]
