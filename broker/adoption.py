@@ -19,7 +19,7 @@ from ..protocol.header import FORM, Flag, Header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach
 from ..protocol.shares import fits_share
-from ..protocol.worker_messages import Journal, Register, Registered
+from ..protocol.worker_messages import Journal, Register
 from . import journal
 from .admission import RoutingFields
 from .attaches import Attaches
@@ -28,6 +28,7 @@ from .dispatch import Dispatcher
 from .moves import STREAMS
 from .outgoing import Outgoings
 from .recovery import Recovery
+from .revocations import drop
 from .settings import BrokerSettings
 from .tables import Request, Session, SessionTable, Worker
 
@@ -103,6 +104,9 @@ class Adoption:
         wanted = returned
         if worker.role == "gpu" and self.open(now):
             wanted = returned + [r for r in live if r not in known or self._is_unclaimed(r)]
+            for request in filter(None, map(known.get, wanted[len(returned) :])):
+                # Before the JOURNAL is here, it may be with another worker, or with this one anew.
+                worker.withdraw(request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
     def _may_adopt(self, now: float) -> bool:
@@ -237,9 +241,7 @@ class Adoption:
         return made
 
     def _drop(self, worker: Worker, *requests: int) -> None:
-        self._out.to_worker(
-            worker, b"REGISTERED", registered(worker, self._settings, unknown=list(requests))
-        )
+        drop(self._out, worker, self._settings, requests)
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -439,19 +441,3 @@ def _num_entries(sent: bytes) -> int:
     """How many entries a body of TOKEN has; raises RequestError where it is malformed."""
     body: TokenBody = decode_as(TokenBody, sent, "msgpack")
     return len(body) if isinstance(body, list) else len(body.streams) // 8 + len(body.entries)
-
-
-def registered(
-    worker: Worker,
-    settings: BrokerSettings,
-    unknown: Sequence[int] = (),
-    wanted: Sequence[int] = (),
-) -> Registered:
-    """The answer to a worker that registers."""
-    return Registered(
-        worker=worker.id,
-        heartbeat_s=settings.heartbeat_s,
-        expiry_s=settings.expiry_s,
-        unknown=list(unknown),
-        wanted=list(wanted),
-    )

@@ -25,7 +25,7 @@ from ..protocol.worker_messages import (
     Reregister,
     Unregister,
 )
-from .adoption import Adoption, registered
+from .adoption import Adoption
 from .attaches import Attaches
 from .buffers import Buffers
 from .contested_names import ContestedNames, process_of, taken
@@ -36,6 +36,7 @@ from .outgoing import Outgoing, Outgoings, Side
 from .quotas import Quotas
 from .recovery import Recovery
 from .returns import Returns
+from .revocations import NO_SESSION, registered
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
@@ -142,6 +143,9 @@ class Back:
             elif worker is None:
                 self._recovery.follow()
                 self._ask(peer, "this connection has no registered worker", now)
+            elif worker.revoked and worker.is_revoked(decode_header(head).request):
+                # It belongs to the earlier attempt.
+                pass
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
                 self._pass_on(worker, message_type, head, frames)
             else:
@@ -202,7 +206,9 @@ class Back:
         for number in finished:
             try:
                 request = self._dispatcher.requests.get(number)
-                if request is not None and request.worker is worker:
+                if request is None or request.worker is not worker:
+                    continue
+                if not worker.is_revoked(number):
                     self._attaches.on_finished(request)
             except Exception as error:
                 self._on_failure(worker, peer, frames, error)
@@ -384,7 +390,10 @@ class Back:
             self._on_journal(worker, frames)
         elif message_type == b"CLAIMED":
             claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
-            self._adoption.on_claimed(worker, claimed.session)
+            if worker.revoked and claimed.session == NO_SESSION:
+                worker.confirmed()
+            else:
+                self._adoption.on_claimed(worker, claimed.session)
         elif message_type == b"RELEASED":
             released: Released = decode_as(Released, frames[2], "msgpack")
             self._adoption.on_released(worker, released.requests)
@@ -486,6 +495,7 @@ class Back:
             last_seen=now,
             step_age_s=message.step_age_s,
             process=process_of(message),
+            registration=message.registration,
         )
         self._by_peer[peer] = self._by_name[worker.name] = worker
         process, _ = self._closed.pop(worker.name, (0, 0.0))

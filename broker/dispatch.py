@@ -22,6 +22,7 @@ from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pool, Pools
 from .prefixes import Prefixes
 from .recovery import Recovery
+from .revocations import revoke
 from .settings import BrokerSettings
 from .spans import record_span
 from .tables import (
@@ -624,6 +625,8 @@ class Dispatcher:
         frames = [request.type, header, *request.frames, *transcript]
         self.prefixes.expect(request, worker, self._model_of(request))
         self.moves.sent(request)
+        if worker.may_send(request):
+            revoke(self._out, worker, self._settings, request)
         self.moves.quarantine.on_start(request, self.now)
         request.worker = worker
         request.dispatched = self.now

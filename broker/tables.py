@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -241,8 +242,13 @@ class Worker:
     """Of a controller worker: the requests whose controllers it runs, or has a place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
     """By session: streams that it was told to drop, and may still send entries of."""
+    revoked: deque[Request] = field(default_factory=deque)
+    """Requests that it begins anew, and whose earlier attempt it has not confirmed to have dropped;
+    in the order of its confirmations (``revocations.py``)."""
     process: int = 0
     """Number of its process, which no other process has."""
+    registration: int = 0
+    """Number of its REGISTER, which a REGISTERED has too."""
 
     def take(self, request: Request) -> None:
         """A request goes to it, or is with it already."""
@@ -250,12 +256,29 @@ class Worker:
         if self.withdrawn:
             self.dropped(request.session.id, request.stream_id)
 
+    def may_send(self, request: Request) -> bool:
+        """Whether it may still send entries of an earlier attempt of a request."""
+        return request.stream_id in self.withdrawn.get(request.session.id, ())
+
+    def is_revoked(self, number: int) -> bool:
+        """Whether its messages about a request belong to an attempt that was revoked."""
+        return any(request.id == number for request in self.revoked)
+
+    def confirmed(self) -> None:
+        """It has dropped the earlier attempt of the request that was revoked first."""
+        request = self.revoked.popleft()
+        if self.requests.get(request.id) is request:
+            self.dropped(request.session.id, request.stream_id)
+
     def withdraw(self, session: int, stream_id: int) -> None:
         """It is told to drop a stream, which another worker has."""
         self.withdrawn.setdefault(session, set()).add(stream_id)
 
     def dropped(self, session: int, stream_id: int) -> None:
-        """Removes a stream that was withdrawn: the worker sends no more of its old entries."""
+        """Removes a stream that was withdrawn: the worker sends no more of its old entries. Has no
+        effect while an earlier attempt of the stream is revoked."""
+        if any((r.session.id, r.stream_id) == (session, stream_id) for r in self.revoked):
+            return
         streams = self.withdrawn.get(session, set())
         streams.discard(stream_id)
         if not streams:

@@ -78,6 +78,9 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
     process: Id = 0
     """Random number of the worker's process. Two containers may have the same host name and pid."""
+    registration: Id = 0
+    """Number of the lease that this message begins or updates, of those of this process. 0: the
+    worker does not count them."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -91,6 +94,8 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     wanted: list[Id] = []
     """Reported live requests that continue here: a restarted broker adopts them, or they still wait
     for this worker. It sends a JOURNAL for each, before any further message about the request."""
+    registration: Id = 0
+    """That of the REGISTER that began the lease. 0: the broker does not repeat it."""
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
@@ -135,7 +140,8 @@ class Claim(Struct, kw_only=True, omit_defaults=True):
     """``CLAIM``: the client of this session has come from another broker. To a GPU worker.
 
     It sends a JOURNAL for each live stream of the session, and for those that ended a moment ago;
-    these go on behind this broker. CLAIMED follows them.
+    these go on behind this broker. CLAIMED follows them. With session 0 it asks for no streams: its
+    CLAIMED confirms that the worker has handled all that it was sent before.
     """
 
     session: Id

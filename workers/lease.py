@@ -43,13 +43,17 @@ class Lease:
         it when the update is sent."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
+        self._registrations = 0
+        """Number of leases that were asked for; the last one's REGISTER and REGISTERED have it."""
 
     def connected(self, now: float) -> list[Frames]:
         """A new connection was opened: its first message."""
         self.registered = self._outdated = False
         self._heard = now
         self._next_beat = now + self._heartbeat_s
+        self._registrations += 1
         registration = self._registration()
+        registration.registration = self._registrations
         self._reported = frozenset(live.request for live in registration.live)
         return [self._frames(b"REGISTER", registration)]
 
@@ -60,8 +64,8 @@ class Lease:
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
         """A message from the broker: whether it is for the lease only, and the answers to it.
 
-        The message must have at least three frames. A ``REGISTERED`` is for the worker too. Raises
-        RefusedError.
+        The message must have at least three frames. A ``REGISTERED`` is for the worker too, unless
+        it answers an earlier REGISTER. Raises RefusedError.
         """
         self._heard = now
         match frames[0]:
@@ -71,6 +75,9 @@ class Lease:
                 return True, self.connected(now)
             case b"REGISTERED":
                 answer: Registered = decode_as(Registered, frames[2], "msgpack")
+                if answer.registration not in (0, self._registrations):
+                    # The lease that it grants ends with the REGISTER that was sent since.
+                    return True, []
                 self.registered = True
                 self.worker = answer.worker
                 self._heartbeat_s, self._expiry_s = answer.heartbeat_s, answer.expiry_s
@@ -106,7 +113,7 @@ class Lease:
             return []
         self._outdated = False
         registration = self._registration()
-        registration.update = True
+        registration.registration, registration.update = self._registrations, True
         return [self._frames(b"REGISTER", registration)]
 
     def drain(self, reason: str, successor: bool = False) -> list[Frames]:

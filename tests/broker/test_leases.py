@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tokenbus.broker.outgoing import Side
-from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.frames import Frames
 from tokenbus.protocol.header import decode_header
 from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Register, Registered
@@ -123,3 +123,34 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
     assert worker.sent == ["REGISTER", "REGISTER"], "the update follows the lease"
     assert worker.given == set(worker.requests) != set()
     assert len(bench.broker.dispatcher.workers) == 1
+
+
+def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
+    """The broker asked twice. The answer to the first REGISTER arrives after the second was sent.
+    Entries that the worker then posted would reach the broker under the second lease, before the
+    JOURNALs of its streams."""
+    bench = Bench(expiry_s=5.0)
+    worker = begun(bench)
+    bench.pass_time(7.0)
+    bench.sent.clear()
+    lease = worker.lease
+    worker.send(lease.connected(bench.now))
+    consumed, answers = lease.on_frames([b"REREGISTER", b"", b""], bench.now)
+    assert consumed
+    worker.send(answers)
+    given = [list(m.frames) for m in bench.sent if m.frames[0] == b"REGISTERED"]
+    first, second = [[bytes(frame) for frame in frames] for frames in given]
+    assert lease.on_frames(first, bench.now) == (True, [])
+    assert not lease.registered
+    assert lease.on_frames(second, bench.now) == (False, [])
+    assert lease.registered
+    [worker_id] = bench.broker.dispatcher.workers
+    assert lease.worker == worker_id
+
+
+def test_an_answer_of_an_older_broker_has_no_number() -> None:
+    lease = Worker(Bench()).lease
+    lease.connected(0.0)
+    answer = encode_body(Registered(worker=7, heartbeat_s=1.0, expiry_s=5.0), "msgpack")
+    assert lease.on_frames([b"REGISTERED", b"", answer], 0.0) == (False, [])
+    assert lease.registered

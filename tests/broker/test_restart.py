@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from msgspec import msgpack
 from tokenbus.broker.core import Broker
 from tokenbus.broker.outgoing import Outgoing, Side
@@ -84,6 +85,15 @@ class GpuWorker(Peer):
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)
         self.got: list[tuple[bytes, Header, list[bytes]]] = []
+        self.takes: int | None = None
+        """Messages that it handles before it is busy; None: all."""
+        self.held: list[list[bytes]] = []
+
+    def catch_up(self) -> None:
+        """It is not busy any more."""
+        self.takes, held, self.held = None, self.held, []
+        for frames in held:
+            self.receive(frames)
 
     def _registration(self) -> Register:
         live = [
@@ -109,6 +119,11 @@ class GpuWorker(Peer):
         return out + self.lease.on_time(self.world.now)
 
     def receive(self, frames: list[bytes]) -> None:
+        if self.takes is not None:
+            self.takes -= 1
+            if self.takes < 0:
+                self.held.append(frames)
+                return
         _, answers = self.lease.on_frames(frames, self.world.now)
         self.out += answers
         header = decode_header(frames[1])
@@ -125,6 +140,8 @@ class GpuWorker(Peer):
             case b"CANCEL":
                 self.running.pop(header.request, None)
                 self.out.append([b"TOKEN", encode_token_header([], [header.request])])
+            case b"CLAIM":
+                self.out.append([b"CLAIMED", encode_header(), frames[2]])
             case b"REGISTERED":
                 answer = decode_as(Registered, frames[2])
                 for request in answer.unknown if self.drops else []:
@@ -574,6 +591,121 @@ def test_an_adopted_stream_moves_with_all_that_was_sent_of_it() -> None:
     steps(world, other, 3)
     assert client.tokens[call] == expected()
     assert client.ends == {call: None}
+
+
+def reconnect(world: World, gpu: GpuWorker) -> None:
+    """A worker has a new connection, and has not registered yet."""
+    assert world.broker is not None
+    gone = gpu.id
+    gpu.connections += 1
+    world._route(world.broker.on_gone(gpu.side, gone, world.now))
+    gpu.out = gpu.lease.connected(world.now)
+
+
+def sent_twice(world: World, gpu: GpuWorker, by_another: bool) -> None:
+    """After a restart of the broker, a worker that is cut off registers again with its stream,
+    whose client is not back. The broker asks for the JOURNAL, and sends the stream to this worker,
+    which has handled only the first of both. ``by_another``: the stream was at another one."""
+    world.kill()
+    world.start()
+    world.pass_time(2.0, gpu)
+    other = GpuWorker(world, "other")
+    if by_another:
+        world.run(gpu, other)
+    reconnect(world, gpu)
+    if by_another:
+        other.step()
+        world.run(other)
+    world.remove(other)
+    gpu.takes = 1
+    world.run(gpu)
+    assert b"GENERATE" in [frames[0] for frames in gpu.held]
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_tokens_of_an_attempt_that_was_replaced_are_not_kept(by_another: bool) -> None:
+    world, gpu, client = begun()
+    [call] = client.tokens
+    sent_twice(world, gpu, by_another)
+    gpu.step()
+    world.run(gpu)
+    gpu.catch_up()
+    for _ in range(2):
+        gpu.step()
+        world.run(gpu)
+    last = GpuWorker(world, "last")
+    world.run(last)
+    world.remove(gpu)
+    world.pass_time(4.0)
+    steps(world, last, 8)
+    assert client.tokens[call] == expected()
+    assert client.ends == {call: None}
+
+
+def test_the_end_of_an_attempt_that_was_replaced_ends_nothing() -> None:
+    world, gpu, client = begun(length=4)
+    [call] = client.tokens
+    sent_twice(world, gpu, False)
+    gpu.step()
+    world.run(gpu)
+    assert world.broker is not None
+    assert len(world.broker.dispatcher.requests) == 1
+    gpu.catch_up()
+    world.pass_time(4.0)
+    steps(world, gpu, 1)
+    assert client.tokens[call] == expected(4)
+    assert client.ends == {call: None}
+    assert world.broker.drained
+
+
+def test_the_controller_of_an_attempt_that_was_replaced_does_not_start() -> None:
+    world = World()
+    gpu, client = GpuWorker(world), ClientPeer(world)
+    controller = GpuWorker(world, "controller", role="controller")
+    world.run()
+    client.generate(controller="mine", retry_s=0)
+    world.run()
+    steps(world, gpu, 3)
+    sent_twice(world, gpu, False)
+    [request] = gpu.running
+
+    def start(attempt: int) -> None:
+        body = Start(
+            controller="mine",
+            prompt=[1],
+            max_tokens=8,
+            model="m",
+            vocabulary=VocabularyName(fingerprint="f", size=9, eos=[0]),
+            attempt=attempt,
+        )
+        gpu.out.append([b"START", encode_header(request), encode_body(body, "msgpack")])
+
+    start(1)
+    world.pass_time(4.0)
+    gpu.catch_up()
+    start(2)
+    world.pass_time(4.0)
+    started = [body for kind, _, body in controller.got if kind == b"START"]
+    assert [decode_as(Start, body[0], "msgpack").attempt for body in started] == [2]
+
+
+def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> None:
+    """Each message of the new attempt reaches the client, as soon as the worker has dropped the
+    earlier one."""
+    world, gpu, client = begun()
+    [call] = client.tokens
+    sent_twice(world, gpu, True)
+    world.pass_time(3.0)
+    gpu.catch_up()
+    world.run()
+    steps(world, gpu, 5)
+    assert client.tokens[call] == expected()
+    assert client.ends == {call: None}
+    assert client.said.count("GENERATE") == 1
+    assert world.broker is not None
+    [worker] = world.broker.dispatcher.workers.values()
+    assert not worker.revoked
+    assert not worker.withdrawn
 
 
 def test_variables_stay_until_the_time_for_adoption_is_over() -> None:

@@ -219,6 +219,8 @@ class GpuWorker(Worker):
                 self._attach(header, decode_as(Attach, message.body, "msgpack"))
             case b"REGISTERED":
                 self._registered(decode_as(Registered, message.body, "msgpack"))
+            case b"CLAIM":
+                self.bus.post([b"CLAIMED", encode_header(), message.body])
             case b"HANDOVER":
                 self.handed_over = True
             case other:

@@ -17,7 +17,15 @@ from tokenbus.protocol.header import Flag, decode_header
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.transcript import encode_transcript
-from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
+from tokenbus.protocol.worker_messages import (
+    Claim,
+    Claimed,
+    Registered,
+    Result,
+    Start,
+    Step,
+    StepResult,
+)
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.engine.sequence import Sequence
@@ -146,6 +154,34 @@ def test_a_request_that_comes_back_after_its_end_goes_on_where_its_client_is(
     assert reported == [MOVED], "one stream of it, the later one"
     finish(loop)
     assert tokens(loop, MOVED) == [*wanted, *wanted[4:]]
+
+
+def test_nothing_of_a_revoked_attempt_follows_the_confirmation(
+    embedded: LoadedModel, tmp_path: Path, overlap: bool
+) -> None:
+    """The broker revokes the attempt, asks for a confirmation, and sends the request anew, while
+    the old sequence is in a step."""
+    wanted = undisturbed(tmp_path, embedded)
+    loop = Loop(tmp_path, embedded, overlap=overlap)
+    begin(loop, MOVED)
+    begin(loop, NEIGHBOUR)
+    while len(loop.entries(MOVED)) < 5:
+        loop.turn()
+    before = loop.entries(MOVED)
+
+    def arrive() -> None:
+        revoked = Registered(worker=0, heartbeat_s=1.0, expiry_s=5.0, unknown=[MOVED])
+        loop.give(b"REGISTERED", revoked)
+        loop.give(b"CLAIM", Claim(session=0))
+        come_back(loop, before[:3])
+
+    in_the_next_step(loop, arrive)
+    finish(loop)
+    [confirmed] = loop.sent(b"CLAIMED")
+    assert msgpack.decode(confirmed[2], type=Claimed).session == 0
+    assert not loop.sent(b"JOURNAL")
+    assert tokens(loop, MOVED) == [*wanted[: len(before)], *wanted[3:]]
+    assert tokens(loop, NEIGHBOUR) == wanted
 
 
 def test_a_score_that_comes_back_is_computed_once(embedded: LoadedModel, tmp_path: Path) -> None:
