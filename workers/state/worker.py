@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
+from itertools import takewhile
 
 from msgspec import DecodeError, Struct, msgpack
 
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
 """Capacity in requests, practically unlimited: storage is bounded by bytes instead."""
+ABSENT_S = 300.0
+"""How long a request may be on its way from one broker to another, in seconds. The next broker may
+have to wait for a controller worker before the first operation comes over its link."""
 VARIABLES_PART, TABLES_PART = 8, 32
 """Variables have at most an eighth of the memory of this machine, tables of modules a quarter of
 that. The log, which may be on a file system in memory, takes up to three times as much."""
@@ -79,6 +84,9 @@ class StateWorker:
         """By request: the links to the brokers that may have it, those over which operations of it
         came; of one that was in the log, all. One that has gone on behind another broker is ended
         by the first one too."""
+        self._absent: dict[int, float] = {}
+        """Requests that no broker is known to have, and since when, in order. An operation of such
+        a request may still come over another link."""
         self._ops = 0
         self._stop_reason = ""
 
@@ -123,10 +131,13 @@ class StateWorker:
                     self._table(message)
                 elif message.type == b"END":
                     end: End = decode_as(End, message.body, "msgpack")
-                    self._end(end.requests, message.link, end.elsewhere)
+                    self._end(end.requests, message.link, elsewhere=end.elsewhere)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
-                    self._end(answer.unknown, message.link)
+                    # A broker that has stood still may not have received the END yet with which it
+                    # would report that a request has gone on behind another one.
+                    several = self._bus.num_links > 1
+                    self._end(answer.unknown, message.link, elsewhere=several)
                     self._bus.registered(answer, message.link)
                 else:
                     others.append(message)
@@ -140,17 +151,34 @@ class StateWorker:
         self._do(run)
         return others
 
-    def _end(self, requests: list[int], link: int, elsewhere: bool = False) -> None:
-        """These requests have ended, or are unknown, at a broker: the variables go of those that no
-        other broker may have. ``elsewhere``: they go on behind another one."""
+    def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
+        """Requests have ended at the broker of a link, or are not there: drops the variables of
+        those that no other broker may have. ``elsewhere``: they may go on behind another broker,
+        which has not sent an operation yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())
             links.discard(link)
-            if not (links or elsewhere):
-                self._links.pop(request, None)
+            if links:
+                continue
+            if elsewhere and self._variables.size(request):
+                self._absent.setdefault(request, time.monotonic())
+            elif not elsewhere:
                 over.append(request)
-        self._variables.end(over)
+        self._drop(over)
+
+    def _drop_absent(self) -> None:
+        """Drops the variables of requests that no broker has had for ``ABSENT_S``."""
+        before = time.monotonic() - ABSENT_S
+        self._drop(list(takewhile(lambda r: self._absent[r] < before, self._absent)))
+
+    def _drop(self, requests: list[int]) -> None:
+        """Drops the variables of requests that have ended."""
+        for request in requests:
+            self._links.pop(request, None)
+            self._absent.pop(request, None)
+        if requests:
+            self._variables.end(requests)
 
     def _do(self, messages: list[FromBus]) -> None:
         """Applies operations and posts their answers."""
@@ -191,6 +219,7 @@ class StateWorker:
         for message, answer in zip(asked, answers, strict=True):
             if self._variables.size(answer.request):
                 self._links.setdefault(answer.request, set()).add(message.link)
+                self._absent.pop(answer.request, None)
             self._post(message, answer)
 
     def _table(self, message: FromBus) -> None:
@@ -227,6 +256,7 @@ class StateWorker:
         )
 
     def _load(self) -> tuple[int, dict[str, float]]:
+        self._drop_absent()
         counts = self._variables.counts
         return counts.requests, {
             "requests": float(counts.requests),
