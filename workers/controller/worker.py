@@ -346,8 +346,11 @@ class ControllerWorker:
             group = self._groups.get((message.link, stepped.request))
             if group is None:
                 unknown.append(stepped)
-            else:
+            elif group.gpu == gpu:
                 found.append((stepped, group))
+            else:
+                text = "request %d: a STEP of worker %d, which runs an earlier attempt, is void"
+                log.debug(text, stepped.request, gpu, extra=logs.about(stepped.request))
         if unknown:
             self._refuse_steps(gpu, unknown)
         self._step_groups(gpu, rows, found)

@@ -51,6 +51,14 @@ class Fails(Controller):
         raise asyncio.CancelledError("cancelled by itself")
 
 
+class Counts(Controller):
+    """Samples, and logs each token that it is given."""
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
+        self.log(tokens)
+        return super().post_process(tokens, backtrack)
+
+
 class Suspends(Controller):
     """Sequence 0 suspends itself in its second round, while the other one samples."""
 
@@ -104,6 +112,7 @@ class Worker:
             "refuses": Refuses(),
             "panics": Panics(),
             "free": PythonProgram(Controller),
+            "counts": PythonProgram(Counts),
             "fails": PythonProgram(Fails),
             "reads": PythonProgram(Reads),
             "suspends": PythonProgram(Suspends),
@@ -115,8 +124,10 @@ class Worker:
         self._bus.start = lambda: None  # type: ignore[method-assign]
         self._thread.start()
 
-    def send(self, kind: bytes, body: bytes, request: int = 0, *attachments: bytes) -> None:
-        header = decode_header(encode_header(request, GPU))
+    def send(
+        self, kind: bytes, body: bytes, request: int = 0, *attachments: bytes, gpu: int = GPU
+    ) -> None:
+        header = decode_header(encode_header(request, gpu))
         self._bus._inbox.put([FromBus(kind, header, body, list(attachments))])
 
     def start(self, request: int, controller: str, n: int = 1) -> StepResult:
@@ -243,6 +254,16 @@ def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) 
         assert result.then == "error"
         assert f"has no sequence {seq}" in (result.error or "")
     assert worker.step(1).then == "sample"
+
+
+def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Worker) -> None:
+    """The GPU worker that a request has left does not know that yet. Its token is not one of the
+    attempt that the controller was started for."""
+    worker.start(1, "counts")
+    stale = Step(sequences=[StepSequence(1, 0, [6])])
+    worker.send(b"STEP", msgpack.encode(stale), gpu=GPU + 1)
+    result = worker.step(1)
+    assert (result.then, result.logs) == ("sample", "[5]\n")
 
 
 def test_a_suspended_sequence_that_the_gpu_worker_ends_gets_a_result(worker: Worker) -> None:

@@ -269,6 +269,30 @@ def test_a_controller_gets_no_token_of_an_earlier_attempt(
     assert tokens(loop, MOVED) == [65, 66, 67]
 
 
+def test_a_decision_for_an_attempt_that_was_dropped_is_void(
+    embedded: LoadedModel, tmp_path: Path
+) -> None:
+    """The worker has dropped the earlier attempt before the request comes back, so that nothing of
+    it is left there, but the answer to its START is on its way."""
+    loop = Loop(tmp_path, embedded)
+    begin(loop, MOVED, controller="c")
+    loop.turn()
+    revoked = Registered(worker=0, heartbeat_s=1.0, expiry_s=5.0, unknown=[MOVED])
+    loop.give(b"REGISTERED", revoked)
+    entries = [{"token": 65, "stream_id": MOVED, "logprob": -1.0, "finish_reason": None}]
+    come_back(loop, entries, controller="c")
+    loop.turn()
+    _, second = loop.sent(b"START")
+    allow(loop, embedded, MOVED, 64)
+    for _ in range(3):
+        loop.turn()
+    assert not tokens(loop, MOVED)
+    allow(loop, embedded, MOVED, 66, msgpack.decode(second[2], type=Start).attempt)
+    while not stepped(loop, MOVED):
+        loop.turn()
+    assert tokens(loop, MOVED) == [66]
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 

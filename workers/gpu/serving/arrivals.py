@@ -53,8 +53,8 @@ class Waiting:
     sent: list[Token] | None = None
     """The entries that the client of a moved request was sent before."""
     attempt: int = 0
-    """The attempt of a request that was here before, as in ``Start``. Decisions for the earlier
-    attempt may still arrive."""
+    """The attempt of a request that may have been here before, as in ``Start``. Decisions for the
+    earlier attempt may still arrive. 0: the request is sent to a worker for the first time."""
     job: Job[Tokens] | None = None
     """The tokenization of its texts; None while its model is being loaded."""
 
@@ -126,8 +126,10 @@ class Arrivals:
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
             waiting = Waiting(stream, request, message.attachments)
-            waiting.attempt = next(self._attempts) if earlier else 0
-            if message.header.flags & Flag.MOVED:
+            moved = message.header.flags & Flag.MOVED
+            # A request that has moved may have been here, and was dropped since.
+            waiting.attempt = next(self._attempts) if earlier or moved else 0
+            if moved:
                 _take_transcript(waiting)
             self._take(waiting)
         except Exception as error:
