@@ -45,11 +45,21 @@ class BrokerWatch:
         self._lost = lost
         self._key = key
         self._task: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+        """Set when the broker has answered in the present session, or when that session ends."""
 
     def start(self) -> None:
         """Begins, unless it has begun."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
+
+    async def begun(self) -> None:
+        """Waits until the broker knows the watch, or until ``lost`` was called instead.
+
+        If a connection sent something to a broker before, and the broker was replaced at that
+        moment, the watch would begin with the next broker and report no restart.
+        """
+        await self._begun.wait()
 
     async def close(self) -> None:
         """Ends it."""
@@ -67,7 +77,9 @@ class BrokerWatch:
                 finally:
                     dealer.close()
                 self.answers = False
+                begun, self._begun = self._begun, asyncio.Event()
                 self._lost(self.front, what)
+                begun.set()
             except Exception:
                 log.exception("the broker cannot be watched; trying again")
                 await asyncio.sleep(PING_S)
@@ -85,6 +97,7 @@ class BrokerWatch:
                 if frames[0] == b"WELCOME":
                     welcome: Welcome = decode_as(Welcome, frames[1])
                     self.answers = True
+                    self._begun.set()
                     ping_s, expiry_s = welcome.ping_s, welcome.expiry_s
                 elif frames[0] == b"PONG" and not decode_as(Pong, frames[1]).session:
                     return f"the broker at {self.front} was restarted"

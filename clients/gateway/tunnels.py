@@ -99,6 +99,7 @@ class Tunnels:
                     continue
                 if tunnel is None:
                     tunnel = self._connect(websocket)
+                    await self._watch_of(tunnel).begun()
                 await tunnel.send(line)
         except UserLimitError as error:
             await close(websocket, TRY_AGAIN_LATER, error.message)
@@ -142,6 +143,9 @@ class Tunnels:
         tunnel.marks_users = tenant is None
         self._open.add(tunnel)
         return tunnel
+
+    def _watch_of(self, tunnel: Tunnel) -> BrokerWatch:
+        return next(watch for watch in self._watches if watch.front == tunnel.front)
 
     def _lost(self, front: str, what: str) -> None:
         """A broker does not know its tunnels' connections any more: ends them all."""

@@ -1,0 +1,114 @@
+"""A gateway watches a broker before it passes a WebSocket's messages on to it.
+
+The broker is a socket in the test's hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from starlette.websockets import WebSocket
+from tokenbus.clients.gateway.tunnels import Tunnels
+from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
+from tokenbus.protocol.settings import Settings
+
+BOUND_S = 120.0
+"""Only bounds a hang."""
+
+
+class Broker:
+    """A ROUTER socket, and each message that has arrived there: its sender, type and body."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * BOUND_S))
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    async def receive(self) -> tuple[bytes, bytes, Any]:
+        peer, kind, body = await asyncio.to_thread(self.socket.recv_multipart)
+        return peer, kind, msgspec.json.decode(body)
+
+    def welcome(self, peer: bytes) -> None:
+        answer = Welcome(
+            version=PROTOCOL_VERSION, encoding="json", session="s" * 32, ping_s=0.1, expiry_s=60.0
+        )
+        self.socket.send_multipart([peer, b"WELCOME", msgspec.json.encode(answer)])
+
+    def forgets(self, peer: bytes) -> None:
+        """Answers a PING as a broker does that does not know the session."""
+        self.socket.send_multipart([peer, b"PONG", msgspec.json.encode(Pong(session=False))])
+
+
+class Browser:
+    """A client's end of a WebSocket that starlette serves."""
+
+    def __init__(self) -> None:
+        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.received: asyncio.Queue[Any] = asyncio.Queue()
+        self.socket = WebSocket({"type": "websocket"}, self._sent.get, self.received.put)
+
+    async def accepted(self) -> None:
+        self._sent.put_nowait({"type": "websocket.connect"})
+        await self.socket.accept()
+        assert (await self.received.get())["type"] == "websocket.accept"
+
+    def send(self, line: str) -> None:
+        self._sent.put_nowait({"type": "websocket.receive", "text": line})
+
+    def leave(self) -> None:
+        self._sent.put_nowait({"type": "websocket.disconnect", "code": 1000})
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_a_websocket_waits_until_the_broker_is_watched(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """If the broker was replaced between the HELLO of a WebSocket and that of the watch, the watch
+    began with the next broker, and the WebSocket waited for the first one for ever."""
+
+    async def run() -> None:
+        broker = Broker(context)
+        tunnels = Tunnels(Settings(front=broker.address), UserShares(100))
+        browser = Browser()
+        await browser.accepted()
+        browser.send('HELLO {"client": "a browser"}')
+        serving = asyncio.create_task(tunnels.serve(browser.socket))
+        watch, kind, hello = await broker.receive()
+        assert (kind, hello["client"]) == (b"HELLO", "tokenbus gateway")
+        # The watch sends a PING as its HELLO is not answered. Nobody else has sent anything.
+        assert (await broker.receive())[:2] == (watch, b"PING")
+        broker.welcome(watch)
+        kind = b"PING"
+        while kind == b"PING":
+            peer, kind, hello = await broker.receive()
+        assert (kind, hello["client"]) == (b"HELLO", "a browser")
+        broker.welcome(peer)
+        assert (await browser.received.get())["text"].startswith("WELCOME ")
+        # Another broker is there now. It does not know the watch, and not the WebSocket either.
+        sender = b""
+        while sender != watch:
+            sender, *_ = await broker.receive()
+        broker.forgets(watch)
+        assert "connection_lost" in (await browser.received.get())["text"]
+        closed = await browser.received.get()
+        assert (closed["type"], closed["code"]) == ("websocket.close", 1012)
+        browser.leave()
+        await serving
+        await tunnels.close()
+        broker.socket.close()
+
+    asyncio.run(asyncio.wait_for(run(), BOUND_S))
