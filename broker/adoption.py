@@ -315,9 +315,12 @@ class Adoption:
         return session
 
     def on_registered(self, worker: Worker) -> None:
-        """A worker that registers may have streams of sessions that are being picked up."""
+        """A worker that registers may have streams of sessions that are being picked up. A client
+        without a connection may have gone to the next broker."""
         if worker.role == "gpu":
-            self._claims.on_registered(worker)
+            sessions = map(self._sessions.by_id.get, self._claims.sessions)
+            here = {s.id for s in sessions if s is not None and s.peer is not None}
+            self._claims.on_registered(worker, here)
 
     def on_claimed(self, worker: Worker, session: int) -> None:
         """A worker has sent all that it has of a session."""
@@ -353,10 +356,12 @@ class Adoption:
         self._num_cancelled -= len(self._cancelled.pop(session, ()))
 
     def on_released(self, worker: Worker, requests: Sequence[int]) -> None:
-        """These requests of a worker go on behind another broker."""
+        """These requests of a worker go on behind another broker, which has claimed them. It may
+        have stood still since their client was there, and not know that the client is here."""
         for number in requests:
             request = self._dispatcher.requests.get(number)
             if request is not None and request.worker is worker:
+                request.session.displaced = request.session.peer is not None
                 self._unclaimed.pop(number, None)
                 self._dispatcher.withdraw(request)
 

@@ -108,10 +108,10 @@ class Claims:
         if not sessions:
             del self._waiting[claim.peer]
 
-    def on_registered(self, worker: Worker) -> None:
-        """A GPU worker that registers may have streams of these sessions."""
+    def on_registered(self, worker: Worker, sessions: Collection[int]) -> None:
+        """A GPU worker that registers may have streams of these sessions, if they are claimed."""
         for session, claim in self._by_session.items():
-            if not self._waits(session, claim):
+            if session in sessions and not self._waits(session, claim):
                 claim.asked[worker.id] = set()
                 self._out.to_worker(worker, b"CLAIM", Claim(session=session))
 

@@ -112,6 +112,7 @@ class Sessions:
         if session is None:
             session = self.open(peer, key, "json", now, hello.session if hello.begin else None)
         session.greeted = True
+        session.displaced = False
         session.encoding = "msgpack" if encoding == "msgpack" else "json"
         session.recovers = "recover" in hello.capabilities
         session.acks = "ack" in hello.capabilities
@@ -164,10 +165,11 @@ class Sessions:
         return self._adoption.claim(hello.session, key, now)
 
     def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
-        """Answers a PING with PONG."""
+        """Answers a PING with PONG. The client says HELLO again where its session is not known, or
+        where another broker has taken streams of it, which had claimed them too late."""
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
-        known = session is not None and session.greeted
+        known = session is not None and session.greeted and not session.displaced
         self._table.unread.add(peer, 0)
         pong = Pong(n=ping.n, session=known)
         if session is not None and session.acks:

@@ -82,6 +82,9 @@ class Session:
     """The ``last_seen`` of the silence in which it was last looked whether it has a connection."""
     cut: bool = False
     """Whether it lost it by silence, so that its client may still be there."""
+    displaced: bool = False
+    """Whether another broker has claimed streams of it while its client was connected here.
+    RELEASED sets it. The client's next HELLO clears it, and this broker claims them back."""
     streams: dict[int, Request] = field(default_factory=dict)
     """Its live streams, by their stream_id."""
     buffers: dict[str, bytes] = field(default_factory=dict)

@@ -133,6 +133,42 @@ def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(benc
     assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM", "ATTACH"]
 
 
+def test_a_client_whose_streams_another_broker_has_claimed_gets_them_back(bench: Bench) -> None:
+    """The other broker had stood still while the client came here, and claimed the streams again
+    when the workers registered there. The client waited here for the rest of them for ever."""
+    hello(bench, encodings=["msgpack"])
+    journal(bench, "a", 3)
+    claimed(bench, "a", "b")
+    attach(bench, 3)
+    for name in ("a", "b"):
+        bench.to_worker(name)
+    assert bench.client("c", "PING", {}) == [("PONG", {})]
+    bench.send("a", "RELEASED", Released(requests=[REQUEST]))
+    assert bench.client("c", "PING", {}) == [("PONG", {"session": False})]
+    assert hello(bench, encodings=["msgpack"])["recovering"]
+    assert [kinds(bench, name) for name in "ab"] == [["CLAIM"], ["CLAIM"]]
+    attach(bench, 3)
+    journal(bench, "a", 5, moves=4)
+    received = bench.to_client("c")
+    assert [kind for kind, _ in received] == ["MSG", "TOKEN"]
+    assert [entry["token"] for entry in received[1][1]] == [103, 104]
+    assert bench.client("c", "PING", {}) == [("PONG", {})]
+
+
+def test_a_broker_that_a_client_has_left_claims_nothing_of_it(bench: Bench) -> None:
+    """While a broker still adopts streams of an earlier run, a worker that registers is asked for
+    the sessions that have come. The client of this one may be at the next broker by now."""
+    bench = Bench(recover_s=100.0)
+    bench.worker("a")
+    hello(bench)
+    claimed(bench, "a")
+    bench.client("c", "BYE", {"keep": True})
+    bench.worker("b")
+    assert kinds(bench, "b") == []
+    hello(bench, "d")
+    assert kinds(bench, "b") == ["CLAIM"]
+
+
 def test_variables_stay_while_a_session_that_comes_may_bring_their_requests(
     bench: Bench,
 ) -> None:
