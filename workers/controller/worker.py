@@ -63,6 +63,7 @@ from .module_calls import ModuleCalls
 from .pending_result import PendingResult
 from .pool import Pool
 from .programs import Programs
+from .python.printed import captured
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
 from .sequence_group import GroupBusy, Round, SequenceGroup
@@ -179,7 +180,12 @@ class ControllerWorker:
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves; the exit code."""
+        """Serves; the exit code. Output of Python controllers goes to the logs of their sequences
+        meanwhile."""
+        with captured() if self._store is None else contextlib.nullcontext():
+            return self._serve()
+
+    def _serve(self) -> int:
         sys.setswitchinterval(SWITCH_S)
         self._bus.start()
         while not self._done():

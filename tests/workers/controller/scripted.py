@@ -7,6 +7,7 @@ the last everything is sampled. ``tells``: it logs the arguments of post_process
 ["fork", [list, list, ...]]   ["suspend"]                    ["wait", variable]
 ["stop"]                      ["fail", text]                 ["sleep", seconds]
 ["log", text]                 ["set", variable, text]        ["eos_stops"]
+["print", text]               to standard output, and the same to standard error
 
 "sample" may have a bias after its tokens: an object of values by token, or a number by which a
 dense one is multiplied. A fork goes on with the list at its place in the fork group.
@@ -14,6 +15,7 @@ dense one is multiplied. A fork goes on with the list at its place in the fork g
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +95,9 @@ class Scripted(Controller):
         kind, *args = what
         if kind == "log":
             self.log(args[0], end="")
+        elif kind == "print":
+            print(*args)
+            print(*args, file=sys.stderr)
         elif kind == "set":
             self.vars.set(*args)
         elif kind == "sleep":

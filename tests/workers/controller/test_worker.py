@@ -376,6 +376,12 @@ def test_the_last_round_s_log_comes_with_the_last_token(system: System) -> None:
     assert got.logs == "".join(f"[{token}] 0\n" for token in got.tokens)
 
 
+def test_the_client_receives_what_a_python_controller_prints(system: System) -> None:
+    step = ["sample", None]
+    [got] = system.script(["print", "one"], step, ["print", "two"], ["stop"])
+    assert got.logs == "one\none\ntwo\ntwo\n"
+
+
 def test_a_log_that_is_too_long_says_how_much_was_dropped(system: System) -> None:
     [got] = system.script(["log", "x" * 100_000], ["log", "y"], max_tokens=1)
     assert got.logs == "x" * 65_536 + "\n[34465 more bytes of log were dropped]\n"

@@ -8,7 +8,7 @@ import site
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from types import TracebackType
 from ....protocol import errors
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
+from .printed import printing_to
 
 _OURS = tuple(
     f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(errors.__file__).parent)
@@ -35,9 +36,12 @@ class AuthorCalls:
     thread.
     """
 
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
+        """``replaying``: whether the code runs again what it ran before, so that its output is in
+        the log already."""
         self._name = name
         self._host = host
+        self._replaying = replaying
         self._round_s = 0.0
         self._last = len(_PLACE)
         self._warned = False
@@ -46,10 +50,12 @@ class AuthorCalls:
     def during(self, call: str) -> Iterator[None]:
         """Wraps one call. Any exception becomes a ControllerError whose one-line message names the
         line of the author's code; the traceback of the author's lines goes to the sequence's log.
+        So does the output of the code (``printed.captured``).
         """
         start = time.thread_time()
         try:
-            yield
+            with printing_to(self._host.log, self._replaying):
+                yield
         except BaseException as error:
             trace = author_trace(error)
             text = f"{call} of {self._name} failed:\n{trace}"

@@ -64,7 +64,7 @@ class ScriptController:
         self._function = function
         self._host = host
         self._transcript = transcript
-        self._calls = AuthorCalls(name, host)
+        self._calls = AuthorCalls(name, host, lambda: transcript.replaying)
         self._context = Context(host, transcript)
         self._coroutine = function(self._context)
         self._operation: Operation | None = None

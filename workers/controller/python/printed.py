@@ -1,0 +1,138 @@
+"""``print`` and ``sys.stderr`` of an author's code, written to the log of its sequence.
+
+``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, they
+write by thread. A thread that runs a call of a controller writes to the log of the call's
+sequence. Any other thread writes to the worker's own output, also if the author's code started it.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..logs import Log
+
+_NAMES = ("stdout", "stderr")
+
+
+class _Call(threading.local):
+    """The call that this thread is in."""
+
+    log: Log | None = None
+    muted: Callable[[], bool] | None = None
+    """Whether output is dropped now, as it was written before."""
+
+
+_call = _Call()
+
+
+@contextmanager
+def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Has this thread's output go to ``log``. While ``muted`` returns True, output is dropped: a
+    script that is replayed has printed the text before."""
+    before = _call.log, _call.muted
+    _call.log, _call.muted = log, muted
+    try:
+        yield
+    finally:
+        _call.log, _call.muted = before
+
+
+def _written(data: bytes) -> bool:
+    """Whether this thread is in a call, whose log takes the data then."""
+    log = _call.log
+    if log is None:
+        return False
+    if _call.muted is None or not _call.muted():
+        log.write(data)
+    return True
+
+
+class _Bytes(io.RawIOBase):
+    """``buffer`` of the text streams."""
+
+    def __init__(self, usual: Callable[[], Any]) -> None:
+        self._usual = usual
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        given = bytes(data)
+        if not _written(given):
+            self._usual().buffer.write(given)
+        return len(given)
+
+    def flush(self) -> None:
+        if _call.log is None:
+            self._usual().buffer.flush()
+
+
+class _Text(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr``; all but output is that of the usual stream."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual = usual
+        self._buffer = _Bytes(lambda: self.usual)
+
+    @property
+    def buffer(self) -> Any:
+        return self._buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8" if _call.log is not None else self.usual.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return "backslashreplace" if _call.log is not None else self.usual.errors
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str) or not _written(text.encode("utf-8", "backslashreplace")):
+            self.usual.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if _call.log is None:
+            self.usual.flush()
+
+    def isatty(self) -> bool:
+        return _call.log is None and bool(self.usual.isatty())
+
+    def fileno(self) -> int:
+        return int(self.usual.fileno())
+
+    def close(self) -> None:
+        """Does nothing: the controllers of other sequences still print."""
+
+
+_lock = threading.Lock()
+_uses = 0
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Has controllers print to their logs. Workers of one process may overlap: the last one that
+    ends restores the streams, unless somebody else has replaced them meanwhile."""
+    global _uses
+    with _lock:
+        _uses += 1
+        for name in _NAMES:
+            if not isinstance(getattr(sys, name), _Text):
+                setattr(sys, name, _Text(getattr(sys, name)))
+    try:
+        yield
+    finally:
+        with _lock:
+            _uses -= 1
+            for name in _NAMES:
+                stream = getattr(sys, name)
+                if not _uses and isinstance(stream, _Text):
+                    setattr(sys, name, stream.usual)
