@@ -229,6 +229,9 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     size: int
     """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
+    special: dict[str, int] = {}
+    """Other special tokens by their roles (``SpecialToken.role``). A GPU worker of an earlier
+    version sends none."""
 
 
 class Replay(Struct, array_like=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ...protocol.special_tokens import SpecialToken
 from .guest_memory import TenantMemory
 from .limits import Limits
 from .logs import Log
@@ -28,6 +29,9 @@ class Vocabulary(Protocol):
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""
+
+    def special_token(self, token: SpecialToken) -> int | None:
+        """The id of a special token; None if the model has none."""
 
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """The tokens of a text, without special ones; bytes that are not UTF-8 go byte by byte.

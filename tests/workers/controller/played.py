@@ -36,7 +36,9 @@ def program(source: str | Path) -> NativeProgram:
 
 
 def vocabulary(tokens: Sequence[bytes], eos: int = EOS) -> TokenizerVocabulary:
-    return TokenizerVocabulary.from_tokens(tokens, [eos] if eos >= 0 else [], "test")
+    made = TokenizerVocabulary.from_tokens(tokens, [eos] if eos >= 0 else [], "test")
+    made.assign_roles({"bos": 1, "pad": 3, "mask": len(tokens) - 1, "cls": len(tokens), "unk": -1})
+    return made
 
 
 class Steered:

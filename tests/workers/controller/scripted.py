@@ -8,6 +8,7 @@ the last everything is sampled. ``tells``: it logs the arguments of post_process
 ["stop"]                      ["fail", text]                 ["sleep", seconds]
 ["log", text]                 ["set", variable, text]        ["eos_stops"]
 ["print", text]               to standard output, and the same to standard error
+["special", name]             logs the id of this special token
 
 "sample" may have a bias after its tokens: an object of values by token, or a number by which a
 dense one is multiplied. A fork goes on with the list at its place in the fork group.
@@ -98,6 +99,8 @@ class Scripted(Controller):
         elif kind == "print":
             print(*args)
             print(*args, file=sys.stderr)
+        elif kind == "special":
+            self.log(self.special_token(*args))
         elif kind == "set":
             self.vars.set(*args)
         elif kind == "sleep":

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import Code
 from tokenbus.protocol.header import decode_header
+from tokenbus.protocol.special_tokens import SpecialToken
 from tokenbus.protocol.worker_messages import Result, StepResult, VocabularyName
 from tokenbus.workers.controller import sequence_group
 from tokenbus.workers.controller.host import allowed
@@ -638,6 +639,21 @@ def test_a_vocabulary_is_asked_for_and_built_once_for_all_who_wait() -> None:
     assert len(asked) == count
 
 
+def test_models_of_one_tokenizer_may_have_different_special_tokens() -> None:
+    vocabularies = Vocabularies(lambda fingerprint, gpu: None)
+    came: list[int | None] = []
+
+    def then(found: TokenizerVocabulary | None, error: str) -> None:
+        assert found is not None
+        came.append(found.special_token(SpecialToken.BOS))
+
+    for special in ({"bos": 7}, {"bos": 8, "later": 1}, {"bos": 400}, {}):
+        name = VocabularyName(fingerprint="f", size=400, eos=[0], special=special)
+        vocabularies.want(name, 1, then)
+    vocabularies.arrived("f", byte_level().to_str().encode(), "")
+    assert came == [7, 8, None, None]
+
+
 def test_who_waits_for_a_vocabulary_that_cannot_be_had_hears_why() -> None:
     vocabularies = Vocabularies(lambda fingerprint, gpu: None)
     heard: list[str] = []
@@ -703,4 +719,4 @@ def test_only_the_vocabularies_that_were_used_last_are_kept(
     for size in (400, 401, 400, 402):
         waits.want(gpu=1, size=size)
         waits.vocabularies.arrived("f", byte_level().to_str().encode(), "")
-    assert [size for _, size, _ in waits.vocabularies._built] == [400, 402]
+    assert [size for _, size, *_ in waits.vocabularies._built] == [400, 402]

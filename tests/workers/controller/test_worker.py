@@ -376,6 +376,14 @@ def test_the_last_round_s_log_comes_with_the_last_token(system: System) -> None:
     assert got.logs == "".join(f"[{token}] 0\n" for token in got.tokens)
 
 
+def test_a_controller_finds_the_special_tokens_of_its_model(system: System) -> None:
+    names = [["special", name] for name in ("bos", "pad", "eos", "sep")]
+    [got] = system.script(*names, ["stop"])
+    assert got.logs.split() == ["0", "0", "0", "None"]
+    [got] = system.script(*names, ["stop"], model=system.second)
+    assert got.logs.split()[:2] == ["None", "None"]
+
+
 def test_the_client_receives_what_a_python_controller_prints(system: System) -> None:
     step = ["sample", None]
     [got] = system.script(["print", "one"], step, ["print", "two"], ["stop"])

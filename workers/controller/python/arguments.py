@@ -1,8 +1,12 @@
-"""Decodes the request's ``controller_arg``."""
+"""Reads the arguments of requests and of an author's calls."""
 
 from __future__ import annotations
 
 import json
+
+from ....protocol.errors import Code, ControllerError
+from ....protocol.special_tokens import SpecialToken
+from ..host import Host
 
 
 def parsed(arg: bytes) -> object:
@@ -14,3 +18,14 @@ def parsed(arg: bytes) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def special_token(host: Host, name: str) -> int | None:
+    """The id of a special token by the name of its role; None if the model has none."""
+    found = {token.role: token for token in SpecialToken}.get(name)
+    if found is None:
+        known = ", ".join(token.role for token in SpecialToken)
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"special_token({name!r}); right would be one of {known}"
+        )
+    return host.vocabulary.special_token(found)

@@ -17,7 +17,7 @@ from ....protocol.errors import Code, ControllerError, RequestError
 from .. import interface
 from ..host import Host
 from ..interface import Answer
-from .arguments import parsed
+from .arguments import parsed, special_token
 from .author_calls import AuthorCalls
 from .decisions import Decision, answer_of, go_on, sample, stop
 from .text_variables import Vars
@@ -79,6 +79,14 @@ class Controller:
     def vars(self) -> Vars:
         """The variables of the request, as text."""
         return Vars(self.host.variables)
+
+    def special_token(self, name: str) -> int | None:
+        """The id of a special token; None if the model has none.
+
+        ``name``: unk, pad, sep, bos, eos, cls, mask, turn_start or turn_end. The last two begin and
+        end a turn of the assistant in the model's chat template.
+        """
+        return special_token(self.host, name)
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Prints to the sequence's log, which the client receives with its tokens."""

@@ -12,7 +12,7 @@ from ....protocol.errors import Code, ControllerError
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
 from . import script_constraints
-from .arguments import parsed
+from .arguments import parsed, special_token
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
@@ -185,6 +185,11 @@ class Context:
     def token_set(self, test: Callable[[bytes], bool]) -> TokenSet:
         """The tokens whose bytes pass a test, for ``gen(allow=…)``."""
         return TokenSet.where(self._host.vocabulary, test)
+
+    def special_token(self, name: str) -> int | None:
+        """The id of a special token; None if the model has none. ``name`` as in
+        ``Controller.special_token``."""
+        return special_token(self._host, name)
 
     def label(self) -> Label:
         """The current position in the sequence."""

@@ -23,7 +23,8 @@ KEPT = 16
 """Size of the cache of vocabularies, of which the least recently used are evicted; sequences hold
 references to theirs."""
 
-_Key = tuple[str, int, tuple[int, ...]]
+_Key = tuple[str, int, tuple[int, ...], tuple[tuple[str, int], ...]]
+"""Fingerprint, size, end-of-sequence tokens, and special tokens by role."""
 
 
 class _Waiting(NamedTuple):
@@ -36,7 +37,7 @@ class _Waiting(NamedTuple):
 
 
 class Vocabularies:
-    """Vocabularies by tokenizer, size and end-of-sequence tokens. Thread-safe."""
+    """Vocabularies by tokenizer, size and special tokens. Thread-safe."""
 
     def __init__(
         self, request: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic
@@ -52,7 +53,8 @@ class Vocabularies:
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
         """Calls ``ready``, immediately or when the GPU worker ``gpu`` has sent the tokenizer."""
-        key = (name.fingerprint, name.size, tuple(name.eos))
+        special = tuple(sorted(name.special.items()))
+        key = (name.fingerprint, name.size, tuple(name.eos), special)
         now = self._clock()
         with self._lock:
             built = self._find(key)
@@ -84,6 +86,7 @@ class Vocabularies:
                 except BaseException as failed:  # Also a panic of the tokenizers library.
                     failure = f"the model's tokenizer cannot be used: {failed}"
                 else:
+                    vocabulary.assign_roles(dict(key[3]))
                     with self._lock:
                         self._built[key] = vocabulary
                         while len(self._built) > KEPT:

@@ -15,6 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.special_tokens import SpecialToken
 from .longest_match import CHECKED_STEPS, LongestMatch
 from .token_bytes import Spec, flat, spells_space, token_bytes
 from .trie import encode_trie
@@ -50,6 +51,7 @@ class TokenizerVocabulary:
         self.special: Mapping[str, int] = {
             name: at for name, at in (special or {}).items() if at < self.size
         }
+        self._roles: Mapping[str, int] = {}
         self._tokens = list(tokens)
         for number in self.eos_ids:
             self._tokens[number] = b""
@@ -95,6 +97,17 @@ class TokenizerVocabulary:
     ) -> TokenizerVocabulary:
         """From raw tokens, where special ones are empty; text is tokenized by longest match."""
         return cls(tokens, eos, fingerprint, special=special)
+
+    def assign_roles(self, roles: Mapping[str, int]) -> None:
+        """Sets the special tokens that ``special_token`` finds, by role. Called before any other
+        thread has the vocabulary."""
+        self._roles = {role: at for role, at in roles.items() if 0 <= at < self.size}
+
+    def special_token(self, token: SpecialToken) -> int | None:
+        """The id of a special token; None if the model has none."""
+        if token is SpecialToken.EOS:
+            return self.eos if self.eos >= 0 else None
+        return self._roles.get(token.role)
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""

@@ -30,7 +30,7 @@ from .aici_calls import (
 from .aici_storage import most_bytes, run_command
 from .host_functions import HostFunction, make_linker
 from .instance import Guest, Template
-from .native import tokenized
+from .native import special_token, tokenized
 from .wasi import MAX_PIECES, OK, WASI, start_function
 from .wasi import MODULE as WASI_MODULE
 
@@ -287,6 +287,10 @@ def _eos_token(state: AiciState) -> int:
     return state.host.vocabulary.eos
 
 
+def _special_token(state: AiciState, number: int) -> int:
+    return special_token(state.host, number)
+
+
 def _get_config(state: AiciState, address: int, size: int) -> int:
     return int(state.guest.read(address, min(size, 64)) in CONFIG)
 
@@ -331,6 +335,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("env", "aici_host_tokenize"): HostFunction("ii", "i", _tokenize),
     ("env", "aici_host_self_seq_id"): HostFunction("", "i", _self_seq_id),
     ("env", "aici_host_eos_token"): HostFunction("", "i", _eos_token),
+    ("env", "aici_host_special_token"): HostFunction("i", "i", _special_token),
     ("env", "aici_host_storage_cmd"): HostFunction("ii", "i", _storage_cmd),
     ("env", "aici_host_stop"): HostFunction("", "", _stop),
     ("env", "aici_host_tokens"): HostFunction("", "i", _tokens),

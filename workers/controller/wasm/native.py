@@ -15,6 +15,7 @@ import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.special_tokens import SpecialToken
 from .. import biases
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
@@ -265,6 +266,19 @@ def _seq_id(state: NativeState) -> int:
     return state.host.seq
 
 
+def _special_token(state: NativeState, number: int) -> int:
+    return special_token(state.host, number)
+
+
+def special_token(host: Host, number: int) -> int:
+    """The id of the special token with this number of ``SpecialToken``; -1 if the model has none,
+    or if the number is that of a later version."""
+    if number not in set(SpecialToken):
+        return -1
+    found = host.vocabulary.special_token(SpecialToken(number))
+    return -1 if found is None else found
+
+
 def _tokenize(state: NativeState, address: int, size: int, into: int, most: int) -> int:
     tokens = tokenized(state.guest, state.host, address, size)
     state.guest.write(into, array.array("I", tokens[:most]).tobytes())
@@ -359,6 +373,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "log"): HostFunction("ii", "", _log),
     ("tokenbus", "fail"): HostFunction("ii", "", _fail),
     ("tokenbus", "seq_id"): HostFunction("", "i", _seq_id),
+    ("tokenbus", "special_token"): HostFunction("i", "i", _special_token),
     ("tokenbus", "tokenize"): HostFunction("iiii", "i", _tokenize),
     ("tokenbus", "trie_size"): HostFunction("", "i", _trie_size),
     ("tokenbus", "trie_read"): HostFunction("iii", "i", _trie_read),

@@ -23,6 +23,7 @@ from .fused.decoder import AttentionOptions, FusedDecoder
 from .fused.from_transformers import NotFusible, fused_model
 from .kv_cache import LayerShape
 from .ranks import Ranks
+from .special_tokens import special_tokens
 from .transformers.attention import dot_product, register
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class LoadedModel:
     context_length: int
     """Tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
+    special_tokens: dict[str, int]
+    """Its special tokens by role, for controllers."""
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON; empty without one."""
     tokenizer_json: bytes | None
@@ -131,13 +134,15 @@ def wrap_model(
     parameter = next(model.parameters())
     layers, options = _probe(name, model)
     tokenizer_json = _tokenizer_json(tokenizer)
+    eos = _eos_token_ids(model, tokenizer)
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         context_length=getattr(config, "max_position_embeddings", None) or 2048,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos,
+        special_tokens=special_tokens(tokenizer, eos),
         fingerprint=_fingerprint(tokenizer, tokenizer_json),
         tokenizer_json=tokenizer_json,
         num_parameters=model.num_parameters(),

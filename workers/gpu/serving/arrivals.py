@@ -409,6 +409,7 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
             fingerprint=engine.loaded.fingerprint,
             size=engine.loaded.vocab_size,
             eos=sorted(engine.loaded.eos_token_ids),
+            special=engine.loaded.special_tokens,
         ),
         ignore_eos=message.ignore_eos,
         inspect=message.inspect,

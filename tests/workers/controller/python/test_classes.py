@@ -129,6 +129,26 @@ def test_a_clone_has_its_own_state_and_the_requests_variables() -> None:
     assert set(run.ended.values()) == {"stop"}
 
 
+class Special(Controller):
+    """Logs the special tokens that its argument names."""
+
+    def pre_process(self) -> Decision:
+        assert isinstance(self.arg, list)
+        self.log([self.special_token(name) for name in self.arg])
+        return stop()
+
+
+async def special(ctx: Context) -> None:
+    ctx.log([ctx.special_token(name) for name in ("eos", "turn_end")])
+
+
+def test_special_tokens_are_found_by_name() -> None:
+    assert play_class(Special, arg=b'["eos", "bos", "turn_start"]').logs == {0: "[0, None, None]\n"}
+    assert play_script(special).logs == {0: "[0, None]\n"}
+    wrong = play_class(Special, arg=b'["end"]').errors[0]
+    assert "special_token('end'); right would be one of unk, pad, sep, bos, eos" in wrong
+
+
 class OwnClone(Controller):
     """Holds what cannot be copied."""
 

@@ -498,6 +498,24 @@ def test_a_module_that_defines_nothing_allows_everything() -> None:
     assert (run.text(), run.ended) == ("hi", {0: "stop"})
 
 
+SPECIAL = r"""
+#include "tokenbus.h"
+
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)n, (void)arg, (void)arg_len;
+    for (tb_special token = TB_UNK; token <= TB_TURN_END; token++)
+        tb_log("%d ", (int)tb_special_token(token));
+}
+"""
+
+
+def test_a_guest_finds_the_special_tokens_of_the_model() -> None:
+    """The order is unk, pad, sep, bos, eos, cls, mask, turn_start, turn_end."""
+    found = Steered(SPECIAL, BYTES).begin()
+    assert found == f"-1 3 -1 1 {EOS} -1 {len(BYTES) - 1} -1 -1 "
+    assert Steered(SPECIAL, BYTES, eos=-1).begin().split()[4] == "-1"
+
+
 EVERYTHING = (
     STRINGS.replace("void tb_init_prompt", "static void with_strings")
     + r"""

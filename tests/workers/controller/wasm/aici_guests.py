@@ -43,6 +43,7 @@ VOCABULARY = TokenizerVocabulary.from_tokens(
     [*(bytes([i]) for i in range(256)), b"", *WORDS], [EOS], "bytes and words"
 )
 """Every byte, the end, and some words: 267 tokens, so that the last word of a mask is not full."""
+VOCABULARY.assign_roles({"unk": 10, "sep": 12, "bos": 13, "turn_end": 18})
 
 
 @contextmanager

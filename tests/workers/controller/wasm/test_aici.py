@@ -97,6 +97,13 @@ def test_a_guest_finds_its_argument_its_id_and_the_end_token(puppets: Puppets) -
     assert one(puppets(*lines).begin()).logs == "\n".join(lines) + f"\n0\n{EOS}\n"
 
 
+def test_a_guest_finds_the_special_tokens_by_aici_s_numbers(puppets: Puppets) -> None:
+    lines = [f"create special {number}" for number in (*range(9), 9, 4_000_000_000)]
+    found = [int(line) for line in one(puppets(*lines).begin()).logs.split()]
+    none = 2**32 - 1
+    assert found == [10, none, 12, 13, EOS, none, none, none, 18, none, none]
+
+
 def test_a_guest_learns_what_is_supported(puppets: Puppets) -> None:
     names = ["fork", "backtrack", "ff_tokens", "attention", ""]
     lines = [f"create config {name}" for name in names]

@@ -3,6 +3,7 @@
 #define TOKENBUS_HOST_H
 
 TB_IMPORT("seq_id") uint32_t tb_host_seq_id(void);
+TB_IMPORT("special_token") uint32_t tb_host_special_token(uint32_t token);
 TB_IMPORT("tokenize")
 uint32_t tb_host_tokenize(const void *text, uint32_t n, uint32_t *tokens, uint32_t most);
 TB_IMPORT("var_get")
@@ -48,11 +49,23 @@ static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY
 // Tokens that this sequence may have beyond its prompt, appended ones included.
 static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS]; }
 
-typedef enum tb_special { TB_EOS } tb_special;
+// The first five have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a turn of the
+// assistant in the model's chat template.
+typedef enum tb_special {
+    TB_UNK,
+    TB_PAD,
+    TB_SEP,
+    TB_BOS,
+    TB_EOS,
+    TB_CLS,
+    TB_MASK,
+    TB_TURN_START,
+    TB_TURN_END
+} tb_special;
 
-// The id of a special token; TB_NONE if the vocabulary has none.
+// The id of a special token; TB_NONE if the model has none.
 static inline uint32_t tb_special_token(tb_special token) {
-    return token == TB_EOS ? tb_block[TB_BLOCK_EOS] : TB_NONE;
+    return token == TB_EOS ? tb_block[TB_BLOCK_EOS] : tb_host_special_token(token);
 }
 
 // --- answers -------------------------------------------------------------------------------------

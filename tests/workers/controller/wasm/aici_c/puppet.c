@@ -23,6 +23,7 @@ ENV(void, aici_host_return_logit_bias)(u32 at);
 ENV(u32, aici_host_tokenize)(u32 at, u32 size);
 ENV(u32, aici_host_self_seq_id)(void);
 ENV(u32, aici_host_eos_token)(void);
+ENV(u32, aici_host_special_token)(u32 number);
 ENV(u32, aici_host_storage_cmd)(u32 at, u32 size);
 ENV(void, aici_host_stop)(void);
 ENV(u32, aici_host_tokens)(void);
@@ -138,6 +139,7 @@ static u32 act(u32 at, u32 end) {
     else if (is(at, "trie")) print_number(aici_host_read_blob(aici_host_token_trie(), 0, 0));
     else if (is(at, "seq")) print_number(aici_host_self_seq_id());
     else if (is(at, "eos")) print_number(aici_host_eos_token());
+    else if (is(at, "special")) print_number(aici_host_special_token(number(what, end)));
     else if (is(at, "config")) print_number(aici_host_get_config(address(script + what), size));
     else if (is(at, "mask")) {
         u32 token = number(what, end);

@@ -1,0 +1,30 @@
+"""The special tokens that controllers can ask for, by number and by name."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class SpecialToken(IntEnum):
+    """A role that a token of a vocabulary may have.
+
+    The first five have the numbers of AICI's ``SpecialToken`` (``aici_abi/src/toktree.rs`` of
+    January 2024). The name of a role in a ``VocabularyName`` and in Python is in lower case.
+    """
+
+    UNK = 0
+    PAD = 1
+    SEP = 2
+    BOS = 3
+    EOS = 4
+    CLS = 5
+    MASK = 6
+    TURN_START = 7
+    """The first special token of a turn of the assistant, by the model's chat template."""
+    TURN_END = 8
+    """The special token that ends a turn of the assistant."""
+
+    @property
+    def role(self) -> str:
+        """The name, as in ``VocabularyName.special``."""
+        return self.name.lower()

@@ -1,0 +1,63 @@
+"""The special tokens of a model by role, for controllers that ask for one by name.
+
+The tokenizer names most of them. The turn markers follow from the text of the chat template, which
+is searched and not run: a template is a program of whoever published the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ....protocol.special_tokens import SpecialToken
+
+_NAMED = ("unk", "pad", "sep", "bos", "cls", "mask")
+"""Roles for which a tokenizer of transformers has an attribute, ``bos_token_id`` and so on."""
+_PROMPT = "add_generation_prompt"
+"""The variable of a template that asks for the beginning of the assistant's turn."""
+
+
+def special_tokens(tokenizer: Any, eos: Collection[int]) -> dict[str, int]:
+    """Special tokens by role (``SpecialToken.role``); a role that the model does not have is
+    missing. ``eos``: the tokens at which the model ends a text, of which one may end a turn."""
+    found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
+    template = _template(tokenizer)
+    if template:
+        added: Mapping[str, int] = tokenizer.get_added_vocab()
+        found[SpecialToken.TURN_START.role] = _turn_start(template, added)
+        found[SpecialToken.TURN_END.role] = _turn_end(template, added, eos, tokenizer)
+    return {role: at for role, at in found.items() if isinstance(at, int)}
+
+
+def _template(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    return str(template)
+
+
+def _turn_start(template: str, added: Mapping[str, int]) -> int | None:
+    """The first special token that the template writes for ``add_generation_prompt``."""
+    _, prompt, written = template.rpartition(_PROMPT)
+    names = _occurrences(written, added)
+    return added[names[0]] if prompt and names else None
+
+
+def _turn_end(
+    template: str, added: Mapping[str, int], eos: Collection[int], tokenizer: Any
+) -> int | None:
+    """The token that ends the model's text and that the template writes most often."""
+    ends = [name for name in _occurrences(template, added) if added[name] in eos]
+    if ends:
+        return added[Counter(ends).most_common(1)[0][0]]
+    return getattr(tokenizer, "eos_token_id", None) if "eos_token" in template else None
+
+
+def _occurrences(text: str, added: Mapping[str, int]) -> list[str]:
+    """The special tokens in a text, in its order; of several at one place the longest."""
+    if not added:
+        return []
+    names = sorted(added, key=len, reverse=True)
+    return re.findall("|".join(map(re.escape, names)), text)
