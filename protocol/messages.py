@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from .errors import Code, RequestError
 from .metrics import Series
-from .sampling import Sampling, TokenId, TopLogprobs
+from .sampling import Distribution, Sampling, TokenId, TopLogprobs
 
 PROTOCOL_VERSION = 1
 ENCODINGS = ("json", "msgpack")
@@ -377,6 +377,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     bias: dict[int, float] = {}
     """``inspect``: what the controller's bias added to the most likely tokens, and to this one;
     without those that it left as they were, and those that it forbade."""
+    distribution: Distribution | None = None
+    """The answer to the controller's ``Query`` about this token, for replays of the controller."""
 
 
 class ForwardPath(Struct, kw_only=True, omit_defaults=True):

@@ -19,6 +19,9 @@ MAX_N = 128
 SAMPLING_VERSION = 2
 """The version of how a GPU worker samples: one more where equal seeds give other tokens."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+MAX_QUERY_TOP = 64
+MAX_QUERY_TOKENS = 256
+Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
@@ -49,7 +52,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Subtracted once from the logits of tokens already generated."""
     frequency_penalty: float = 0.0
     """Subtracted per occurrence from the logits of tokens already generated."""
-    seed: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)] | None = None
+    seed: Seed | None = None
     """The same request with the same seed gets the same tokens, whatever else is in the batch.
     None: one that follows from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
@@ -59,3 +62,42 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Do not end at the model's end-of-sequence token."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     """How many sequences to sample from this prompt; each has its ``seq`` in 0..n-1."""
+
+
+class Query(Struct, array_like=True, frozen=True):
+    """A controller's question about the distribution that its next token is sampled from.
+
+    The answer always has the token's log-probability, its rank and the entropy.
+    """
+
+    top: Annotated[int, Meta(ge=0, le=MAX_QUERY_TOP)] = 0
+    """Number of the most likely tokens to report."""
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_QUERY_TOKENS)] = []
+    """Other tokens whose log-probabilities are to be reported."""
+
+
+class Distribution(Struct, kw_only=True, omit_defaults=True):
+    """The distribution that a token was sampled from, as far as a controller asked for it.
+
+    All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
+    Log-probabilities are natural; one of minus infinity is sent as the lowest float32.
+    """
+
+    logprob: float
+    """Log-probability of the sampled token."""
+    rank: int
+    """Rank of the sampled token: 1 plus the number of more likely tokens."""
+    entropy: float
+    """Entropy of the distribution in nats."""
+    top: dict[int, float] = {}
+    """Log-probabilities of the most likely tokens by id, the most likely first."""
+    scores: dict[int, float] = {}
+    """Log-probabilities of the tokens that ``Query.tokens`` names, by id."""
+
+
+class Override(Struct, array_like=True, frozen=True):
+    """Sampling parameters that a controller sets for its next token. None: those of the request."""
+
+    temperature: NonNegative | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Seed | None = None

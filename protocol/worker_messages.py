@@ -35,7 +35,7 @@ from .messages import (
     Upload,
 )
 from .metrics import Series
-from .sampling import TokenId
+from .sampling import Distribution, Override, Query, TokenId
 
 Role = Literal["gpu", "controller", "state"]
 Id = Annotated[int, Meta(ge=0)]
@@ -256,6 +256,8 @@ class Replay(Struct, array_like=True):
     last: bool = False
     """Whether the last of ``tokens`` ended it (its length, a stop string): after that token it had
     only a last post_process."""
+    distributions: dict[Id, Distribution] = {}
+    """The distributions that its controller received, by the place of their token in ``tokens``."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
@@ -305,6 +307,8 @@ class StepSequence(Struct, array_like=True):
     draft: list[TokenId] = []
     """Tokens that are likely to follow; of a controller that takes drafts. Where it decides to
     sample, its result has the masks along them too."""
+    distributions: list[Distribution] = []
+    """The distribution of each of ``tokens``, if its decision had a query; else empty."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -361,11 +365,21 @@ class StepResult(Struct, array_like=True):
     token id (u32) and a float32 by ascending ids. After 0 there is a float32 for each token."""
     bias_attachment: int | None = None
     """Attachment that holds the bias, in the same form. With neither, nothing is added."""
+    query: Query | None = None
+    """``sample``: the question about the distribution of the next token. A GPU worker of an earlier
+    release does not answer."""
+    override: Override | None = None
+    """``sample``: sampling parameters for the next token, in place of the request's."""
 
     @property
     def biased(self) -> bool:
         """Whether it has a bias."""
         return self.bias_row is not None or self.bias_attachment is not None
+
+    @property
+    def has_options(self) -> bool:
+        """Whether it has a query or an override."""
+        return self.query is not None or self.override is not None
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):

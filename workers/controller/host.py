@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ...protocol.sampling import Distribution
 from ...protocol.special_tokens import SpecialToken
 from .guest_memory import TenantMemory
 from .limits import Limits
@@ -96,6 +97,9 @@ class Host:
     """An end-of-sequence token does not end the sequence, whatever its controller does."""
     memory: TenantMemory | None = None
     """The account that guests of this sequence count towards; None: they are not counted."""
+    distributions: Sequence[Distribution] = ()
+    """Of each token that the last post_process got, if these were sampled and the controller had
+    asked. Set before each post_process."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

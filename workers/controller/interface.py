@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...protocol.messages import ConstraintEnd
+from ...protocol.sampling import Override, Query
 from .biases import Bias
 from .host import Host
 
@@ -48,6 +49,10 @@ class Answer(NamedTuple):
     """mid_process: whether it wrote a mask; where it did not, every token is allowed."""
     bias: Bias | None = None
     """mid_process: what is added to the logits before the temperature."""
+    query: Query | None = None
+    """mid_process: the question about the distribution of the next token."""
+    override: Override | None = None
+    """mid_process: sampling parameters for the next token."""
     complete: bool = False
     """With STOP: the text is complete, as if the model had ended it; else the program stopped."""
 
@@ -79,7 +84,8 @@ class Controller(Protocol):
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Tokens were appended, after ``backtrack`` were dropped; may stop.
 
-        Limit: ``Limits.post_s``.
+        ``Host.distributions`` has the answer to the query about tokens that were sampled. Limit:
+        ``Limits.post_s``.
         """
 
     def fork(self, host: Host) -> Controller:

@@ -162,6 +162,7 @@ def _encoded(made: Result) -> bytes:
             result.backtrack, result.ff_tokens, result.children = 0, [], []
             result.row = result.attachment = None
             result.bias_row = result.bias_attachment = None
+            result.query = result.override = None
             result.along = []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []

@@ -163,11 +163,12 @@ class GroupReplay:
         else:
             token = told.tokens[past.tokens]
             if _may_sample(sequence, last, token):
+                found = told.distributions.get(past.tokens)
                 past.tokens += 1
                 past.sampled()
                 ends = told.last and past.tokens == len(told.tokens)
                 run = self._rounds.ended if ends else self._rounds.sampled
-                return run(sequence, [token])
+                return run(sequence, [token], distributions=[found] if found is not None else ())
             past.failure = f"{_where(past)} it does not allow token {token}, which was sampled then"
         return None
 

@@ -14,6 +14,7 @@ from enum import Enum
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
+from ...protocol.sampling import Distribution
 from ...protocol.worker_messages import StepResult
 from .biases import Bias
 from .host import Host
@@ -111,11 +112,16 @@ class Rounds:
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
     def sampled(
-        self, sequence: ControlledSequence, tokens: Sequence[int], draft: Sequence[int] = ()
+        self,
+        sequence: ControlledSequence,
+        tokens: Sequence[int],
+        draft: Sequence[int] = (),
+        distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
-        """The round after tokens were sampled; where it just samples, with the masks along a
-        ``draft``."""
+        """The round after tokens were sampled, from ``distributions`` if the controller asked for
+        these; where it just samples, with the masks along a ``draft``."""
         sequence.variables.repeated = False
+        sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
@@ -133,10 +139,15 @@ class Rounds:
         return self._guarded(sequence, lambda: self._decide(sequence))
 
     def ended(
-        self, sequence: ControlledSequence, tokens: Sequence[int], stop: bytes = b""
+        self,
+        sequence: ControlledSequence,
+        tokens: Sequence[int],
+        stop: bytes = b"",
+        distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
         """The last post_process of a sequence that the GPU worker has ended; ``stop``: its text
         ends before this stop string."""
+        sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     # --- inside ---------------------------------------------------------------------------------
@@ -203,6 +214,7 @@ class Rounds:
             group = None
             if answer.action is Action.CONTINUE:
                 result = _result(sequence, "sample", change, answer.masked)
+                result.query, result.override = answer.query, answer.override
                 if answer.bias is not None or sequence.bias:
                     _give_bias(sequence, result, answer.bias)
                 return [result]
@@ -248,6 +260,7 @@ class Rounds:
                 )
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
+        sequence.host.distributions = ()
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
 
     def _forked(
@@ -292,6 +305,7 @@ def _end_of_sequence(results: list[StepResult]) -> None:
         first.then, first.finish = "stop", "stop"
         first.row = first.attachment = None
         first.bias_row = first.bias_attachment = None
+        first.query = first.override = None
 
 
 def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | None) -> None:
@@ -317,8 +331,8 @@ def _look_along(
         return
     if first.backtrack or first.ff_tokens or not isinstance(controller, TakesDrafts):
         return
-    if first.biased:
-        # The biases along the draft are not known.
+    if first.biased or first.has_options:
+        # The biases, queries and parameters along the draft are not known.
         return
     written = controller.masks_along(draft, sequence.along)
     # Places of attachments are given when they are sent.

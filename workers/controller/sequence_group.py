@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...protocol.errors import Code, ControllerError
+from ...protocol.sampling import Distribution
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from .forks import lineage_of_fork, number_of_fork
 from .guest_memory import TenantMemory
@@ -157,10 +158,12 @@ class SequenceGroup:
         stop: str = "",
         draft: Sequence[int] = (),
         wait: bool = True,
+        distributions: Sequence[Distribution] = (),
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model sampled ``tokens``, which the tokens of ``draft``
         may follow, or after the GPU worker ended it (by ``stop``: before that stop string); None
-        where the sequence does not wait for the model.
+        where the sequence does not wait for the model. ``distributions``: of ``tokens``, if the
+        controller asked for these.
 
         Raises GroupBusy without ``wait``, if another thread has the group's lock."""
         if not self._lock.acquire(blocking=wait):
@@ -181,8 +184,9 @@ class SequenceGroup:
         finally:
             self._lock.release()
         if ended:
-            return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode())
-        return sequence, partial(self._rounds.sampled, sequence, tokens, draft)
+            end = partial(self._rounds.ended, sequence, tokens, stop.encode(), distributions)
+            return sequence, end
+        return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
         """The result of a round that ``step`` began and that has been run in a batch."""
@@ -320,6 +324,7 @@ class SequenceGroup:
             for seq, lineage in zip(numbers, lineages, strict=True):
                 variables = self._variables(lineage)
                 host = self._host(seq, variables, limits)
+                host.distributions = parent.host.distributions
                 controller = parent.controller.fork(host)
                 child = ControlledSequence(seq, controller, host, variables, self._buffer())
                 child.length = parent.length

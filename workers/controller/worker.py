@@ -373,7 +373,14 @@ class ControllerWorker:
             ended = stepped.ended is not None
             try:
                 round_ = group.step(
-                    stepped.seq, stepped.tokens, ended, rows, stepped.stop, stepped.draft, wait
+                    stepped.seq,
+                    stepped.tokens,
+                    ended,
+                    rows,
+                    stepped.stop,
+                    stepped.draft,
+                    wait,
+                    stepped.distributions,
                 )
             except GroupBusy:
                 busy.append((stepped, group))

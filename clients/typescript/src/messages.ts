@@ -520,6 +520,36 @@ export function readWelcome(
 }
 
 /**
+ * The distribution that a token was sampled from, as far as a controller asked for it.
+ *
+ * All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
+ * Log-probabilities are natural; one of minus infinity is sent as the lowest float32.
+ */
+export interface Distribution {
+  /** Log-probability of the sampled token. */
+  readonly logprob: number;
+  /** Rank of the sampled token: 1 plus the number of more likely tokens. */
+  readonly rank: number;
+  /** Entropy of the distribution in nats. */
+  readonly entropy: number;
+  /** Log-probabilities of the most likely tokens by id, the most likely first. */
+  readonly top: Readonly<Record<string, number>>;
+  /** Log-probabilities of the tokens that `Query.tokens` names, by id. */
+  readonly scores: Readonly<Record<string, number>>;
+}
+
+/** `Distribution` as it was sent, with the defaults of the fields that are absent. */
+export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Distribution {
+  return {
+    logprob: sent.logprob,
+    rank: sent.rank,
+    entropy: sent.entropy,
+    top: sent.top ?? {},
+    scores: sent.scores ?? {},
+  };
+}
+
+/**
  * An entry of `TOKEN`, whose body is a list of these.
  *
  * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
@@ -578,6 +608,8 @@ export interface Token {
    * those that it left as they were, and those that it forbade.
    */
   readonly bias: Readonly<Record<string, number>>;
+  /** The answer to the controller's `Query` about this token, for replays of the controller. */
+  readonly distribution: Distribution | null;
 }
 
 /** `Token` as it was sent, with the defaults of the fields that are absent. */
@@ -600,6 +632,7 @@ export function readToken(
       | "cut"
       | "round_us"
       | "bias"
+      | "distribution"
   >,
 ): Token {
   const read: Made<Token> = {
@@ -623,6 +656,7 @@ export function readToken(
     cut: sent.cut ?? [],
     round_us: sent.round_us ?? 0,
     bias: sent.bias ?? {},
+    distribution: sent.distribution == null ? null : readDistribution(sent.distribution),
   };
   if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
   if (sent.text !== undefined) read.text = sent.text;

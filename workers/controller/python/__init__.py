@@ -1,5 +1,6 @@
 """Controllers in Python: trusted code from the operator, as a class or as a script."""
 
+from ....protocol.sampling import Distribution, Override, Query
 from .classes import Controller, PythonProgram
 from .context import Context, Label
 from .decisions import Decision, append, fork, go_on, sample, splice, stop, suspend
@@ -13,8 +14,11 @@ __all__ = [
     "Context",
     "Controller",
     "Decision",
+    "Distribution",
     "Label",
+    "Override",
     "PythonProgram",
+    "Query",
     "ScriptProgram",
     "TokenSet",
     "append",

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Self
 
 from ....protocol.errors import Code, ControllerError, RequestError
+from ....protocol.sampling import Distribution, Query
 from .. import interface
 from ..host import Host
 from ..interface import Answer
+from ..queries import checked_query
 from .arguments import parsed, special_token
 from .author_calls import AuthorCalls
 from .decisions import Decision, answer_of, go_on, sample, stop
@@ -32,6 +34,9 @@ class Controller:
 
     host: Host
     """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
+    query: Query | None = None
+    """The numbers that post_process reads about each sampled token: set it in a class, ``__init__``
+    or any call. ``sample(query=...)`` asks for one token only."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -74,6 +79,12 @@ class Controller:
     def seq(self) -> int:
         """The id of this sequence, as in ``fork_group``."""
         return self.host.seq
+
+    @property
+    def distributions(self) -> Sequence[Distribution]:
+        """The answers to the query, one for each token that the last post_process got; empty if
+        these were appended, or nothing was asked."""
+        return self.host.distributions
 
     @property
     def vars(self) -> Vars:
@@ -191,8 +202,15 @@ class ClassController:
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """Calls the author's mid_process and writes its mask."""
         with self._calls.during("mid_process"):
-            returned = self._controller.mid_process(list(fork_group))
-            return answer_of("mid_process", returned, self._controller.host, mask)
+            controller = self._controller
+            returned = controller.mid_process(list(fork_group))
+            answer = answer_of("mid_process", returned, controller.host, mask)
+            if controller.query is None or answer.query is not None:
+                return answer
+            if answer.action is not interface.Action.CONTINUE:
+                return answer
+            query = checked_query(controller.query, controller.host.vocabulary.size)
+            return answer._replace(query=query)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Calls the author's post_process."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from operator import index
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.sampling import Override, Query
 from ..host import Host
 from ..interface import CONTINUE, Action, Answer
+from ..queries import checked_override, checked_query
 from .bias_values import BiasValues, bias_of
 from .token_set import TokenSet
 
@@ -27,6 +29,8 @@ class Decision:
     tokens: str | bytes | Sequence[int] = ()
     mask: Mask = None
     bias: BiasValues = None
+    query: Query | None = None
+    override: Override | None = None
 
 
 _STOP = Decision("stop", Action.STOP)
@@ -86,14 +90,20 @@ def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision
     return Decision("splice", Action.SPLICE, backtrack=backtrack, tokens=tokens)
 
 
-def sample(mask: Mask = None, bias: BiasValues = None) -> Decision:
+def sample(
+    mask: Mask = None,
+    bias: BiasValues = None,
+    query: Query | None = None,
+    override: Override | None = None,
+) -> Decision:
     """mid_process: sample among the tokens of ``mask``; None allows all.
 
     ``bias`` is added to the logits before the temperature, as ``logit_bias`` is: ``{id: value}``,
     or a value for each token of the vocabulary (an array of float32 is the fastest). Minus infinity
-    forbids a token.
+    forbids a token. ``query`` asks for numbers of the distribution of this token, in place of the
+    controller's own ``query``; ``override`` has sampling parameters for this token.
     """
-    return Decision("sample", Action.CONTINUE, mask=mask, bias=bias)
+    return Decision("sample", Action.CONTINUE, mask=mask, bias=bias, query=query, override=override)
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
@@ -125,7 +135,14 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
     if returned.mask is not None:
         into[:] = _mask(returned.mask, size).mask
     bias = bias_of(returned.bias, size) if returned.bias is not None else None
-    return Answer(Action.CONTINUE, masked=returned.mask is not None, bias=bias)
+    query, override = returned.query, returned.override
+    return Answer(
+        Action.CONTINUE,
+        masked=returned.mask is not None,
+        bias=bias,
+        query=checked_query(query, size) if query is not None else None,
+        override=checked_override(override) if override is not None else None,
+    )
 
 
 def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:

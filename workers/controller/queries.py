@@ -1,0 +1,64 @@
+"""Checks of a controller's queries and of its overrides of sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+
+from ...protocol.errors import Code, ControllerError
+from ...protocol.sampling import MAX_QUERY_TOKENS, MAX_QUERY_TOP, Override, Query
+
+_MAX_SEED = 2**63 - 1
+
+
+def checked_query(query: object, size: int) -> Query:
+    """A query whose numbers are valid for a vocabulary of ``size`` tokens; raises ControllerError
+    with the value that is not."""
+    if not isinstance(query, Query):
+        raise _wrong(f"its query is {query!r}; right would be Query(top, tokens)")
+    top = _whole("top of its query", query.top, 0, MAX_QUERY_TOP)
+    if not isinstance(query.tokens, Iterable):
+        raise _wrong(f"the tokens of its query are {query.tokens!r}; right would be a list of ids")
+    tokens = list(dict.fromkeys(query.tokens))
+    if len(tokens) > MAX_QUERY_TOKENS:
+        raise _wrong(f"its query has {len(tokens)} tokens; at most {MAX_QUERY_TOKENS} are allowed")
+    return Query(top, [_whole("a token of its query", token, 0, size - 1) for token in tokens])
+
+
+def checked_override(override: object) -> Override:
+    """An override whose numbers are valid; raises ControllerError with the value that is not."""
+    if not isinstance(override, Override):
+        raise _wrong(
+            f"its override is {override!r}; right would be Override(temperature, top_p, seed)"
+        )
+    temperature, top_p, seed = override.temperature, override.top_p, override.seed
+    if temperature is not None and not 0 <= _number("temperature", temperature) < float("inf"):
+        raise _wrong(f"the temperature of its override is {temperature}; right would be 0 or more")
+    if top_p is not None and not 0 < _number("top_p", top_p) <= 1:
+        raise _wrong(f"the top_p of its override is {top_p}; right would be above 0, at most 1")
+    return Override(
+        None if temperature is None else float(temperature),
+        None if top_p is None else float(top_p),
+        None if seed is None else _whole("the seed of its override", seed, 0, _MAX_SEED),
+    )
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise _wrong(f"the {name} of its override is {value!r}; right would be a number") from None
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise _wrong(f"{name} is {value!r}; right would be a whole number, {least} to {most}")
+    return number
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)
