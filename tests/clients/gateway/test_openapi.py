@@ -27,6 +27,7 @@ pytestmark = pytest.mark.process
 
 SECONDS = 300.0
 ROOT = Path(__file__).parents[3]
+PAGES = ("http", "anthropic", "aici")
 UNDOCUMENTED = {"/", "/openapi.json"}
 """The WebSocket's path, and the document's own."""
 FEW = {
@@ -78,8 +79,8 @@ def test_the_document_is_valid_and_has_every_path(gateway: Gateway, schema: Open
     assert described == served
 
 
-def test_the_page_names_every_field_of_every_body(gateway: Gateway) -> None:
-    page = (ROOT / "docs" / "http.md").read_text()
+def test_the_pages_name_every_field_of_every_body(gateway: Gateway) -> None:
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
     document = httpx.get(f"{gateway.url}/openapi.json", timeout=300).json()
     todo: list[Any] = [
         one["requestBody"]
