@@ -253,23 +253,7 @@ class Adoption:
         """
         if not self.open(now) or not is_session_token(token):
             return None
-        self._recovery.follow()
-        number = session_id(token, key)
-        session = self._sessions.by_id.get(number)
-        if session is None:
-            session = Session(
-                id=number,
-                token=token,
-                key=key,
-                encoding="json",
-                peer=None,
-                last_seen=now,
-                journal=self._journal(number),
-            )
-            self._sessions.add(session)
-        else:
-            self._sessions.claim(session, token, key)
-        session.recovering = True
+        session = self._claimed(token, key, now)
         # They need the client's key, which says which modules are its own.
         self._dispatcher.controllers.start_of(session)
         return session
@@ -281,6 +265,26 @@ class Adoption:
         continued under another broker since."""
         if not is_session_token(token):
             return None
+        session = self._claimed(token, key, now)
+        may_send: dict[int, set[int]] = {}
+        """By worker: the streams that it may still send entries of."""
+        for request in list(session.streams.values()):
+            worker = request.worker
+            if request.type not in STREAMS or (worker is None and request.loss is None):
+                continue
+            self._unclaimed.pop(request.id, None)
+            self._dispatcher.withdraw(request)
+            if worker is not None:
+                worker.withdraw(session.id, request.stream_id)
+                may_send.setdefault(worker.id, set()).add(request.stream_id)
+        self._claims.add(session.id, peer, may_send)
+        self._begin_claims(now)
+        self._dispatcher.controllers.start_of(session)
+        return session
+
+    def _claimed(self, token: str, key: str, now: float) -> Session:
+        """The session of a client's token, whose streams may still be reported: a new session, or
+        the session of streams that workers have reported."""
         self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
@@ -298,20 +302,6 @@ class Adoption:
         elif not session.token:
             self._sessions.claim(session, token, key)
         session.recovering = True
-        may_send: dict[int, set[int]] = {}
-        """By worker: the streams that it may still send entries of."""
-        for request in list(session.streams.values()):
-            worker = request.worker
-            if request.type not in STREAMS or (worker is None and request.loss is None):
-                continue
-            self._unclaimed.pop(request.id, None)
-            self._dispatcher.withdraw(request)
-            if worker is not None:
-                worker.withdraw(number, request.stream_id)
-                may_send.setdefault(worker.id, set()).add(request.stream_id)
-        self._claims.add(number, peer, may_send)
-        self._begin_claims(now)
-        self._dispatcher.controllers.start_of(session)
         return session
 
     def on_registered(self, worker: Worker) -> None:
