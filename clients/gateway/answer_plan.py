@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .answer_forms import HARMONY, Wanted, family_of, structure_of, thinking_of
 from .answer_parts import AnswerForm
-from .errors import ApiError
+from .errors import invalid_field
 from .models import ServedModel
 
 PROMPT_END = 8
@@ -29,12 +29,10 @@ def answer_form(
     if separate_reasoning or family is HARMONY:
         wanted.thinking = thinking_of(template, model.decode(ids[-PROMPT_END:]))
     if wanted.max_thinking_tokens is not None and wanted.thinking == "none":
-        raise ApiError(
-            400,
+        raise invalid_field(
+            thinking_field,
             f"{thinking_field} is given, and the model's chat template has no thinking that could "
             "be bounded; leave it out",
-            code="invalid_field",
-            param=thinking_field,
         )
     if wanted.thinking == "none" and not wanted.functions:
         return None

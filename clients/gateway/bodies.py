@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ...protocol.messages import MAX_BODY_BYTES
 from .context import gateway_of
-from .errors import ApiError, field_name
+from .errors import ApiError, field_name, invalid_field
 from .idempotency import HEADER, LAST_EVENT, current_named
 
 SMALL_BODY_BYTES = 256 * 1024
@@ -112,7 +112,7 @@ def decode_body(body: bytes, kind: type[B]) -> B:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         what, path = split_validation(error)
-        raise ApiError(400, what, code="invalid_field", param=field_name(path)) from None
+        raise invalid_field(field_name(path), what) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 

@@ -96,6 +96,11 @@ class ApiError(Exception):
         return json_response(self.body(path), self.status, self.headers)
 
 
+def invalid_field(param: str | None, message: str) -> ApiError:
+    """A request whose field ``param`` is wrong."""
+    return ApiError(400, message, code="invalid_field", param=param)
+
+
 class ErrorDetails(Struct):
     """An error of a request."""
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ...protocol.errors import Code
-from .errors import ApiError
+from .errors import ApiError, invalid_field
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH
@@ -83,12 +83,10 @@ class Templates:
             "add_generation_prompt": add_generation_prompt,
         }
         if "messages" in names:
-            raise ApiError(
-                400,
+            raise invalid_field(
+                "chat_template_kwargs",
                 "chat_template_kwargs has 'messages', which the template gets from the request; "
                 "remove it",
-                code="invalid_field",
-                param="chat_template_kwargs",
             )
         request = {
             "template": template_of(model) if chat_template is None else chat_template,

@@ -21,7 +21,7 @@ from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
 from ..bodies import Body, decode_body, ignored_header
 from ..context import gateway_of
-from ..errors import ApiError, from_tokenbus
+from ..errors import ApiError, from_tokenbus, invalid_field
 from ..events import DONE, EventStream, event, unless_disconnected
 from ..field_types import (
     Choices,
@@ -192,12 +192,10 @@ def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list
     match prompt:
         case [str() | list() as only]:
             return only
-    raise ApiError(
-        400,
+    raise invalid_field(
+        "prompt",
         f"prompt: it is a list of {len(prompt)} elements; it must be a text, a list of token ids, "
         "or a list of one of these",
-        code="invalid_field",
-        param="prompt",
     )
 
 

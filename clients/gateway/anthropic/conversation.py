@@ -12,7 +12,7 @@ from ..answer_forms import Function, Rest, Wanted
 from ..answer_parts import AnswerForm
 from ..answer_plan import answer_form
 from ..context import Gateway
-from ..errors import ApiError
+from ..errors import ApiError, invalid_field
 from ..models import ServedModel
 from ..templates import template_of
 from .bodies import (
@@ -194,4 +194,4 @@ def _text(content: str | Sequence[Any] | None) -> str:
 
 
 def _refused(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", code="invalid_field", param=param)
+    return invalid_field(param, f"{param}: {message}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
-from ..errors import ApiError
+from ..errors import invalid_field
 from ..field_types import MaxTokens, TopLogprobs
 from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
 from .fields import SampledRequest, TextRequest
@@ -63,10 +63,12 @@ class ChatRequest(SampledRequest, kw_only=True):
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other."""
         if self.top_logprobs and not self.logprobs:
-            raise _refused("top_logprobs", "top_logprobs is given without logprobs; set it to true")
+            raise invalid_field(
+                "top_logprobs", "top_logprobs is given without logprobs; set it to true"
+            )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise _refused(
+            raise invalid_field(
                 "max_tokens",
                 f"max_tokens is {self.max_tokens} and max_completion_tokens is "
                 f"{self.max_completion_tokens}; give one of them",
@@ -88,7 +90,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         found = calling(functions, named or "auto", self.parallel_tool_calls is not False)
         for name in ("structured_outputs", "controller"):
             if found is not None and getattr(self, name) is not None:
-                raise _refused(
+                raise invalid_field(
                     name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
                 )
         return found
@@ -113,10 +115,6 @@ class ChatRequest(SampledRequest, kw_only=True):
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
         return options
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_field", param=param)
 
 
 class AnsweredFunction(Struct):

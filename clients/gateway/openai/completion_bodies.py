@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
-from ..errors import ApiError
+from ..errors import invalid_field
 from ..field_types import TopLogprobs
 from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
 from .fields import SampledRequest
@@ -47,16 +47,18 @@ class CompletionRequest(SampledRequest, kw_only=True):
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
         if self.suffix is not None:
-            raise _refused("suffix", "suffix is not supported; give a prompt that has both parts")
+            raise invalid_field(
+                "suffix", "suffix is not supported; give a prompt that has both parts"
+            )
         if self.max_tokens == 0 and not self.echo:
-            raise _refused("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
+            raise invalid_field("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
-                raise _refused(
+                raise invalid_field(
                     "best_of", f"best_of is {self.best_of}; it must be at least n, {self.n}"
                 )
             if self.stream and self.best_of > (self.n or 1):
-                raise _refused(
+                raise invalid_field(
                     "best_of", f"best_of is {self.best_of} in a stream; it must be n, {self.n or 1}"
                 )
 
@@ -70,13 +72,13 @@ class CompletionRequest(SampledRequest, kw_only=True):
             return [[one for one in given if isinstance(one, int)]]
         prompts: list[Prompt] = [one for one in given if not isinstance(one, int)]
         if len(prompts) < len(given) or len({type(one) for one in prompts}) > 1:
-            raise _refused(
+            raise invalid_field(
                 "prompt",
                 "prompt is a list of different kinds; it must be a text, token ids, a list of "
                 "texts, or a list of lists of token ids",
             )
         if len(prompts) > MAX_PROMPTS:
-            raise _refused(
+            raise invalid_field(
                 "prompt", f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed"
             )
         return prompts
@@ -101,10 +103,6 @@ class CompletionRequest(SampledRequest, kw_only=True):
         if self.heal_prompt:
             options["heal_prompt"] = True
         return options
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_field", param=param)
 
 
 class CompletionChoice(Struct):

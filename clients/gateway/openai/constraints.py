@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from ..bodies import Body
-from ..errors import ApiError
+from ..errors import invalid_field
 
 Schema = dict[str, Any]
 FormatName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -53,11 +53,9 @@ class StructuredOutputs(Body):
         ]
         if len(asked) != 1:
             names = ", ".join(given)
-            raise ApiError(
-                400,
+            raise invalid_field(
+                "structured_outputs",
                 f"structured_outputs has {len(asked)} constraints; it must have one of {names}",
-                code="invalid_field",
-                param="structured_outputs",
             )
         return asked[0]
 
@@ -128,20 +126,16 @@ def own_constraint(
     if controller is not None:
         asked.append(Constraint(controller, controller, controller_arg, "controller_arg"))
     elif controller_arg is not None:
-        raise ApiError(
-            400,
+        raise invalid_field(
+            "controller_arg",
             "controller_arg is given without a controller; name one in 'controller'",
-            code="invalid_field",
-            param="controller_arg",
         )
     if len(asked) > 1:
         names = " and ".join(one.field.partition(".")[0] for one in asked)
-        raise ApiError(
-            400,
+        raise invalid_field(
+            asked[-1].field.partition(".")[0],
             f"{names} cannot be combined; a request has one constraint (the constraint "
             "'combination' joins several)",
-            code="invalid_field",
-            param=asked[-1].field.partition(".")[0],
         )
     return asked[0] if asked else None
 

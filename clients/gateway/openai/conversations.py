@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..context import Gateway
-from ..errors import ApiError
+from ..errors import invalid_field
 from ..models import ServedModel
 
 
@@ -48,12 +48,10 @@ async def prompt_ids(
     generation = fields.add_generation_prompt
     generation = True if generation is None else generation
     if generation and fields.continue_final_message:
-        raise ApiError(
-            400,
+        raise invalid_field(
+            "continue_final_message",
             "continue_final_message and add_generation_prompt exclude each other; set "
             "add_generation_prompt to false",
-            code="invalid_field",
-            param="continue_final_message",
         )
     variables = dict(fields.chat_template_kwargs or {})
     if fields.documents is not None:

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
-from ..errors import ApiError
+from ..errors import invalid_field
 from ..field_types import MaxTokens, TopLogprobs
 from .constraints import (
     Constraint,
@@ -107,13 +107,13 @@ class ResponsesRequest(TextRequest, kw_only=True):
         """Raises ApiError 400 if fields contradict each other or are not supported."""
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
-                raise _refused(
+                raise invalid_field(
                     name,
                     f"{name} is not supported, as responses are not kept; send the whole "
                     "conversation as 'input'",
                 )
         if self.top_logprobs and not self.with_logprobs:
-            raise _refused(
+            raise invalid_field(
                 "top_logprobs", f"top_logprobs is given without {LOGPROBS!r} in 'include'"
             )
 
@@ -162,7 +162,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         found = calling(self.functions, named or "auto", parallel)
         for name in ("structured_outputs", "controller"):
             if found is not None and getattr(self, name) is not None:
-                raise _refused(
+                raise invalid_field(
                     name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
                 )
         return found
@@ -182,10 +182,6 @@ class ResponsesRequest(TextRequest, kw_only=True):
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
         return options
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_field", param=param)
 
 
 class AnsweredText(Struct):

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..bodies import Body, split_validation
-from ..errors import ApiError, field_name
+from ..errors import field_name, invalid_field
 from .messages import (
     AssistantMessage,
     CalledFunction,
@@ -98,7 +98,7 @@ def read_items(given: str | list[dict[str, Any]]) -> InputItems:
         return msgspec.convert({"input": items}, InputItems)
     except msgspec.ValidationError as error:
         what, path = split_validation(error)
-        raise ApiError(400, what, code="invalid_field", param=field_name(path)) from None
+        raise invalid_field(field_name(path), what) from None
 
 
 def to_messages(items: Sequence[InputItem], instructions: str | None) -> list[Message]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ....protocol.sampling import TokenId
 from ..bodies import Body, read_body
 from ..context import gateway_of
-from ..errors import ApiError
+from ..errors import ApiError, invalid_field
 from ..json import json_response
 from .conversations import TemplateFields, prompt_ids
 from .messages import Message, for_template
@@ -70,11 +70,9 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     gateway = gateway_of(request)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(
-            400,
+        raise invalid_field(
+            "prompt",
             "the body must have 'prompt' or 'messages', and not both",
-            code="invalid_field",
-            param="prompt",
         )
     if body.prompt is not None:
         _check_text_only(body)
@@ -111,9 +109,7 @@ def _check_text_only(body: TokenizeRequest) -> None:
     """Raises ApiError 400 if a field for conversations is given with a text."""
     for name in ("tools", *TemplateFields.__annotations__):
         if getattr(body, name) is not None:
-            raise ApiError(
-                400,
+            raise invalid_field(
+                name,
                 f"{name} has no effect on a prompt; it belongs to messages",
-                code="invalid_field",
-                param=name,
             )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..answer_forms import Function
 from ..bodies import Body
-from ..errors import ApiError
+from ..errors import invalid_field
 from .constraints import Schema
 from .messages import FunctionName
 
@@ -81,12 +81,12 @@ def _check(functions: Sequence[FunctionTool], choice: str) -> None:
     names: dict[str, None] = {}
     for name in (f.name for f in functions):
         if name in names:
-            raise _refused("tools", f"tools has two functions with the name {name!r}")
+            raise invalid_field("tools", f"tools has two functions with the name {name!r}")
         names[name] = None
     if choice == "required" and not names:
-        raise _refused("tool_choice", "tool_choice is 'required' without tools; give some")
+        raise invalid_field("tool_choice", "tool_choice is 'required' without tools; give some")
     if choice.startswith(":") and choice[1:] not in names:
-        raise _refused(
+        raise invalid_field(
             "tool_choice",
             f"tool_choice names the function {choice[1:]!r}, which is not one of tools: "
             f"{', '.join(names) or 'none'}",
@@ -98,7 +98,7 @@ def _object_schema(function: FunctionTool) -> Schema:
         return NO_ARGUMENTS
     kind = function.parameters.get("type", "object")
     if kind != "object":
-        raise _refused(
+        raise invalid_field(
             "tools",
             f"the parameters of the function {function.name!r} are of the type {kind!r}; they must "
             "be an object",
@@ -119,7 +119,3 @@ def for_template(functions: Sequence[FunctionTool]) -> list[dict[str, Any]]:
         }
         for f in functions
     ]
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_field", param=param)
