@@ -9,11 +9,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ... import GenerateOptions
 from ..errors import invalid_field
 from ..field_types import MaxTokens, TopLogprobs
-from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
+from .constraints import Constraint, Receipt
 from .fields import SampledRequest, TextRequest
 from .logprobs import ChatLogprobs
 from .messages import Message
-from .tools import Calling, FunctionTool, NamedTool, Tool, ToolChoice, calling
+from .tools import Calling, FunctionTool, NamedTool, Tool, ToolChoice
 from .usage import Usage
 
 
@@ -30,7 +30,6 @@ class ChatRequest(SampledRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Alternatives to report with each token; needs ``logprobs``."""
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     """Default: ``auto``."""
@@ -87,23 +86,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         functions = [tool.function for tool in self.tools or []]
         choice = self.tool_choice
         named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
-        found = calling(functions, named or "auto", self.parallel_tool_calls is not False)
-        for name in ("structured_outputs", "controller"):
-            if found is not None and getattr(self, name) is not None:
-                raise invalid_field(
-                    name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
-                )
-        return found
-
-    @property
-    def own_constraint(self) -> Constraint | None:
-        """The constraint of the text of an answer, outside thinking and calls."""
-        return own_constraint(
-            self.structured_outputs,
-            self.controller,
-            self.controller_arg,
-            format_constraint(self.response_format, "response_format"),
-        )
+        return self.may_call(functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""

@@ -10,7 +10,7 @@ from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
 from ..errors import invalid_field
 from ..field_types import TopLogprobs
-from .constraints import Constraint, Receipt, ResponseFormat, format_constraint, own_constraint
+from .constraints import Constraint, Receipt
 from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
@@ -37,7 +37,6 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """The text begins with the prompt."""
     logprobs: TopLogprobs | None = None
     """Report each token's log-probability, and this number of alternatives."""
-    response_format: ResponseFormat | None = None
     heal_prompt: bool | None = None
     """The prompt may end in the middle of a word: its last token is taken back, and its text
     forced. Fields that only Tokenbus has."""
@@ -82,16 +81,6 @@ class CompletionRequest(SampledRequest, kw_only=True):
                 "prompt", f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed"
             )
         return prompts
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint of the text."""
-        return own_constraint(
-            self.structured_outputs,
-            self.controller,
-            self.controller_arg,
-            format_constraint(self.response_format, "response_format"),
-        )
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""

@@ -28,7 +28,7 @@ class CompletionChunks:
         self._model = model
         self._n = body.n or 1
         self._logprobs = body.logprobs
-        self._constraint = body.constraint
+        self._constraint = body.own_constraint
         self._indexes = Indexes(prompts, self._n)
         self._choices = [GrowingChoices() for _ in range(prompts)]
         self._offsets: dict[int, int] = {}

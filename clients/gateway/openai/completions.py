@@ -72,7 +72,7 @@ async def completions(request: Request) -> Response:
 
 async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     body.check()
-    constraint = body.constraint
+    constraint = body.own_constraint
     model = await gateway.models.get(body.model)
     prompts = body.prompts
     counter = Counter()
@@ -160,7 +160,7 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
         echo.text + sequence.text,
         logprobs,
         finish_reason(sequence.finish_reason),
-        receipt_of(job.body.constraint, sequence, None) or UNSET,
+        receipt_of(job.body.own_constraint, sequence, None) or UNSET,
     )
 
 

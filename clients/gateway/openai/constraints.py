@@ -113,7 +113,7 @@ def json_schema(schema: Schema | None, name: str) -> Constraint:
     return Constraint("json_schema", "json_schema", arg, name)
 
 
-def own_constraint(
+def only_constraint(
     structured: StructuredOutputs | None,
     controller: str | None,
     controller_arg: str | dict[str, Any] | list[Any] | None,

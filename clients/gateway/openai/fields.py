@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
@@ -10,6 +11,7 @@ from ....protocol.messages import Name
 from ....protocol.sampling import Probability, StopString, TokenId
 from ... import GenerateOptions
 from ..bodies import Body
+from ..errors import invalid_field
 from ..field_types import (
     Bias,
     Choices,
@@ -24,7 +26,14 @@ from ..field_types import (
     TopP,
     seed_of,
 )
-from .constraints import Constraint, StructuredOutputs
+from .constraints import (
+    Constraint,
+    ResponseFormat,
+    StructuredOutputs,
+    format_constraint,
+    only_constraint,
+)
+from .tools import Calling, FunctionTool, calling
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default; the bus's own is 0."""
@@ -79,6 +88,32 @@ class TextRequest(Body):
     prompt_cache_retention: str | UnsetType | None = UNSET
     service_tier: str | UnsetType | None = UNSET
 
+    @property
+    def format_constraint(self) -> Constraint | None:
+        """The constraint of the format that the request names for its text; None: any text."""
+        raise NotImplementedError
+
+    @property
+    def own_constraint(self) -> Constraint | None:
+        """The constraint of the text of an answer, outside thinking and calls. Raises ApiError 400
+        if the request has several."""
+        return only_constraint(
+            self.structured_outputs, self.controller, self.controller_arg, self.format_constraint
+        )
+
+    def may_call(
+        self, functions: Sequence[FunctionTool], choice: str | None, parallel: bool | None
+    ) -> Calling | None:
+        """Which of ``functions`` the answer may call; None if it cannot call any. ``choice`` is as
+        in ``tools.calling``, and None is ``auto``. Raises ApiError 400."""
+        found = calling(functions, choice or "auto", parallel is not False)
+        for name in ("structured_outputs", "controller"):
+            if found is not None and getattr(self, name) is not None:
+                raise invalid_field(
+                    name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
+                )
+        return found
+
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""
         options: GenerateOptions = {
@@ -117,6 +152,12 @@ class SampledRequest(TextRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def format_constraint(self) -> Constraint | None:
+        """The constraint of ``response_format``."""
+        return format_constraint(self.response_format, "response_format")
 
     @property
     def include_usage(self) -> bool:

@@ -19,13 +19,12 @@ from .constraints import (
     TextFormat,
     json_object,
     json_schema,
-    own_constraint,
 )
 from .fields import TextRequest
 from .logprobs import TokenLogprob
 from .messages import FunctionName
 from .response_input import InputItems, read_items
-from .tools import Calling, FunctionTool, calling
+from .tools import Calling, FunctionTool
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
@@ -145,7 +144,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         ]
 
     @property
-    def _format(self) -> Constraint | None:
+    def format_constraint(self) -> Constraint | None:
+        """The constraint of ``text.format``."""
         match self.text.format if self.text is not None else None:
             case JsonObjectFormat():
                 return json_object("text.format")
@@ -158,21 +158,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         """Which functions the answer may call; None if it cannot. Raises ApiError 400."""
         choice = self.tool_choice
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
-        parallel = self.parallel_tool_calls is not False
-        found = calling(self.functions, named or "auto", parallel)
-        for name in ("structured_outputs", "controller"):
-            if found is not None and getattr(self, name) is not None:
-                raise invalid_field(
-                    name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
-                )
-        return found
-
-    @property
-    def own_constraint(self) -> Constraint | None:
-        """The constraint of the text of an answer, outside thinking and calls."""
-        return own_constraint(
-            self.structured_outputs, self.controller, self.controller_arg, self._format
-        )
+        return self.may_call(self.functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""
