@@ -270,7 +270,7 @@ class Adoption:
         """By worker: the streams that it may still send entries of."""
         for request in list(session.streams.values()):
             worker = request.worker
-            if request.type not in STREAMS or (worker is None and request.loss is None):
+            if request.type not in STREAMS or (worker is None and request.interruption is None):
                 continue
             self._unclaimed.pop(request.id, None)
             self._dispatcher.withdraw(request)

@@ -105,7 +105,7 @@ class Attaches:
             )
         request.unclaimed = request.resumed = False
         if request.worker is None:
-            self._dispatcher.moves.attach(request, message.received if request.loss else 0)
+            self._dispatcher.moves.attach(request, message.received if request.interruption else 0)
         else:
             request.attaching.append(message.received)
             if request.session.encoding == "json":

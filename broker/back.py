@@ -40,7 +40,7 @@ from .revocations import NO_SESSION, registered
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
-from .tables import SessionTable, Worker, WorkerState
+from .tables import Loss, SessionTable, Worker, WorkerState
 from .withdrawn import without_withdrawn
 
 log = logging.getLogger(__name__)
@@ -233,14 +233,14 @@ class Back:
             if request is not None and request.type == unsent[0]:
                 request.dispatched = None
         self._closed[worker.name] = worker.process, now
-        self._lose(worker, "its connection closed", died=now > self._stopped_until)
+        self._lose(worker, Loss("its connection closed", died=now > self._stopped_until))
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
         """A message has come with a key that may not connect any more: a lease ends, whose streams
         move, and none begins."""
         worker = self._by_peer.get(peer)
         if worker is not None:
-            self._lose(worker, "its key was revoked", died=False)
+            self._lose(worker, Loss("its key was revoked", died=False))
             self._ask(peer, error.message, now)
         elif now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
             self._asked[peer] = now
@@ -259,7 +259,8 @@ class Back:
             if self._by_peer.get(worker.peer) is not worker:
                 continue
             if now - worker.last_seen > self._settings.expiry_s:
-                self._lose(worker, f"no message for {now - worker.last_seen:.1f} s", died=True)
+                why = f"no message for {now - worker.last_seen:.1f} s"
+                self._lose(worker, Loss(why, died=True))
             elif worker.last_seen < silent_since:
                 silent_since = worker.last_seen
         self._walked = silent_since
@@ -377,7 +378,8 @@ class Back:
                 self._quotas.on_sandbox(worker, beat.sandbox_ms, self._dispatcher.now)
             if self._dispatcher.is_hung(worker):
                 if worker.requests:
-                    self._lose(worker, f"its step has run for {beat.step_age_s:.0f} s", died=True)
+                    why = f"its step has run for {beat.step_age_s:.0f} s"
+                    self._lose(worker, Loss(why, died=True))
             elif hung:
                 self._dispatcher.resume(worker)
         elif message_type == b"DRAIN":
@@ -385,7 +387,7 @@ class Back:
             self._drains.begin(worker, drain)
         elif message_type == b"UNREGISTER":
             gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
-            self._lose(worker, gone.reason or "it unregistered", died=False)
+            self._lose(worker, Loss(gone.reason or "it unregistered", died=False))
         elif message_type == b"JOURNAL":
             self._on_journal(worker, frames)
         elif message_type == b"CLAIMED":
@@ -480,7 +482,7 @@ class Back:
         for other in (known, holder):
             if other is not None and self._by_peer.get(other.peer) is other:
                 why = "it registered again on a new connection"
-                self._lose(other, why, died=False, replaced=True)
+                self._lose(other, Loss(why, died=False, replaced=True))
         worker = Worker(
             id=next(self._ids),
             peer=peer,
@@ -599,29 +601,22 @@ class Back:
     def _lose_unread(self, worker: Worker, error: Exception) -> None:
         """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
         of the worker's can continue."""
-        self._lose(worker, f"a message of it cannot be read: {error}", died=True, returns=False)
+        why = f"a message of it cannot be read: {error}"
+        self._lose(worker, Loss(why, died=True, returns=False))
         self._ask(worker.peer, "a message of this worker cannot be read", self._dispatcher.now)
 
-    def _lose(
-        self,
-        worker: Worker,
-        why: str,
-        died: bool,
-        *,
-        returns: bool = True,
-        replaced: bool = False,
-    ) -> None:
+    def _lose(self, worker: Worker, loss: Loss) -> None:
         self._by_peer.pop(worker.peer, None)
         if self._by_name.get(worker.name) is worker:
             del self._by_name[worker.name]
         if worker.requests:
             self._counters.workers_lost += 1
         streams = [request for request in worker.requests.values() if request.open]
-        self._dispatcher.remove(worker, why, died, returns=returns, replaced=replaced)
+        self._dispatcher.remove(worker, loss)
         live, wait_s = self._dispatcher.requests, self._settings.move_wait_s
-        log_end(worker, why, streams, live, wait_s, died=died)
+        log_end(worker, loss, streams, live, wait_s)
         self._adoption.on_lost(worker)
         self._drains.on_lost(worker)
-        contender = None if replaced else self._names.left(worker.name, self._dispatcher.now)
+        contender = None if loss.replaced else self._names.left(worker.name, self._dispatcher.now)
         if contender is not None:
             self._register(contender.peer, contender.frames, self._dispatcher.now)

@@ -29,6 +29,7 @@ from .tables import (
     RETRY_AFTER_S,
     CancelReason,
     KeyUse,
+    Loss,
     Request,
     Session,
     SessionTable,
@@ -254,17 +255,8 @@ class Dispatcher:
         self.pools.add(worker)
         self.rebalance()
 
-    def remove(
-        self,
-        worker: Worker,
-        why: str,
-        died: bool,
-        *,
-        returns: bool = True,
-        replaced: bool = False,
-    ) -> None:
-        """A worker is lost: its streams move. ``died``: not at its own wish. ``returns``: whether
-        they may go on there once it is back; ``replaced``: it is back, and is about to be added."""
+    def remove(self, worker: Worker, loss: Loss) -> None:
+        """A worker is lost: its streams move."""
         if self.workers.pop(worker.id, None) is None:
             return
         self.pools.remove(worker)
@@ -272,8 +264,8 @@ class Dispatcher:
             self._recovery.lost(self.now)
         self.prefixes.lost(worker)
         self.controllers.on_lost(worker)
-        self._take_from(worker, list(worker.requests.values()), why, died, returns)
-        if not replaced:
+        self._take_from(worker, list(worker.requests.values()), loss)
+        if not loss.replaced:
             self.rebalance(quiet=True)
 
     def move(self, request: Request, why: str) -> None:
@@ -281,7 +273,7 @@ class Dispatcher:
         from what was routed."""
         worker = request.worker
         assert worker is not None
-        self._take_from(worker, [request], why, died=False, returns=False)
+        self._take_from(worker, [request], Loss(why, died=False, returns=False))
         self.pools.note(worker)
         self.rebalance()
 
@@ -292,9 +284,7 @@ class Dispatcher:
         self.moves.sent(request, back=True)
         worker.take(request)
 
-    def _take_from(
-        self, worker: Worker, requests: list[Request], why: str, died: bool, returns: bool
-    ) -> None:
+    def _take_from(self, worker: Worker, requests: list[Request], loss: Loss) -> None:
         """Requests leave a worker: they wait for another one, or end."""
         running = []
         for request in requests:
@@ -305,7 +295,7 @@ class Dispatcher:
             if request.open and request.cancelled is not None:
                 self.ends.finish(request, request.cancelled)
             self.forget(request)
-        ended = self.moves.take(worker, running, why, died, self.now, returns=returns)
+        ended = self.moves.take(worker, running, loss, self.now)
         for request in running:
             self.controllers.on_moving(request)
         for request, error in ended:
@@ -355,8 +345,8 @@ class Dispatcher:
             return
         self.controllers.on_moving(request)
         if request.moves:
-            why = "it has no room for it"
-            for moved, error in self.moves.take(worker, [request], why, False, self.now):
+            loss = Loss("it has no room for it", died=False)
+            for moved, error in self.moves.take(worker, [request], loss, self.now):
                 self._refuse([moved], error)
             self._continue_moved()
             return
@@ -616,7 +606,7 @@ class Dispatcher:
     def _start(self, request: Request, worker: Worker) -> None:
         if request.controller:
             self.controllers.reserve(request)
-        since = request.arrived if request.loss is None else request.loss.since
+        since = request.arrived if request.interruption is None else request.interruption.since
         flags = request.session.flags | waited_flags(self.now - since)
         transcript = self.moves.transcript(request, self.now)
         if transcript:

@@ -132,7 +132,7 @@ class Ends:
         if sent is None and not is_stream:
             sent = b""
         elif sent is None and request.worker is None:
-            sent = request.loss.sent if request.loss is not None else b""
+            sent = request.interruption.sent if request.interruption is not None else b""
         if closing is not None and sum(map(len, closing)) > self._max_closing:
             closing = self._too_large(session, request.stream_id, closing)
         end = End(request.id, request.stream_id, is_stream, request.moves, closing, sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from .tables import Request, Worker, WorkerState
+from .tables import Loss, Request, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -18,27 +18,24 @@ def log_drain(worker: Worker, reason: str) -> None:
 
 def log_end(
     worker: Worker,
-    why: str,
+    loss: Loss,
     streams: Sequence[Request],
     live: Mapping[int, Request],
     wait_s: float,
-    *,
-    died: bool,
 ) -> None:
     """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
 
     ``streams`` were open at the worker; ``live`` has the requests that have not ended. A stream
-    without a worker waits for one, for at most ``wait_s`` seconds. ``died``: the worker did not
-    unregister.
+    without a worker waits for one, for at most ``wait_s`` seconds.
     """
     # A state worker has nothing to finish, so that it leaves without a drain.
-    planned = not died and (worker.state is WorkerState.DRAINING or worker.role == "state")
+    planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")
     left = [live.get(stream.id) for stream in streams]
     continued = sum(one is not None and one.worker is not None for one in left)
     waiting = sum(one is not None and one.worker is None for one in left)
     text = "worker %s has left: %s; %s" if planned else "lost worker %s: %s; %s"
     level = logging.INFO if planned else logging.WARNING
-    log.log(level, text, worker.name, why, _outcome(len(left), continued, waiting, wait_s))
+    log.log(level, text, worker.name, loss.why, _outcome(len(left), continued, waiting, wait_s))
 
 
 def log_continued(number: int) -> None:

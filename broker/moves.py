@@ -22,7 +22,7 @@ from .quarantine import Quarantine
 from .recent import BODIES_AT_ONCE
 from .settings import BrokerSettings
 from .sweep import Sweep
-from .tables import RETRY_AFTER_S, Loss, Request, Session, SessionTable, Worker
+from .tables import RETRY_AFTER_S, Interruption, Loss, Request, Session, SessionTable, Worker
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class Moves:
         already, what was routed for it then, as a body of TOKEN. ``back``: the worker is the one
         that it had, and has it still.
         """
-        loss, request.loss = request.loss, None
+        interruption, request.interruption = request.interruption, None
         self._stop_waiting(request)
-        if loss is not None and not back:
+        if interruption is not None and not back:
             request.moves += 1
         if not self._settings.max_journal_bytes:
             request.movable = False
@@ -85,7 +85,7 @@ class Moves:
             return
         journal = request.session.journal
         journal.json = journal.json or request.session.encoding == "json"
-        sent = loss.sent if loss is not None else before
+        sent = interruption.sent if interruption is not None else before
         journal.begin(request.id, request.stream_id, request.bytes, sent)
         self.keep_bounds()
 
@@ -174,19 +174,15 @@ class Moves:
         self,
         worker: Worker,
         requests: Iterable[Request],
-        why: str,
-        died: bool,
+        loss: Loss,
         now: float,
-        *,
-        returns: bool = True,
     ) -> list[tuple[Request, TokenbusError]]:
         """Takes over the open requests of a worker that is lost; those that cannot move come back,
-        with the error that ends them. ``died``: not at its own wish. ``returns``: whether they may
-        go on there (``returns.py``)."""
+        with the error that ends them."""
         ended: list[tuple[Request, TokenbusError]] = []
         error = UnavailableError(
             Code.WORKER_LOST,
-            f"the worker {worker.name} that ran this stream was lost ({why}); send the "
+            f"the worker {worker.name} that ran this stream was lost ({loss.why}); send the "
             "request again",
             retry_after_s=RETRY_AFTER_S,
         )
@@ -216,13 +212,13 @@ class Moves:
             and len(entries) <= request.entries
         ]
         others = [r for r, entries in taken if len(entries) > r.entries]
-        guilty = self.quarantine.on_loss(worker.name, idle, others, died, now)
+        guilty = self.quarantine.on_loss(worker.name, idle, others, loss.died, now)
         for request, entries in taken:
             if request in guilty:
                 self.quarantined += 1
-                ended.append((request, self._quarantine(request, worker, why)))
+                ended.append((request, self._quarantine(request, worker, loss.why)))
             else:
-                self._take(request, entries, worker, why, now, worker.process if returns else 0)
+                self._take(request, entries, worker, loss, now)
         return ended
 
     @staticmethod
@@ -239,18 +235,17 @@ class Moves:
         request: Request,
         entries: list[Token],
         worker: Worker,
-        why: str,
+        loss: Loss,
         now: float,
-        process: int,
     ) -> None:
         name = request.model or worker.default
         if request.began_with is None:
             request.began_with = worker.models.get(name)
         request.entries = len(entries)
-        request.loss = Loss(
+        request.interruption = Interruption(
             left=worker.name,
-            process=process,
-            why=why,
+            process=worker.process if loss.returns else 0,
+            why=loss.why,
             at=min(worker.last_seen, now),
             since=now,
             sent=encode_body(entries, "msgpack") if entries else b"",
@@ -263,7 +258,7 @@ class Moves:
         for received in request.attaching:
             self.attach(request, received)
         request.attaching.clear()
-        log.debug("request %d leaves worker %s: %s", request.id, worker.name, why)
+        log.debug("request %d leaves worker %s: %s", request.id, worker.name, loss.why)
 
     # --- while a request waits ------------------------------------------------------------------
 
@@ -278,15 +273,16 @@ class Moves:
     def transcript(self, request: Request, now: float) -> list[bytes]:
         """What a stream that goes to another worker takes along, as an attachment; none of another
         request."""
-        loss = request.loss
-        if loss is None or request.type not in STREAMS:
+        interruption = request.interruption
+        if interruption is None or request.type not in STREAMS:
             return []
-        pause_s = round(now - loss.at, 3)
-        return [transcript_of(loss.sent, loss.left, loss.why, pause_s, request.moves + 1)]
+        pause_s = round(now - interruption.at, 3)
+        left, why = interruption.left, interruption.why
+        return [transcript_of(interruption.sent, left, why, pause_s, request.moves + 1)]
 
     def attach(self, request: Request, received: int) -> None:
         """A client attaches to a stream that waits: it gets what it has not received."""
-        sent = request.loss.sent if request.loss is not None else b""
+        sent = request.interruption.sent if request.interruption is not None else b""
         self.answer(request, sent, received)
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
@@ -309,8 +305,8 @@ class Moves:
     @staticmethod
     def unserved(request: Request) -> TokenbusError:
         """The error of a request that no worker can continue."""
-        loss = request.loss
-        left, why = (loss.left, loss.why) if loss is not None else ("", "")
+        interruption = request.interruption
+        left, why = (interruption.left, interruption.why) if interruption is not None else ("", "")
         return UnavailableError(
             Code.WORKER_LOST,
             f"the worker {left} that ran this stream was lost ({why}), and no other worker with "
@@ -323,7 +319,11 @@ class Moves:
         them; where the broker is ``closing``, that is no time."""
         since = now - self._settings.move_wait_s
         waiting = islice(self.waiting.values(), number)
-        return [r for r in waiting if closing or (r.loss is not None and r.loss.since < since)]
+        return [
+            r
+            for r in waiting
+            if closing or (r.interruption is not None and r.interruption.since < since)
+        ]
 
 
 def _place(request: Request) -> tuple[int, float, int]:

@@ -38,10 +38,10 @@ class Returns:
         returned = []
         for live in message.live:
             request = self._dispatcher.moves.waiting.get(live.request)
-            loss = request.loss if request is not None else None
-            if request is None or loss is None or request.unclaimed:
+            interruption = request.interruption if request is not None else None
+            if request is None or interruption is None or request.unclaimed:
                 continue
-            had_it = (loss.left, loss.process) == (worker.name, worker.process)
+            had_it = (interruption.left, interruption.process) == (worker.name, worker.process)
             if request.type in STREAMS and had_it:
                 self._dispatcher.take_back(request, worker)
                 returned.append(request.id)

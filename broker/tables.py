@@ -309,8 +309,22 @@ class Worker:
         return [*self.models, *(p for p in self.patterns if p not in self.models)]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Loss:
+    """How the broker loses a worker, or a request that the worker had."""
+
+    why: str
+    died: bool
+    """Whether the worker did not leave as planned. The loss counts against requests that had no
+    new token at the worker."""
+    returns: bool = True
+    """Whether the requests may continue at the same process, if it registers again."""
+    replaced: bool = False
+    """Whether the worker has registered again, and is about to be added."""
+
+
+@dataclass(slots=True)
+class Interruption:
     """How a request lost its worker, while it waits for another."""
 
     left: str
@@ -372,7 +386,7 @@ class Request:
     """Whether the client still waits for it; a closed one only waits for the worker's end."""
     movable: bool = True
     """Whether it can go on at another worker: the broker has what that needs."""
-    loss: Loss | None = None
+    interruption: Interruption | None = None
     """While it waits for another worker: how it lost the one that it had."""
     began_with: ModelInfo | None = None
     """Of one that has moved: the model that it was with first, where that was loaded."""
