@@ -10,7 +10,6 @@ import array
 import ctypes
 import struct
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import wasmtime
@@ -28,7 +27,7 @@ from .aici_calls import (
     pre_process_answer,
 )
 from .aici_storage import most_bytes, run_command
-from .host_functions import HostFunction, make_linker
+from .host_functions import HostFunction, linkers
 from .instance import Guest, Template
 from .native import special_token, tokenized
 from .wasi import MAX_PIECES, OK, WASI, start_function
@@ -80,11 +79,6 @@ class AiciProgram:
         except BaseException:
             guest.close()
             raise
-
-
-@cache
-def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
-    return make_linker(engine, FUNCTIONS)
 
 
 class AiciState:
@@ -344,3 +338,5 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     (WASI_MODULE, "fd_write"): HostFunction("iiii", "i", _fd_write),
 }
 """The content of modules ``env`` and WASI for AICI guests."""
+
+_linker = linkers(FUNCTIONS)

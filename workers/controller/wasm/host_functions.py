@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import wasmtime
@@ -87,6 +88,13 @@ def make_linker(
             raise RuntimeError(f"{module}.{name} cannot be linked")
     linker._tokenbus_kept = kept  # type: ignore[attr-defined]
     return linker
+
+
+def linkers(
+    functions: Mapping[tuple[str, str], HostFunction],
+) -> Callable[[wasmtime.Engine], wasmtime.Linker]:
+    """The linkers of these host functions, of which each engine has one."""
+    return cache(partial(make_linker, functions=functions))
 
 
 def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:

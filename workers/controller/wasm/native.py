@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import wasmtime
@@ -19,7 +18,7 @@ from ....protocol.special_tokens import SpecialToken
 from .. import biases
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
-from .host_functions import HostFunction, make_linker
+from .host_functions import HostFunction, linkers
 from .instance import Guest, Template
 from .wasi import WASI, start_function
 
@@ -61,11 +60,6 @@ class NativeProgram:
         except BaseException:
             guest.close()
             raise
-
-
-@cache
-def _linker(engine: wasmtime.Engine) -> wasmtime.Linker:
-    return make_linker(engine, FUNCTIONS)
 
 
 class NativeState:
@@ -383,3 +377,5 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     **WASI,
 }
 """The functions of module ``tokenbus`` for guests, and the deterministic part of WASI."""
+
+_linker = linkers(FUNCTIONS)
