@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import sys
 
-from ...protocol import logs, tracing
 from ...protocol.errors import TokenbusError
 from ...protocol.keys import KeyFault
-from ...protocol.settings import SettingError, load
+from ...protocol.settings import SettingError
 from ...transport.dealer import AddressError
+from ..process import refuse, serve, settings_of
 from .python import load_program
 from .worker import ControllerWorker
 
@@ -26,12 +25,10 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Runs the worker until SIGINT or SIGTERM, which drain it; the exit code."""
     try:
-        settings = load()
-        logs.set_up(settings, "controller")
-        tracing.start("controller")
+        settings = settings_of("controller")
         programs = dict(map(load_program, sys.argv[1:]))
     except (SettingError, ValueError, TokenbusError) as error:
-        return _refuse(error)
+        return refuse("controller", error)
     if programs:
         first = shlex.quote(next(iter(programs)))
         log.info(
@@ -44,16 +41,8 @@ def main() -> int:
     try:
         worker = ControllerWorker(settings, programs=programs)
     except (AddressError, KeyFault) as error:
-        return _refuse(error)
-    signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
-    # supervisord sends it before a restart too.
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
-    return worker.run()
-
-
-def _refuse(error: Exception) -> int:
-    print(f"tokenbus controller worker: {error}", file=sys.stderr)
-    return 2
+        return refuse("controller", error)
+    return serve(worker)
 
 
 if __name__ == "__main__":

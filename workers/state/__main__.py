@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 
-from ...protocol import logs
 from ...protocol.health_file import STANDBY, HealthFile
 from ...protocol.keys import KeyFault
-from ...protocol.settings import SettingError, Settings, load
+from ...protocol.settings import SettingError, Settings
 from ...transport.dealer import AddressError
+from ..process import refuse, serve, settings_of
 from .folder import FolderError, FolderInUseError
 from .worker import StateWorker
 
@@ -36,19 +36,16 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
-        settings = load()
-        logs.set_up(settings, "state")
+        settings = settings_of("state", traced=False)
     except (SettingError, ValueError) as error:
-        return _refuse(error)
+        return refuse("state", error)
     try:
         worker = _when_free(settings) if args.standby else StateWorker(settings)
     except (FolderError, AddressError, KeyFault) as error:
-        return _refuse(error)
+        return refuse("state", error)
     if worker is None:
         return 0
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: worker.stop(signal.Signals(n).name))
-    return worker.run()
+    return serve(worker)
 
 
 def _when_free(settings: Settings) -> StateWorker | None:
@@ -71,11 +68,6 @@ def _when_free(settings: Settings) -> StateWorker | None:
             health.touch(STANDBY, time.monotonic())
             ended.wait(STANDBY_S)
     return None
-
-
-def _refuse(error: Exception) -> int:
-    print(f"tokenbus state worker: {error}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

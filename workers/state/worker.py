@@ -109,8 +109,9 @@ class StateWorker:
         self._variables.close()
         return 0
 
-    def stop(self, reason: str) -> None:
-        """Stops it after the current operations; may be called from a signal handler."""
+    def stop(self, reason: str, *, restarts: bool = False) -> None:
+        """Stops it after the current operations; may be called from a signal handler. ``restarts``
+        has no effect: every state worker leaves its folder to the next one."""
         self._stop_reason = reason
         self._bus.interrupt()
 

@@ -1,0 +1,48 @@
+"""The process of a worker: its settings, its signals and its exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Protocol
+
+from ..protocol import logs, tracing
+from ..protocol.settings import Settings, load
+
+REFUSED = 2
+"""The exit code of a worker that is set up wrongly. Nothing restarts such a worker."""
+
+
+class Worker(Protocol):
+    """A worker as its process sees it."""
+
+    def run(self) -> int:
+        """Serves until the worker is stopped; returns the exit code."""
+
+    def stop(self, reason: str, *, restarts: bool = False) -> None:
+        """Stops the worker; callable from a signal handler. ``restarts``: a successor may follow,
+        which takes over the worker's requests."""
+
+
+def settings_of(role: str, *, traced: bool = True) -> Settings:
+    """The settings of a worker's process, with its logs and traces set up. Raises SettingError or
+    ValueError if a setting is not valid."""
+    settings = load()
+    logs.set_up(settings, role)
+    if traced:
+        tracing.start(role)
+    return settings
+
+
+def serve(worker: Worker) -> int:
+    """Runs a worker until SIGINT or SIGTERM stops it; returns the exit code."""
+    signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
+    # supervisord sends it before a restart too.
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
+    return worker.run()
+
+
+def refuse(role: str, error: Exception) -> int:
+    """Prints why a worker cannot start; returns the exit code."""
+    print(f"tokenbus {role} worker: {error}", file=sys.stderr)
+    return REFUSED
