@@ -60,10 +60,10 @@ LIMITS = Limits()
 MICRO = 1e6
 
 
-def compiled(name: str, folder: Path) -> bytes:
-    """A guest of ``benchmarks/guests``, as Wasm."""
+def compiled(name: str, folder: Path, *definitions: str) -> bytes:
+    """A guest of ``benchmarks/guests``, as Wasm; ``definitions`` are flags of the compiler."""
     out = folder / f"{name}.wasm"
-    flags = ["-target", "wasm32-freestanding", "-O3", "-nostdlib", "-Wl,--no-entry"]
+    flags = [*definitions, "-target", "wasm32-freestanding", "-O3", "-nostdlib", "-Wl,--no-entry"]
     command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(out)]
     subprocess.check_call([*command, str(GUESTS / f"{name}.c")])
     return out.read_bytes()
@@ -342,9 +342,9 @@ def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}
     with system(gpu, model) as running:
-        for name in rates:
-            if name is not None:
-                running.client.upload_controller(compiled(name, folder), tag=name)
+        for tag, num_pairs in (("sparse_bias", 100), ("dense_bias", 0)):
+            module = compiled("bias", folder, f"-DNUM_PAIRS={num_pairs}")
+            running.client.upload_controller(module, tag=tag)
         for _ in range(3):
             for name, found in rates.items():
                 found.append(tokens_per_s(running.client, 32, new, name))
