@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ..protocol.keys import OwnKey, own_key
+from ..protocol.keys import OwnKey
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from ..protocol.settings import load
+from .base_client import BaseClient
 from .calls import Call
-from .connection import Connection
 from .lanes import Delivery, hand_out
 from .recording import Recorder, note_buffer
 from .request_options import (
@@ -43,7 +41,7 @@ from .results import GeneratedSequence, Scores
 from .streams import AsyncStream
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """A connection to a Tokenbus broker, for one event loop; as ``Client`` in everything else.
 
     async with AsyncClient() as client:
@@ -67,10 +65,8 @@ class AsyncClient:
         ``wait_for_room``: whether a request that finds the queue full is sent again, for
         ``retry_s``, as after other refusals; a server leaves that to its own clients. ``session``:
         the token of a named session, which is begun or taken over."""
-        settings = load(front=front)
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
-        self.front = settings.front_endpoint if front is None else settings.front
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
 
@@ -79,21 +75,7 @@ class AsyncClient:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
-        self._connection = Connection(
-            self.front,
-            deliver,
-            settings.session_timeout_s if patience_s is None else patience_s,
-            key or own_key(settings, "client"),
-            session,
-        )
-        self._close = weakref.finalize(self, self._connection.close)
-        self._sent_buffers: dict[str, Prompt] = {}
-        """For recordings."""
-
-    @property
-    def broker(self) -> str:
-        """The address of the broker that it connects to at the moment, of those in ``front``."""
-        return self._connection.broker
+        super().__init__(front, deliver, patience_s, key, session)
 
     def generate(
         self,

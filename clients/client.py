@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from ..protocol.errors import TokenbusError
-from ..protocol.keys import OwnKey, own_key
+from ..protocol.keys import OwnKey
 from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from ..protocol.settings import load
+from .base_client import BaseClient
 from .calls import Call
-from .connection import Connection
 from .lanes import hand_out
 from .recording import Recorder, note_buffer
 from .request_options import (
@@ -42,7 +40,7 @@ from .results import GeneratedSequence, Scores
 from .streams import Stream
 
 
-class Client:
+class Client(BaseClient):
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
@@ -64,22 +62,7 @@ class Client:
         patience_s: float | None = None,
         key: OwnKey | None = None,
     ) -> None:
-        settings = load(front=front)
-        self.front = settings.front_endpoint if front is None else settings.front
-        self._connection = Connection(
-            self.front,
-            hand_out,
-            settings.session_timeout_s if patience_s is None else patience_s,
-            key or own_key(settings, "client"),
-        )
-        self._close = weakref.finalize(self, self._connection.close)
-        self._sent_buffers: dict[str, Prompt] = {}
-        """For recordings."""
-
-    @property
-    def broker(self) -> str:
-        """The address of the broker that it connects to at the moment, of those in ``front``."""
-        return self._connection.broker
+        super().__init__(front, hand_out, patience_s, key)
 
     def generate(
         self,

@@ -1,0 +1,44 @@
+"""``BaseClient``: the part that the blocking client and the asyncio client have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from ..protocol.keys import OwnKey, own_key
+from ..protocol.settings import load
+from .connection import Connection
+from .lanes import Delivery
+from .request_options import Prompt
+
+
+class BaseClient:
+    """A client's connection to a broker. The parameters are those of ``Client``."""
+
+    def __init__(
+        self,
+        front: str | None,
+        deliver: Callable[[Delivery], None],
+        patience_s: float | None,
+        key: OwnKey | None,
+        session: str | None = None,
+    ) -> None:
+        """``deliver`` receives events on the connection's thread. ``session`` is the token of a
+        named session; None begins a new session. Raises KeyFault and AddressError."""
+        settings = load(front=front)
+        self.front = settings.front_endpoint if front is None else settings.front
+        self._connection = Connection(
+            self.front,
+            deliver,
+            settings.session_timeout_s if patience_s is None else patience_s,
+            key or own_key(settings, "client"),
+            session,
+        )
+        self._close = weakref.finalize(self, self._connection.close)
+        self._sent_buffers: dict[str, Prompt] = {}
+        """For recordings."""
+
+    @property
+    def broker(self) -> str:
+        """The address of the broker that the client connects to at the moment, one of ``front``."""
+        return self._connection.broker
